@@ -17,7 +17,7 @@ KINDS = ("local:window=2", "axial:sum=on")
 
 def test_grids_go_from_196_to_4096_patches(tiny_work: Callable[..., Workload]) -> None:
     found = attention_workloads(tiny_work(), ["linformer"])
-    assert [works["linformer"].tokens for works in found.values()] == [side**2 + 1 for side in (14, 28, 48, 64)]
+    assert [works["linformer"].config.tokens for works in found.values()] == [side**2 + 1 for side in (14, 28, 48, 64)]
     assert list(found) == [14, 28, 48, 64]
     with pytest.raises(ConfigError, match="--attention: BiT-Pico is a ResNet, which has no attention"):
         attention_workloads(tiny_work("BiT-Pico", image_size=(32, 32)), ["local"])

@@ -35,8 +35,8 @@ def test_the_batch_is_the_same_in_every_call(tiny_work: Callable[..., Workload])
 
 
 def test_tokens_of_a_transformer_and_of_a_resnet(tiny_work: Callable[..., Workload]) -> None:
-    assert tiny_work().tokens == 4 * 3 + 1
-    assert tiny_work("BiT-R26x1", image_size=(64, 33)).tokens == 2 * 2
+    assert tiny_work().config.tokens == 4 * 3 + 1
+    assert tiny_work("BiT-R26x1", image_size=(64, 33)).config.tokens == 2 * 2
 
 
 def test_as_plain_values(tiny_work: Callable[..., Workload]) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 from tests.analysis.test_comparison import BIT, bundle_of
 from tests.make import make_colour_folder
 from vitrail.cli import main
-from vitrail.evaluation.features.feature_files import parquet_library
+from vitrail.data.formats import parquet
 
 FAST = ("--images", "4", "--bootstrap", "0", "--probe-images", "0", "--saliency-images", "0")
 
@@ -92,7 +92,7 @@ def test_the_embeddings_are_a_table_for_other_programs(
     predicted = [one.label for one in bundle.predict(files)]
     assert columns["predicted"] == predicted
     capsys.readouterr()
-    parquet_library.cache_clear()
+    parquet.pyarrow.cache_clear()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert main([*given, "--split", "all", "--overwrite"]) == 0
     needs = "embedding.parquet was not written: writing Parquet needs pyarrow: pip install 'vitrail[parquet]'"

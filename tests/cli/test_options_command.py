@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vitrail.cli.options import Command, Example
+from vitrail.cli.options import Command
 from vitrail.errors import BundleError, ConfigError
 from vitrail.settings import setting
 
@@ -32,7 +32,7 @@ class Options:
 COMMAND = Command(
     name="try",
     summary="Try it.",
-    examples=(Example("vitrail try", "Try."),),
+    examples=(("vitrail try", "Try."),),
     options=(Options,),
     essential={},
     spelled={"init": "MODEL"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vitrail.cli.options import Command, Example, help_page
+from vitrail.cli.options import Command, help_page
 from vitrail.settings import setting
 
 
@@ -30,7 +30,7 @@ class Options:
 COMMAND = Command(
     name="try",
     summary="Try it, with a text that is\n    reflowed.\n\nA second paragraph.",
-    examples=(Example("vitrail try", "Try."),),
+    examples=(("vitrail try", "Try."),),
     options=(Options,),
     essential={"Settings": ("rate", "kind")},
     defaults=lambda given: {"kind": "chosen from the data"} | dict.fromkeys(given, "changed"),

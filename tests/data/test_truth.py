@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.targets import multi_labels, number_targets, single_labels
-from vitrail.data.source import Source, check_known, target_from_plain, truth_of, truth_of_targets
-from vitrail.data.targets import Target, TargetKind, Targets
+from vitrail.data.source import Source, check_known, target_from_plain, truth_of
+from vitrail.data.targets import Target, TargetKind, Targets, numbered
 from vitrail.errors import DataError
 
 Sources = Callable[..., Source]
@@ -45,7 +45,7 @@ def test_what_is_known_and_plain_values(truth: Targets, known: list[bool], plain
     assert truth.rows(slice(1, 3)).plain(1) == plain[2] and len(truth.rows(np.array([True, False, True]))) == 2
     assert [truth.rows(np.array([2, 0])).plain(row) for row in range(2)] == [plain[2], plain[0]]
     again = [target_from_plain(value, truth.kind, truth.columns) for value in json.loads(json.dumps(plain))]
-    assert same(truth_of_targets(again, truth.kind, truth.columns), truth)
+    assert same(Targets.of(again, truth.kind, numbered(truth.columns)), truth)
 
 
 def test_restricted_to_some_outputs() -> None:
@@ -59,20 +59,6 @@ def test_hits_of_the_likeliest_class() -> None:
     assert SEVERAL.hits(np.array([2, 0, 1])).tolist() == [True, False, True]
     with pytest.raises(DataError, match="accuracy needs classes, but these samples have numbers; measure the errors"):
         NUMBERS.hits(np.array([0, 0, 0]))
-
-
-@pytest.mark.parametrize(
-    ("truth", "expected"),
-    [
-        (LABELS, [[0, 0, 2], [0, 0, 2], [0, 0, 0]]),
-        (SEVERAL, [[2, 0, 2], [2, 0, 2], [0, 0, 0]]),
-        (NUMBERS, [[3, 0], [3, 0], [0, 0]]),
-    ],
-)
-def test_weighted_sums_skip_what_is_unknown(truth: Targets, expected: list[list[float]]) -> None:
-    sums = np.zeros((3, truth.columns))
-    truth.add_to(sums, np.array([0, 0, 1]), np.array([2.0, 2.0, 5.0]))
-    assert sums.tolist() == expected
 
 
 def test_groups_are_the_classes_of_single_labels() -> None:
@@ -112,7 +98,7 @@ def test_truth_of_a_source_of_numbers(memory_source: Sources) -> None:
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=20))
 def test_any_labels_survive_files(labels: list[int | None]) -> None:
-    truth = truth_of_targets(labels, "class", 5)
+    truth = Targets.of(labels, "class", numbered(5))
     assert [truth.plain(row) for row in range(len(truth))] == labels
 
 

@@ -27,8 +27,9 @@ from vitrail.evaluation.evaluators import (
     measure,
 )
 from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
-from vitrail.evaluation.head import Accuracy, ByAccuracy
+from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.streaming import Accuracy
 from vitrail.models.variants import create
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Probe

@@ -23,8 +23,9 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.evaluators import evaluators_of, measure
 from vitrail.evaluation.frozen import ByFewShot
-from vitrail.evaluation.head import Accuracy, ByAccuracy, ByRegression, NumberErrors
+from vitrail.evaluation.head import ByAccuracy, ByRegression
 from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.streaming import Accuracy, NumberErrors
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.tasks.classification import ClassificationObjective

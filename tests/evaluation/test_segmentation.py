@@ -17,7 +17,7 @@ from tests.make import make_bundle, randomised
 from vitrail.cli import main
 from vitrail.data.objects import IGNORED
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.evaluation.metrics.mask_metrics import mask_metrics, pixel_confusion
+from vitrail.evaluation.segmentation import mask_metrics, pixel_confusion
 from vitrail.models.variants import variant_config
 from vitrail.weights.answers import MaskPrediction
 from vitrail.weights.bundle import Bundle

@@ -295,10 +295,10 @@ def test_timm_trains_on_the_same_images(tmp_path: Path) -> None:
     subprocess.run([*install, "timm==1.0.31", "torchvision==0.29.2"], check=True)
     packages = sysconfig.get_path("purelib")
     (next(home.glob("lib/python*/site-packages")) / "base.pth").write_text(f"{packages}\n")
-    libraries = check_environments(peer_entries(["timm"]), {"timm": str(python)})
+    peers = check_environments(("timm-small",), {"timm": str(python)})
     demo = RECIPES["demo"]().override(data="fractals:3:24", validation_share=0.25, image_size=(32, 32))
     comparison = AccuracyComparison(
-        recipes={"demo": demo.override(steps=4)}, peers=("timm-small",), libraries=libraries, seeds=(1,), budget=2.0,
+        recipes={"demo": demo.override(steps=4)}, peers=peers, seeds=(1,), budget=2.0,
         evaluations=2, device=torch.device("cpu"),
     )  # fmt: skip
     curves = comparison.measure(tmp_path / "out")

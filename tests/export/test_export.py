@@ -397,9 +397,9 @@ def test_a_network_beyond_the_limit_of_onnx_is_refused_before_the_work(
     network = bundle.network
     size = 4 * sum(tensor.numel() for tensor in (*network.parameters(), *network.buffers()))
     monkeypatch.setattr("vitrail.export.formats.LARGEST_ONNX", size)  # 2 GB would need too much memory
-    FORMATS[to].check_size(to, size)
+    FORMATS[to].check_size(to, network)
     monkeypatch.setattr("vitrail.export.formats.LARGEST_ONNX", size - 1)
-    FORMATS["pt2"].check_size("pt2", size)
+    FORMATS["pt2"].check_size("pt2", network)
     exporter = Exporter(bundle, samples)
     with pytest.raises(ConfigError, match=rf"to='{to}': a network of {size:,} bytes .* use to='pt2'"):
         exporter.write(tmp_path / f"big{FORMATS[to].suffix}", to)

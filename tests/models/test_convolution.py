@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,7 +27,7 @@ SIZES = [
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Other programs use the cores, and this one computes on two threads."""
-    monkeypatch.setattr(cores._waits, "_ended", object())
+    monkeypatch.setattr(cores._waits, "_ended", threading.Event())
     with compute_threads(None):
         torch.set_num_threads(2)
         yield

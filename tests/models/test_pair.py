@@ -83,12 +83,11 @@ def test_texts_must_fit_the_context() -> None:
 
 
 @pytest.mark.parametrize("bias", [None, -10.0])
-def test_logits_are_scaled_cosines(tokens: torch.Tensor, bias: float | None) -> None:
+def test_a_pair_has_two_towers_a_scale_and_a_bias(bias: float | None) -> None:
     pair = Pair(PairConfig(image=IMAGE, text=TEXT, scale=math.log(10), bias=bias)).eval()
     images = torch.randn(2, 3, 24, 16)
-    found = pair.logits(pair.embed_images(images), pair.embed_texts(tokens))
-    cosine = torch.cosine_similarity(pair.image.embed(images)[:, None], pair.text(tokens)[None], dim=-1)
-    assert torch.allclose(found, 10 * cosine + (bias or 0), atol=1e-5)
+    assert pair.scale.item() == pytest.approx(math.log(10))
+    assert (None if pair.bias is None else pair.bias.item()) == bias
     assert pair.config.parameters() == sum(weight.numel() for weight in pair.parameters())
     assert torch.equal(pair.image(images), pair.image.embed(images))
 
@@ -106,6 +105,7 @@ def test_a_head_that_normalises_compares_directions() -> None:
     with torch.no_grad():
         network.head.weight.normal_()
     images = torch.randn(2, 3, 24, 16)
-    assert torch.allclose(network.head_inputs(images), pair.embed_images(images), atol=1e-6)
-    assert torch.allclose(network(images), pair.embed_images(images) @ network.head.weight.T, atol=1e-5)
+    directions = torch.nn.functional.normalize(pair.image.embed(images), dim=-1)
+    assert torch.allclose(network.head_inputs(images), directions, atol=1e-6)
+    assert torch.allclose(network(images), directions @ network.head.weight.T, atol=1e-5)
     assert torch.equal(network.embed(images), pair.image.embed(images))

@@ -139,8 +139,8 @@ def test_float32_shares_every_weight() -> None:
     network = vit()
     own = {id(tensor) for tensor in network.parameters()}
     predictor = Predictor(network)
-    assert {id(tensor) for tensor in predictor._network.parameters()} == own
-    coarse = Predictor(network, "bf16")._network
+    assert {id(tensor) for tensor in predictor.network.parameters()} == own
+    coarse = Predictor(network, "bf16").network
     converted = [name for name, tensor in coarse.named_parameters() if id(tensor) not in own]
     dense = [f"{name}.weight" for name, module in network.named_modules() if isinstance(module, Linear)]
     assert converted == dense and all(coarse.get_parameter(name).dtype == torch.bfloat16 for name in dense)

@@ -25,8 +25,8 @@ from vitrail.data.targets import Target
 from vitrail.errors import Stopped
 from vitrail.evaluation import frozen, predictions
 from vitrail.evaluation.evaluators import evaluators_of, measure
-from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.streaming import Accuracy
 from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes, whole
 from vitrail.processes.launch import launch

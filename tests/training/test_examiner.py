@@ -17,8 +17,8 @@ from vitrail.data.batch import Batch
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.streaming import Accuracy
 from vitrail.tasks.classification import ClassificationObjective, Loss
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record

@@ -16,7 +16,7 @@ from tests.transfer.test_sections import Pictures, section
 from vitrail.evaluation.metrics.report import RegressionReport, regression_report
 from vitrail.evaluation.predictions import Predictions
 from vitrail.transfer import report as sections
-from vitrail.transfer.report import number_headline, number_rows
+from vitrail.transfer.report import headline, number_rows
 
 NAMES = ("age", "<b>weight</b>")
 
@@ -46,7 +46,7 @@ def test_each_number_has_its_errors_in_its_own_units(two: RegressionReport) -> N
         ("<b>weight</b>: mean absolute error", "10", "-"),
         ("<b>weight</b>: root mean squared error", "10", "-"),
     ]
-    assert number_headline(two) == ("mean R² 0.671", "")
+    assert headline(two) == ("mean R² 0.671", "")
 
 
 def test_intervals_are_shown() -> None:
@@ -54,7 +54,7 @@ def test_intervals_are_shown() -> None:
     r2 = found.metrics["r2"]
     (name, value, interval), *_ = number_rows(found)
     assert (name, value, interval) == ("age: R²", f"{r2.value:.3f}", f"{r2.low:.3f} to {r2.high:.3f}")
-    assert number_headline(found) == (f"R² {r2.value:.3f}", interval) and len(number_rows(found)) == 3
+    assert headline(found) == (f"R² {r2.value:.3f}", interval) and len(number_rows(found)) == 3
 
 
 def test_a_number_that_is_never_known_has_no_metrics() -> None:

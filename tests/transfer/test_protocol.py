@@ -23,7 +23,7 @@ from vitrail.training.log import Log, read_journal
 from vitrail.training.state import TrainState
 from vitrail.transfer.facts import DataFacts, FinetunePlan
 from vitrail.transfer.finetune import plan
-from vitrail.transfer.protocols import TABLE_4, check_final_run, final_config, plan_by_paper, row_for
+from vitrail.transfer.protocols import check_final_run, final_config, plan_by_paper
 from vitrail.transfer.trials import Tried, choose_rate, is_trial, trials_folder
 from vitrail.weights.bundle import Bundle
 
@@ -45,9 +45,11 @@ def test_rows_are_those_of_table_4() -> None:
         (50_000, 10_000, 500, rates, 0.02),
         (1_281_167, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01),
     ):
-        row = row_for(images)
-        assert row in TABLE_4.values()
-        assert (row.steps, row.warmup, row.rates, row.held_out) == (steps, warmup, tried_rates, share)
+        base = TrainConfig().override(init="B_16.npz")
+        found = planned(base, variant_config("ViT-B/16"), FACTS._replace(images=images))
+        run, optimizer = found.config.run, found.config.optimizer
+        assert (run.steps, optimizer.warmup, found.rates) == (steps, warmup / steps, tried_rates)
+        assert found.config.data.validation_share == share
 
 
 def test_settings_are_the_papers() -> None:

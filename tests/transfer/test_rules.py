@@ -39,7 +39,9 @@ def ruled(
     network: AnyConfig = variant_config(variant, num_classes=1000)
     base = TrainConfig().override(data="photos", init="model")
     preprocess = Preprocess(image_size=network.image_size, resize="crop", mean=(0.4, 0.5, 0.6))
-    return plan_by_rule(base, network, preprocess, facts, device=device, memory=memory, explicit=chosen)
+    return plan_by_rule(
+        base, network, preprocess, facts, device=device, memory=memory, explicit=chosen, findings=Findings()
+    )
 
 
 def test_a_small_folder_on_a_cpu() -> None:
@@ -77,7 +79,9 @@ def test_image_sizes() -> None:
         assert ruled(facts(side=side), variant, device).config.images.image_size == expected, (variant, side)
     network, base = variant_config("ViT-B/16", image_size=(224, 448)), TrainConfig().override(init="model")
     small = facts(side=30)
-    found = plan_by_rule(base, network, Preprocess(image_size=(224, 448)), small, device=CPU, memory=PLENTY)
+    found = plan_by_rule(
+        base, network, Preprocess(image_size=(224, 448)), small, device=CPU, memory=PLENTY, findings=Findings()
+    )
     assert found.config.images.image_size == (64, 128), "sides keep their proportion"
 
 
@@ -198,7 +202,17 @@ def candidates(variant: str = "ViT-B/16", **chosen: object) -> list[str]:
     base = TrainConfig().override(data="photos", init="model")
     network = variant_config(variant, num_classes=1000)
     preprocess = Preprocess(image_size=network.image_size)
-    plan = plan_by_rule(base, network, preprocess, facts(), device=CPU, memory=PLENTY, explicit=chosen, seconds=60.0)
+    plan = plan_by_rule(
+        base,
+        network,
+        preprocess,
+        facts(),
+        device=CPU,
+        memory=PLENTY,
+        explicit=chosen,
+        findings=Findings(),
+        seconds=60.0,
+    )
     assert plan.search is not None and plan.search.seconds == 60
     assert any(reason.startswith("at most 625 steps") for reason in plan.reasons) or "steps" in chosen
     for one in plan.search.candidates:

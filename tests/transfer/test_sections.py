@@ -17,7 +17,7 @@ from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.predictions import Predictions
 from vitrail.report.page import environment
 from vitrail.transfer import report as sections
-from vitrail.transfer.report import class_rows, headline
+from vitrail.transfer.report import headline, summary_rows
 
 
 def section(name: str, found: dict[str, Any] | None) -> str:
@@ -74,25 +74,25 @@ def test_the_summary_has_every_metric() -> None:
     found = report(made([(0, 0)] * 3 + [(1, 0)], 6), bootstrap=100)
     low, high = found.metrics["accuracy"].low, found.metrics["accuracy"].high
     assert low is not None and high is not None
-    shown = class_rows(found)
+    shown = summary_rows(found)
     assert shown[0] == ("accuracy", "75.00%", f"{low:.2%} to {high:.2%}")
     names = ["balanced accuracy", "top-5 accuracy", "cross-entropy, nats", "calibration error"]
     assert [row[0] for row in shown[1:]] == names
     assert shown[1][1] == "50.00%" and shown[2][1] == "100.00%"
     assert headline(found) == ("75.00% accuracy", f"{low:.1%} to {high:.1%}")
     without = report(made([(0, 0), (1, 0)]), bootstrap=0)
-    assert class_rows(without)[0] == ("accuracy", "50.00%", "-") and len(class_rows(without)) == 4
+    assert summary_rows(without)[0] == ("accuracy", "50.00%", "-") and len(summary_rows(without)) == 4
     assert headline(without) == ("50.00% accuracy", "")
 
 
 def test_the_summary_of_several_labels() -> None:
     found = report(several(), bootstrap=0)
-    shown = {name: value for name, value, _ in class_rows(found)}
+    shown = {name: value for name, value, _ in summary_rows(found)}
     assert shown["mean average precision"] == f"{found.metrics['mean_average_precision'].value:.2%}"
     assert shown["all labels right"] == "75.00%" and shown["likeliest class is a label"] == "50.00%"
     assert "micro F1" in shown and "accuracy" not in shown and headline(found)[0] == "75.00% all labels right"
     nothing = replace(several(), truth=multi_labels(np.zeros((4, 3), np.uint8)))
-    assert "mean average precision" not in {row[0] for row in class_rows(report(nothing))}
+    assert "mean average precision" not in {row[0] for row in summary_rows(report(nothing))}
 
 
 def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Callable[..., list[list[str]]]) -> None:

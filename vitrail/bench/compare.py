@@ -54,7 +54,7 @@ def compare(
         workers, skipped = _ready([wanted[0], ALONE, *wanted[1:]], workload, stack)
         timers = {entry: partial(worker.call, "seconds") for entry, worker in workers.items()}
         times = interleave(timers, repetitions=repetitions, warmup=warmup)
-        if any(_share(times, entry) > 1 for entry in times):
+        if any(_beside(times[ALONE], seconds) > 1 for seconds in times.values()):
             times = interleave(timers, repetitions=repetitions, warmup=warmup)
         fractions = workers[wanted[0]].call("breakdown") if profile else None
         product_flops = workers[ALONE].call("flops")
@@ -82,10 +82,6 @@ def _large_gflops(worker: Worker, ours: float) -> float | None:
         if (found := worker.call("large_flops") / 1e9) >= ours:
             return found
     return None
-
-
-def _share(times: dict[Entry, list[float]], entry: Entry) -> float:
-    return _beside(times[ALONE], times[entry])
 
 
 def _beside(others: Sequence[float], seconds: Sequence[float]) -> float:
@@ -136,7 +132,7 @@ def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memo
     """
     seconds, alike = times[entry], Entry(OURS, entry.settings)
     flops = workload.flops if entry.library in (OURS, PRODUCTS) else workload.whole_flops
-    share, against = _share(times, entry), alike if entry.library != OURS and alike in times else Entry(OURS)
+    share, against = _beside(times[ALONE], seconds), alike if entry.library != OURS and alike in times else Entry(OURS)
     return {
         "library": entry.library,
         "settings": entry.settings,

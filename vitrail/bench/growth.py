@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.bench.memory import measure_memory
 from vitrail.bench.step import OURS, Entry, make_step
-from vitrail.bench.workload import Spread, Workload, interleave, timed, waits_for
+from vitrail.bench.workload import Key, Spread, Workload, interleave, timed, waits_for
 from vitrail.errors import ConfigError
 from vitrail.machine import keep_freed_memory
 from vitrail.models.attention.full import attend
@@ -40,10 +40,7 @@ def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) ->
     """
     values = sweep(workload, axis)
     keep_freed_memory()
-    wait = waits_for(workload.device)
-    timers = {value: timed(make_step(Entry(OURS), point), wait) for value, point in values.items()}
-    times = interleave(timers, repetitions=repetitions, warmup=warmup)
-    del timers
+    times = _step_times(values, repetitions=repetitions, warmup=warmup)
     points = [
         {
             "value": value,
@@ -61,6 +58,12 @@ def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) ->
     }
     exponents = {name: None if None in ys else exponent([*values], ys) for name, ys in columns.items()}
     return {"axis": axis, "points": points, "exponents": exponents}
+
+
+def _step_times(works: Mapping[Key, Workload], *, repetitions: int, warmup: int) -> dict[Key, list[float]]:
+    """Return the seconds of a step of each workload in interleaved rounds. No network is kept."""
+    timers = {name: timed(make_step(Entry(OURS), work), waits_for(work.device)) for name, work in works.items()}
+    return interleave(timers, repetitions=repetitions, warmup=warmup)
 
 
 def _measured(workload: Workload, seconds: list[float], memory: int | None) -> dict[str, Any]:
@@ -107,10 +110,9 @@ def _tokens(workload: Workload) -> dict[int, Workload]:
     height, width = config.image_size
     found = {}
     for factor in FACTORS:
-        size = round(height * factor), round(width * factor)
-        size = config.nearest_size(*size)
+        size = config.nearest_size(round(height * factor), round(width * factor))
         point = replace(workload, config=replace(config, image_size=size))
-        found[point.tokens] = point
+        found[point.config.tokens] = point
     return found
 
 
@@ -161,11 +163,9 @@ def attention_scaling(
     by_grid = attention_workloads(workload, kinds)
     first = by_grid[SIDES[0]][FULL].config
     keep_freed_memory()
-    wait, points = waits_for(workload.device), []
+    points = []
     for side, works in by_grid.items():
-        timers = {name: timed(make_step(Entry(OURS), work), wait) for name, work in works.items()}
-        times = interleave(timers, repetitions=repetitions, warmup=warmup)
-        del timers
+        times = _step_times(works, repetitions=repetitions, warmup=warmup)
         for name, work in works.items():
             peak = measure_memory(Entry(OURS), work) if memory else None
             points.append({"attention": name, "patches": side * side, **_measured(work, times[name], peak)})
@@ -291,10 +291,7 @@ def _layers(tokens: int, width: int, heads: int, most_macs: int) -> dict[str, Mi
     def computed(macs_of_token: int) -> int:
         return max(1, min(tokens, most_macs // macs_of_token))
 
-    def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return attend(queries, keys, values)
-
-    def recurrence(inputs: Tensor) -> Tensor:
+    def recurrence() -> Tensor:
         state = torch.zeros(1, width)
         for one in inputs:
             state = torch.tanh(one + state @ weight)
@@ -306,8 +303,8 @@ def _layers(tokens: int, width: int, heads: int, most_macs: int) -> dict[str, Mi
     queries, inputs = keys[:, :, :of_attention], torch.randn(of_recurrence, width)
     sequence = torch.randn(1, width, of_convolution + KERNEL - 1)
     return {
-        "self-attention": Mixing(lambda: attention(queries, keys, values), of_attention, tokens),
-        "recurrence": Mixing(lambda: recurrence(inputs), of_recurrence, tokens),
+        "self-attention": Mixing(lambda: attend(queries, keys, values), of_attention, tokens),
+        "recurrence": Mixing(recurrence, of_recurrence, tokens),
         "convolution": Mixing(lambda: F.conv1d(sequence, kernel), of_convolution, tokens),
     }
 

@@ -9,13 +9,11 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 
 from vitrail.bench.step import OURS, Entry, make_step
-from vitrail.bench.workload import ProcessKilled, Worker, Workload
+from vitrail.bench.workload import ProcessKilled, Workload, in_process
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory, keep_freed_memory, peak_memory
 from vitrail.models.cost import training_bytes
@@ -33,7 +31,7 @@ def measure_memory(entry: Entry, workload: Workload) -> int:
     """
     if workload.device.type != "cuda":
         _status("VmRSS")
-    return _in_process(_peak, entry, workload, torch.get_num_threads())
+    return int(in_process(_peak, entry, workload, torch.get_num_threads()))
 
 
 def largest_batch(workload: Workload, limit: int | None = None) -> dict[str, int]:
@@ -47,7 +45,7 @@ def largest_batch(workload: Workload, limit: int | None = None) -> dict[str, int
     Raises `ConfigError` if the limit leaves no memory for a step or cannot be set.
     """
     limit = available_memory(workload.device) if limit is None else limit
-    taken = 0 if workload.device.type == "cuda" else _in_process(_own_memory, workload, torch.get_num_threads())
+    taken = 0 if workload.device.type == "cuda" else in_process(_own_memory, workload, torch.get_num_threads())
     if limit <= taken:
         raise ConfigError(
             f"memory_limit={limit:,} bytes is not above the {taken:,} bytes that Python and torch use; choose a "
@@ -57,7 +55,7 @@ def largest_batch(workload: Workload, limit: int | None = None) -> dict[str, int
     def fits(batch: int) -> bool:
         trial = replace(workload, batch=batch)
         try:
-            return bool(_in_process(_fits, trial, limit, torch.get_num_threads()))
+            return bool(in_process(_fits, trial, limit, torch.get_num_threads()))
         except ProcessKilled:
             return False
 
@@ -92,18 +90,6 @@ def is_out_of_memory(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):  # the base class of torch.OutOfMemoryError
         return isinstance(error, MemoryError)
     return re.search(r"out of memory|allocate|bad_alloc|could not create", str(error), re.IGNORECASE) is not None
-
-
-def _in_process(work: Callable[..., int], *arguments: Any) -> int:
-    """Return the result of `work` in a new process.
-
-    Raises the errors of `work`, and `VitrailError` if the process dies.
-    """
-    worker = Worker(partial, work, *arguments)
-    try:
-        return int(worker.call("__call__"))
-    finally:
-        worker.close()
 
 
 def _peak(entry: Entry, workload: Workload, threads: int) -> int:

@@ -4,8 +4,9 @@ loaders of other libraries. A library is imported only when it is used."""
 from __future__ import annotations
 
 import importlib
+import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,27 @@ def benchmark_script(name: str) -> Path:
             "there with pip install --editable ."
         )
     return BENCHMARKS / name
+
+
+def run_python(
+    python: str, library: str, words: Sequence[str], advice: str, variables: Mapping[str, str] | None = None
+) -> str:
+    """Run the Python of a library's environment with these arguments, and return what it printed.
+
+    Raises `ConfigError` if it cannot be run or fails. The message has the last line that it printed, and then the
+    advice.
+    """
+    try:
+        done = subprocess.run([python, *words], capture_output=True, text=True, env=variables)
+    except OSError as error:
+        raise ConfigError(
+            f"environment: {python} cannot be run as the Python of {library}: {error.strerror}; give the path of a "
+            "Python"
+        ) from None
+    if done.returncode:
+        lines = (done.stdout or done.stderr).strip().splitlines() or ["it printed nothing"]
+        raise ConfigError(f"--against {library}: {lines[-1]}. {advice} with --environment {library}=PATH/bin/python")
+    return done.stdout
 
 
 def check_peers(names: Sequence[str], config: AnyConfig) -> None:

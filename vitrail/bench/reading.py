@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from vitrail.bench.workload import Worker, interleave, timed
+from vitrail.bench.workload import in_process, interleave, timed
 from vitrail.cores import share_cores
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Rows
@@ -156,12 +156,7 @@ def measure_opening(images: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         root = Path(name)
         _write_links(root / "images", images)
-        found = []
-        for _ in range(2):
-            worker = Worker(partial, _open, str(root / "images"))
-            found.append(worker.call("__call__"))
-            worker.close()
-    (first, _), (again, peak) = found
+        (first, _), (again, peak) = (in_process(_open, str(root / "images")) for _ in range(2))
     return {"images": images, "first_seconds": first, "again_seconds": again, "peak_bytes": peak}
 
 
@@ -241,32 +236,24 @@ def _peak() -> int:
 # Time until a model can be used: imports, loading and the first prediction.
 
 
-LOADS = ("vitrail.load", "safetensors.torch.load_file", "plain read")
-"""Functions that read the weights. `vitrail.load` also verifies the SHA-256 and builds the network; the other two are
-lower bounds."""
-
-PROCESSES = ("python", "import torch", "import vitrail", "from vitrail import load", "vitrail predict")
-"""Programs that are timed in new processes. The last one predicts one image."""
-
-
 def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int, warmup: int) -> dict[str, Any]:
     """Write a bundle with random weights to a temporary folder, and time loading it and predicting with it.
 
-    Return the size of model.safetensors, the seconds of a single read by each of `LOADS` after the system was asked to
-    drop the file from its cache (`first`), and the seconds of all rounds for each of `LOADS`, with the file in the
-    system's cache, and for each of `PROCESSES`.
+    Return the size of model.safetensors, the seconds of a single read by each function after the system was asked to
+    drop the file from its cache (`first`), and the seconds of all rounds for each function, with the file in the
+    system's cache (`loads`), and for each program in a new process (`processes`). `vitrail.load` also verifies the
+    SHA-256 and builds the network; the other two functions are lower bounds.
     """
     if not config.num_classes:
         raise ConfigError("num_classes=0 leaves nothing to predict; set 1 or more")
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         model, image = _write(config, Path(name))
         weights = model / "model.safetensors"
-        ways: tuple[Callable[[], object], ...] = (
-            lambda: load(str(model), device=str(device)),
-            lambda: load_file(weights),
-            weights.read_bytes,
-        )
-        reads = dict(zip(LOADS, ways, strict=True))
+        reads: dict[str, Callable[[], object]] = {
+            "vitrail.load": lambda: load(str(model), device=str(device)),
+            "safetensors.torch.load_file": lambda: load_file(weights),
+            "plain read": weights.read_bytes,
+        }
         load(str(model), device=str(device))  # imports everything before the measurement
         first = {}
         for way, read in reads.items():
@@ -274,12 +261,13 @@ def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int
             begun = time.perf_counter()
             read()
             first[way] = time.perf_counter() - begun
-        predict = ["-m", "vitrail", "predict", str(model), str(image), "--device", str(device)]
-        scripts = "", "import torch", "import vitrail", "from vitrail import load"
-        commands = [*(["-c", script] for script in scripts), predict]
-        runs = {name: _process(command) for name, command in zip(PROCESSES, commands, strict=True)}
+        commands = {
+            "python": ["-c", ""],
+            **{script: ["-c", script] for script in ("import torch", "import vitrail", "from vitrail import load")},
+            "vitrail predict": ["-m", "vitrail", "predict", str(model), str(image), "--device", str(device)],
+        }
         loads = {name: timed(read) for name, read in reads.items()}
-        processes = {name: timed(run) for name, run in runs.items()}
+        processes = {name: timed(_process(command)) for name, command in commands.items()}
         return {
             "file_bytes": weights.stat().st_size,
             "first": first,

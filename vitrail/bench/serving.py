@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 import vitrail
-from vitrail.bench.peers import benchmark_script
+from vitrail.bench.peers import benchmark_script, run_python
 from vitrail.cores import compute_threads
 from vitrail.errors import ConfigError
 from vitrail.machine import Precision
@@ -54,20 +54,14 @@ class Bare:
     """Median time of a single image."""
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """The outcomes of a server's turn under a load, and the seconds and the server's processor time that it took."""
-
-    outcomes: Sequence[Outcome]
-    took: float
-    cpu_seconds: float
-
-
-def _turn(process: int, port: int, load: Load, images: Sequence[bytes], seconds: float, seed: int) -> _Turn:
+def _turn(
+    process: int, port: int, load: Load, images: Sequence[bytes], seconds: float, seed: int
+) -> tuple[list[Outcome], float, float]:
+    """Return the outcomes of a server's turn under a load, and the seconds and the processor time that it took."""
     asyncio.run(send_load(load, port, images, seconds / 10, seed=1000 + seed))
     before, begun = cpu_seconds(process), time.perf_counter()
     outcomes = asyncio.run(send_load(load, port, images, seconds, seed=seed))
-    return _Turn(outcomes, time.perf_counter() - begun, cpu_seconds(process) - before)
+    return outcomes, time.perf_counter() - begun, cpu_seconds(process) - before
 
 
 def measure_bare(bundle: Bundle, images: Sequence[bytes], precision: Precision, seconds: float) -> Bare:
@@ -108,17 +102,15 @@ def measure_servers(
     with ExitStack() as stack:
         running = {name: stack.enter_context(started(name, model, precision, pythons or {})) for name in names}
         for number, load in enumerate(loads):
-            turns: dict[str, list[_Turn]] = {name: [] for name in names}
+            turns: dict[str, list[tuple[list[Outcome], float, float]]] = {name: [] for name in names}
             for count in range(rounds):
                 seed = number + len(loads) * count
                 for place in range(len(names)):  # another server begins each round
                     name = names[(place + count) % len(names)]
                     turns[name].append(_turn(*running[name], load, images, seconds / rounds, seed))
             for name, (process, _) in running.items():
-                outcomes = [outcome for turn in turns[name] for outcome in turn.outcomes]
-                took = sum(turn.took for turn in turns[name])
-                cpu = sum(turn.cpu_seconds for turn in turns[name])
-                yield summarise(name, load, outcomes, took, cpu, memory_bytes(process))
+                outcomes, took, cpu = zip(*turns[name], strict=True)
+                yield summarise(name, load, [*chain(*outcomes)], sum(took), sum(cpu), memory_bytes(process))
 
 
 def measure_memory(
@@ -426,20 +418,9 @@ def check_pythons(names: Sequence[str], pythons: Mapping[str, str]) -> None:
                 f"environment: {library!r} is not a library of the servers to measure: {', '.join(names)}"
             )
     for library in sorted(needed):
-        python = pythons.get(library, sys.executable)
-        script = f"import {library}, vitrail.weights.load"
-        try:
-            check = subprocess.run([python, "-c", script], capture_output=True, text=True, env=_environment())
-        except OSError as error:
-            raise ConfigError(
-                f"environment: {python} cannot be run as the Python of {library}: {error.strerror}"
-            ) from None
-        if check.returncode:
-            lines = check.stderr.strip().splitlines() or ["it printed nothing"]
-            raise ConfigError(
-                f"--against {library}: {lines[-1]}. Install {library} and the packages of Vitrail in an environment, "
-                f"and name its Python with --environment {library}=PATH/bin/python"
-            )
+        words = ["-c", f"import {library}, vitrail.weights.load"]
+        advice = f"Install {library} and the packages of Vitrail in an environment, and name its Python"
+        run_python(pythons.get(library, sys.executable), library, words, advice, _environment())
 
 
 @contextmanager

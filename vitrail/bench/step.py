@@ -77,7 +77,10 @@ class Products:
             for product in dict.fromkeys(recorded)
         }
         self.recorded = tuple(recorded)
-        replays = {product: _replay(product, inputs[product]) for product in inputs}
+        replays = {
+            product: fastest_multiplication(*tensors) if product.operation == "mm" else REPLAYS[product.operation]
+            for product, tensors in inputs.items()
+        }
         self._calls = [(replays[product], inputs[product], product.arguments) for product in recorded]
 
     @property
@@ -115,11 +118,6 @@ def _by_onednn_transposed(left: Tensor, right: Tensor) -> Tensor:
     return _by_onednn(right.t(), left.t()).t()
 
 
-def _replay(product: Product, inputs: tuple[Tensor, ...]) -> Callable[..., object]:
-    """Return the function that replays a product with these inputs."""
-    return fastest_multiplication(*inputs) if product.operation == "mm" else REPLAYS[product.operation]
-
-
 def record(step: Callable[[], object]) -> list[Product]:
     """Return the matrix products that a call of `step` computes, in order."""
     with _Recorder() as recorder:
@@ -151,14 +149,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
 def _operand(tensor: Tensor) -> Operand:
     shape = tuple(tensor.shape)
-    strides = (
-        tensor.stride() if tensor.layout == torch.strided else _contiguous(shape)
-    )  # packed tensors have no strides
-    return Operand(shape, tuple(strides), tensor.dtype)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+    strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))  # packed tensors have none
+    return Operand(shape, tensor.stride() if tensor.layout == torch.strided else strides, tensor.dtype)
 
 
 def _plain_products(operation: str, first: int) -> Callable[[Any, Any], Iterator[Product]]:
@@ -387,14 +379,12 @@ class Runner:
         if is_products or entry.library == OURS:
             keep_freed_memory()  # our commands do the same, but programs with other libraries do not
         self.device, self.precision = workload.device, workload.precision
-        self.product_flops = 0
-        if entry.library == PRODUCTS:
+        if is_products:
             entry, workload = Entry(OURS), replace(workload, eight_bits=None)
         self.step = make_step(entry, workload)
         if is_products:
             self.step()
-            products = Products(record(self.step), workload.device)
-            self.product_flops, self.step = products.flops, products
+            self.step = Products(record(self.step), workload.device)
         for _ in range(3 if entry.settings == "graphs" else 1):  # a CUDA graph is recorded in the second step
             self.step()
         if self.device.type == "cuda":
@@ -419,10 +409,9 @@ class Runner:
         return timed(lambda: [self.step() for _ in range(number)], waits_for(self.device))() / number
 
     def flops(self) -> int:
-        """Return the FLOPs of the recorded matrix products. A product that a fused kernel computes twice is counted
-        twice.
-        """
-        return self.product_flops
+        """Return the FLOPs of the recorded matrix products (`Products.flops`)."""
+        assert isinstance(self.step, Products), "only the products alone are counted"
+        return self.step.flops
 
     def large_flops(self) -> float:
         """Return the FLOPs per second of one large matrix product in the workload's number format."""

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeVar
 
@@ -69,11 +70,6 @@ class Workload:
         return replace(self, config=replace(self.config, pool="gap", class_token=True)).flops
 
     @property
-    def tokens(self) -> int:
-        """The sequence length in the blocks, or the number of positions in the last feature map of a ResNet."""
-        return self.config.tokens
-
-    @property
     def predicted_bytes(self) -> int | None:
         """Bytes of a training step, by formula. None for predictions and 8 bits, for which there is no formula."""
         if self.task == "infer" or self.eight_bits:
@@ -110,7 +106,7 @@ class Workload:
             "image_size": list(self.config.image_size),
             "channels": self.config.channels,
             "num_classes": self.config.num_classes,
-            "tokens": self.tokens,
+            "tokens": self.config.tokens,
             "batch_size": self.batch,
             "precision": self.own_format,
             "device": str(self.device),
@@ -225,6 +221,18 @@ class Worker:
         if error is not None:
             raise error
         return value
+
+
+def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of `work` in a new process.
+
+    Raises the errors of `work`, and `ProcessKilled` if the process dies.
+    """
+    worker = Worker(partial, work, *arguments)
+    try:
+        return worker.call("__call__")
+    finally:
+        worker.close()
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

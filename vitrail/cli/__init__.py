@@ -130,8 +130,8 @@ def _printing_once() -> Iterator[None]:
         yield
 
 
-def command_of(name: str) -> tuple[Command, Callable[[Call], int]]:
-    """Return a command, and the function that runs it."""
+def command_of(name: str) -> tuple[Command, Callable[[Call], int | None]]:
+    """Return a command, and the function that runs it, which returns the exit code or None for 0."""
     module_name, _, constant = MODULES.get(name, name).partition(".")
     module = importlib.import_module(f"vitrail.cli.{module_name}")
     if not constant:
@@ -165,7 +165,7 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
         with _printing_once():
             code = run(Call(tuple(arguments), given, started))
         sys.stdout.flush()
-        return code
+        return code or 0
     except VitrailError as error:
         if debug:
             raise

@@ -36,7 +36,7 @@ from vitrail.bench.step import OURS
 from vitrail.bench.workload import Spread, Workload, interleave, timed
 from vitrail.cli.console import Column, ReductionOptions, terminal_table
 from vitrail.cli.lists import OWN_SIZES
-from vitrail.cli.options import Call, Command, Example, flag, names_in
+from vitrail.cli.options import Call, Command, flag, names_in
 from vitrail.data.formats.pack import pack
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.preprocess import Preprocess
@@ -126,9 +126,9 @@ COMMAND = Command(
     matrix products only, a lower bound for the step. On a CPU, each is computed by the faster of MKL and
     oneDNN. To measure how fast images are read, use vitrail bench data.""",
     examples=(
-        Example("vitrail bench train ViT-S/16", "Measure training steps of ViT-S/16."),
-        Example("vitrail bench infer ViT-B/16 --against timm,torchvision", "Compare inference with two libraries."),
-        Example("vitrail bench train ViT-B/16 --largest-batch", "Find the largest batch that fits into memory."),
+        ("vitrail bench train ViT-S/16", "Measure training steps of ViT-S/16."),
+        ("vitrail bench infer ViT-B/16 --against timm,torchvision", "Compare inference with two libraries."),
+        ("vitrail bench train ViT-B/16 --largest-batch", "Find the largest batch that fits into memory."),
     ),
     options=(Bench,),
     essential={
@@ -139,12 +139,12 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = Bench(**call.options)
     _check(options)
     _check_used(options, call.options)
     device = pick_device(options.device)
-    is_file = is_exported(options.task, options.variant)
+    is_file = options.task == "infer" and exported_file(Path(options.variant)) is not None
     if is_file:
         check_used(call.options)
     config = None if is_file else _config(options)
@@ -164,13 +164,12 @@ def main(call: Call) -> int:
         torch.set_num_threads(threads)
     if options.json:
         print(json.dumps(plain))
-        return 0
+        return
     console = Console()
     console.print(title, highlight=False)
     for part in shown:
         console.print()
         console.print(part, highlight=False)
-    return 0
 
 
 def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:
@@ -304,11 +303,6 @@ USED = ("task", "variant", "batch_size", "threads", "repetitions", "warmup", "js
 """Options that apply to exported files."""
 
 
-def is_exported(task: str, model: str) -> bool:
-    """Return True if a model is an exported file whose inference is measured."""
-    return task == "infer" and exported_file(Path(model)) is not None
-
-
 def check_used(given: Collection[str]) -> None:
     """Raise `ConfigError` for an option that cannot change an exported file."""
     for name in given:
@@ -371,7 +365,7 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
     task = "training" if workload.task == "train" else "inference"
     return (
         f"{workload.name}, {task}: {'' if any_batch else f'{workload.batch} '}images of {height} x {width} "
-        f"(height x width) per step, {workload.tokens} tokens each, {workload.config.num_classes} classes, "
+        f"(height x width) per step, {workload.config.tokens} tokens each, {workload.config.num_classes} classes, "
         f"{workload.own_format}"
     )
 
@@ -581,9 +575,9 @@ DATA = Command(
     summary="""Measure how fast images are read from the disk into batches. Two references are measured too: decoding
     without reading, and a plain loop with Pillow.""",
     examples=(
-        Example("vitrail bench data", "Read generated images in three formats."),
-        Example("vitrail bench data --against torchvision,timm", "Compare random crops with two libraries."),
-        Example("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
+        ("vitrail bench data", "Read generated images in three formats."),
+        ("vitrail bench data --against torchvision,timm", "Compare random crops with two libraries."),
+        ("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
     ),
     options=(BenchData,),
     essential={
@@ -602,7 +596,7 @@ DATA = Command(
 )
 
 
-def run_data(call: Call) -> int:
+def run_data(call: Call) -> None:
     options = BenchData(**call.options)
     if options.entries is not None and (unused := [name for name in call.options if name not in ("entries", "json")]):
         raise ConfigError(
@@ -643,7 +637,6 @@ def run_data(call: Call) -> int:
         print(json.dumps(plain))
     else:
         console.print(shown, highlight=False)
-    return 0
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from vitrail.analysis.charts import series_chart, side_by_side, standalone
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import parse_environments
 from vitrail.cli.console import Column, message_console, terminal_table
-from vitrail.cli.options import Call, Command, Example, convert, names_in
+from vitrail.cli.options import Call, Command, check_different, convert, names_in
 from vitrail.cli.run_options import run_options
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.experiments.accuracy import (
@@ -33,10 +33,9 @@ from vitrail.files import saving, write_csv, write_json
 from vitrail.machine import pick_device
 from vitrail.recipes import RECIPES
 from vitrail.report.charts import Series, horizontal_text, svg_picture
-from vitrail.settings import setting
+from vitrail.settings import seconds_in, setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.stop import interrupted_by_signals
-from vitrail.transfer.facts import FACTORS, seconds_of
 
 SET_BY_THE_COMPARISON = ("checkpoints", "device", "evaluations", "overwrite", "run", "seed", "task")
 """Settings of a run that an entry cannot change. The settings of the data are the same for all entries too."""
@@ -86,9 +85,9 @@ COMMAND = Command(
     the curves as CSV and SVG. If the command is stopped, the same command continues. The test split is measured once,
     at the end of each run.""",
     examples=(
-        Example("vitrail bench accuracy demo", "Measure the demo with three seeds."),
-        Example("vitrail bench accuracy demo demo:epochs=5 --targets 0.8", "Compare two lengths of a run."),
-        Example(
+        ("vitrail bench accuracy demo", "Measure the demo with three seeds."),
+        ("vitrail bench accuracy demo demo:epochs=5 --targets 0.8", "Compare two lengths of a run."),
+        (
             "vitrail bench accuracy demo --against timm --environment timm=timm/bin/python --budget 5m",
             "Compare with timm within five minutes per run.",
         ),
@@ -102,16 +101,13 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = BenchAccuracy(**call.options)
-    _check(options)
+    check_different(options, "recipes", "seeds", "targets")
     entries = peer_entries(names_in(options.against))
-    recipes = _recipes(options)
-    libraries = check_environments(entries, parse_environments(options.environment))
     comparison = AccuracyComparison(
-        recipes=recipes,
-        peers=entries,
-        libraries=libraries,
+        recipes=_recipes(options),
+        peers=check_environments(entries, parse_environments(options.environment)),
         seeds=options.seeds,
         budget=_budget(options.budget),
         evaluations=options.evaluations,
@@ -135,29 +131,19 @@ def main(call: Call) -> int:
     plain = _write(options, comparison, curves)
     if options.json:
         print(json.dumps(plain))
-        return 0
+        return
     for table in tables(curves, reached(curves, options.targets, comparison.budget)):
         console.print()
         console.print(table, soft_wrap=False)
     console.print(f"\nwritten to {options.out}: results.json, targets.csv, curves.csv, curves.svg", markup=False)
-    return 0
-
-
-def _check(options: BenchAccuracy) -> None:
-    """Raise `ConfigError` for a value that is given twice."""
-    for name in ("recipes", "seeds", "targets"):
-        values: Sequence[Any] = getattr(options, name)
-        if twice := [value for value in values if list(values).count(value) > 1]:
-            raise ConfigError(f"{name}: {twice[0]} is given twice; give each value once")
 
 
 def _budget(text: str | None) -> float | None:
     """Return the seconds of a budget. Raise `ConfigError` for a text that is not a time."""
-    if text is None:
-        return None
-    if text in FACTORS:
+    seconds = None if text is None else seconds_in(text)
+    if text is not None and seconds is None:
         raise ConfigError(f"budget={text!r} is not a time; give a number above 0 with a unit, such as 90s or 20m")
-    return seconds_of(text, usual=0.0)
+    return seconds
 
 
 def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
@@ -245,12 +231,9 @@ def accuracy_chart(curves: Curves, targets: Sequence[float], budget: float | Non
             lines, label=f"Validation accuracy over {name}.", x_name=name, y_name="validation accuracy, %",
             bounds=(0.0, 100.0), is_log=True, levels=[100 * target for target in targets],
         )  # fmt: skip
-        nothing = svg_picture(480.0, 30.0, "", [horizontal_text(12.0, 20.0, NOTHING_DRAWN)], fixed_size=True)
-        charts.append(chart or nothing)
+        text = horizontal_text(12.0, 20.0, "no evaluation within the budget")
+        charts.append(chart or svg_picture(480.0, 30.0, "", [text], fixed_size=True))
     return standalone(side_by_side(charts, "Validation accuracy over seconds of training and over counted FLOPs"))
-
-
-NOTHING_DRAWN = "no evaluation within the budget"
 
 
 # The tables of `vitrail bench accuracy`.

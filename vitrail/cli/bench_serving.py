@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from vitrail.bench.serving import (
 )
 from vitrail.cli.bench import header, parse_environments
 from vitrail.cli.console import Column, terminal_table
-from vitrail.cli.options import Call, Command, Example, JsonOption, names_in
+from vitrail.cli.options import Call, Command, JsonOption, names_in
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import Precision, describe
@@ -77,12 +77,12 @@ COMMAND = Command(
     The servers run in processes of their own, and the clients in this process. Only one server is under load at a
     time.""",
     examples=(
-        Example("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
-        Example(
+        ("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
+        (
             "vitrail bench serve --against litserve --environment litserve=litserve/bin/python",
             "Compare with LitServe, which is installed in an environment of its own.",
         ),
-        Example("vitrail bench serve runs/flowers --requests 50000", "See whether the memory of the servers grows."),
+        ("vitrail bench serve runs/flowers --requests 50000", "See whether the memory of the servers grows."),
     ),
     options=(BenchServe,),
     essential={
@@ -92,7 +92,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = BenchServe(**call.options)
     _check(options)
     optional_module("uvicorn", "serve")
@@ -108,24 +108,30 @@ def main(call: Call) -> int:
         shared: dict[str, Any] = {"precision": options.precision, "pythons": pythons}
         if options.requests:
             clients = max(options.clients)
-            points = measure_memory(names, folder, images, requests=options.requests, clients=clients, **shared)
-            _show_memory(options, bundle, list(points))
-            return 0
-        bare = measure_bare(bundle, images, options.precision, options.seconds / 4)
-        loads = [Load(clients=count) for count in options.clients]
-        loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
-        timing: dict[str, Any] = {"seconds": options.seconds, "rounds": options.rounds}
-        measured = list(measure_servers(names, loads, folder, images, **timing, **shared))
-        overheads = list(measure_overhead(names, folder, bundle, images, bare, seconds=options.seconds, **shared))
+            points = list(measure_memory(names, folder, images, requests=options.requests, clients=clients, **shared))
+            plain: dict[str, Any] = {"memory": points}
+            tables = [terminal_table(MEMORY_COLUMNS, points, MEMORY_CAPTION)]
+        else:
+            bare = measure_bare(bundle, images, options.precision, options.seconds / 4)
+            loads = [Load(clients=count) for count in options.clients]
+            loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
+            timing: dict[str, Any] = {"seconds": options.seconds, "rounds": options.rounds}
+            measured = list(measure_servers(names, loads, folder, images, **timing, **shared))
+            overheads = list(measure_overhead(names, folder, bundle, images, bare, seconds=options.seconds, **shared))
+            plain = {"bare": asdict(bare), "servers": measured, "overheads": overheads}
+            tables = [
+                terminal_table(LOAD_COLUMNS, measured, _load_caption(bare)),
+                terminal_table(OVERHEAD_COLUMNS, overheads, OVERHEAD_CAPTION),
+            ]
     machine = describe(bundle.device)
     if options.json:
-        print(json.dumps({"machine": machine, "bare": asdict(bare), "servers": measured, "overheads": overheads}))
-        return 0
+        print(json.dumps({"machine": machine, **plain}))
+        return
+    height, width = bundle.preprocess.image_size
+    what = f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"
     console = Console()
-    console.print(header(machine, _subject(options, bundle)), highlight=False)
-    console.print(terminal_table(LOAD_COLUMNS, measured, _load_caption(bare)), highlight=False)
-    console.print(terminal_table(OVERHEAD_COLUMNS, overheads, OVERHEAD_CAPTION), highlight=False)
-    return 0
+    for part in (header(machine, what), *tables):
+        console.print(part, highlight=False)
 
 
 def _check(options: BenchServe) -> None:
@@ -159,27 +165,14 @@ def _model(name: str) -> Iterator[tuple[Path, Bundle]]:
         yield bundle.save(Path(folder) / "model"), bundle
 
 
-def _subject(options: BenchServe, bundle: Bundle) -> str:
-    height, width = bundle.preprocess.image_size
-    return f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"
+MEMORY_CAPTION = "MB: memory of the server's processes. Pages that several processes share are divided among them."
 
-
-def _show_memory(options: BenchServe, bundle: Bundle, points: Sequence[dict[str, Any]]) -> None:
-    machine = describe(bundle.device)
-    if options.json:
-        print(json.dumps({"machine": machine, "memory": points}))
-        return
-    caption = "MB: memory of the server's processes. Pages that several processes share are divided among them."
-    columns = (
-        Column("server", "server"),
-        Column("requests", "requests", ",d"),
-        Column("errors", "errors"),
-        Column("MB", "memory", lambda size: f"{size / 1e6:,.1f}"),
-    )
-    table = terminal_table(columns, points, caption)
-    console = Console()
-    console.print(header(machine, _subject(options, bundle)), highlight=False)
-    console.print(table, highlight=False)
+MEMORY_COLUMNS = (
+    Column("server", "server"),
+    Column("requests", "requests", ",d"),
+    Column("errors", "errors"),
+    Column("MB", "memory", lambda size: f"{size / 1e6:,.1f}"),
+)
 
 
 def _load_caption(bare: Bare) -> str:

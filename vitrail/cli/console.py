@@ -29,6 +29,7 @@ from rich.table import Table
 from vitrail.data.faults import is_own_output, is_system_folder, refuse
 from vitrail.data.formats.folder import unread_images
 from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.splits import Request
 from vitrail.errors import DataError, plural
 from vitrail.settings import setting
 from vitrail.training.log import numbers_of
@@ -50,8 +51,7 @@ def image_paths(places: Sequence[Path]) -> list[Path]:
             raise DataError(f"image {str(path)!r} does not exist")
         if path.is_dir():
             found, others = _files_in(path)
-            for fault in unread_images(path, others):
-                print(f"vitrail: {fault.text}", file=sys.stderr)
+            print_messages(*(fault.text for fault in unread_images(path, others)))
             if not found:
                 raise DataError(f"folder {str(path)!r} has no images ({', '.join(sorted(SUFFIXES))})")
         else:
@@ -79,11 +79,10 @@ def _files_in(root: Path) -> tuple[list[Path], list[str]]:
 def _images_of_table(path: Path) -> Iterator[Path]:
     from vitrail.data.formats.table import open_table
 
-    splits = open_table([path], None, unlabelled=True)
+    splits = open_table(Request(str(path), unlabelled=True), [path])
     refuse(splits.faults)
-    for source in (splits.train, splits.validation, splits.test):
-        for index in range(len(source) if source is not None else 0):
-            assert source is not None
+    for source in splits.sources.values():
+        for index in range(len(source)):
             yield path.parent / source.key(index)
 
 
@@ -92,10 +91,17 @@ def message_console(is_json: bool) -> Console:
     return Console(stderr=is_json, highlight=False, soft_wrap=True)
 
 
-def print_note(console: Console, text: str) -> None:
-    """Print a message that needs the user's attention. Lines wrap at words on terminals; files and pipes get one
-    line."""
-    console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+def print_notes(console: Console, *notes: str) -> None:
+    """Print messages that need the user's attention. Lines wrap at words on terminals; files and pipes get one line for
+    each."""
+    for note in notes:
+        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def print_messages(*messages: str) -> None:
+    """Print messages beside the output of a command, to the standard error output."""
+    for message in messages:
+        print(f"vitrail: {message}", file=sys.stderr, flush=True)
 
 
 def print_in_full(table: Table) -> None:
@@ -197,13 +203,15 @@ def images_bar(console: Console, *, transient: bool = False) -> Progress:
 @contextmanager
 def showing_progress(
     console: Console, description: str, total: int | None = None, *, transient: bool = False
-) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a progress bar over images on terminals. Yield a function that takes the number of images that are done, and
-    the number of all images if it is known only now."""
+) -> Iterator[Callable[..., None]]:
+    """Show a progress bar over images on terminals. Yield a function that takes the number of images that are done, the
+    number of all images if it is known only now, and a description with which the bar begins again."""
     with images_bar(console, transient=transient) as bar:
         task = bar.add_task(description, total=total)
 
-        def show(done: int, total: int | None) -> None:
+        def show(done: int, total: int | None = None, description: str | None = None) -> None:
+            if description not in (None, bar.tasks[0].description):
+                bar.reset(task, description=description)
             bar.update(task, completed=done, total=total)
 
         yield show
@@ -329,7 +337,7 @@ class ConsoleDisplay:
 
     def note(self, text: str) -> None:
         """Show a message that needs the user's attention."""
-        print_note(self.console, self._spell(text))
+        print_notes(self.console, self._spell(text))
 
     def extracting(self, done: int, total: int) -> None:
         """Show the number of images whose features are computed, if the last line is about ten seconds ago."""
@@ -388,10 +396,8 @@ class ConsoleDisplay:
         train = ", ".join(self.task.texts(training))
         beside = f"; training {train}" if train else ""
         start = f"step {step:,}" if step else "before the first step"
-        count = f"{result['images']:,.0f} images"
-        if skipped := result.get("skipped"):
-            count += f" ({skipped:,.0f} skipped)"
-        self.say(f"{start}: validation {texts} on {count}{beside}{star}")
+        skipped = f" ({result['skipped']:,.0f} skipped)" if result.get("skipped") else ""
+        self.say(f"{start}: validation {texts} on {result['images']:,.0f} images{skipped}{beside}{star}")
 
     def _skip(self, split: str, key: str, reason: str) -> None:
         """Name an image that cannot be decoded. Every evaluation finds those of its split, so each is named once."""

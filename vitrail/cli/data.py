@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import print_note, showing_progress
-from vitrail.cli.options import Call, Command, Example, JsonOption
+from vitrail.cli.console import print_notes, showing_progress
+from vitrail.cli.options import Call, Command, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, page, text_line
 from vitrail.data.config import DataConfig
@@ -73,9 +73,9 @@ CHECK = Command(
 
     If training on the data would fail, the exit code is 2.""",
     examples=(
-        Example("vitrail data check flowers", "Inspect every image, and write data-check.html."),
-        Example("vitrail data check flowers --sample 2000", "Inspect 2,000 images of a large data set."),
-        Example("vitrail data check labels.csv --json --page None", "Print the report as JSON, and write no page."),
+        ("vitrail data check flowers", "Inspect every image, and write data-check.html."),
+        ("vitrail data check flowers --sample 2000", "Inspect 2,000 images of a large data set."),
+        ("vitrail data check labels.csv --json --page None", "Print the report as JSON, and write no page."),
     ),
     options=(Check,),
     essential={
@@ -86,7 +86,7 @@ CHECK = Command(
 )
 
 
-def run_check(call: Call) -> int:
+def run_check(call: Call) -> None:
     options = Check(**call.options)
     if "validation_share" in call.options and SLICE.fullmatch(options.validation):
         raise ConfigError(
@@ -129,12 +129,10 @@ def run_check(call: Call) -> int:
     if report.errors:
         reasons = "; ".join(finding.text for finding in report.errors)
         raise DataError(f"training on {options.data!r} would fail: {reasons}")
-    return 0
 
 
 def _show(report: Report, console: Console) -> None:
-    for note in report.notes:
-        print_note(console, note)
+    print_notes(console, *report.notes)
     console.print(_counts(report))
     if report.sizes is not None:
         _say(console, f"sizes    {_sizes(report.sizes)}")
@@ -241,24 +239,23 @@ PACK = Command(
     summary="""Write a data set as tar shards in the WebDataset convention: few large files instead of many small
     ones. If the command is stopped, run the same command again to continue.""",
     examples=(
-        Example("vitrail data pack photos shards", "Copy a folder of images into shards."),
-        Example("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),
-        Example("vitrail data pack photos coco --to coco", "Write boxes or masks as a folder in COCO's format."),
+        ("vitrail data pack photos shards", "Copy a folder of images into shards."),
+        ("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),
+        ("vitrail data pack photos coco --to coco", "Write boxes or masks as a folder in COCO's format."),
     ),
     options=(Pack,),
     essential={"Data": ("numbers", "unlabelled"), "Settings": ("to", "shard_size", "max_side", "workers")},
 )
 
 
-def run_pack(call: Call) -> int:
+def run_pack(call: Call) -> None:
     options = Pack(**call.options)
     shard_size = byte_count(options.shard_size, "shard_size")
     console = Console()
     splits = open_data(options.data, validation_share=0.0, numbers=options.numbers, unlabelled=options.unlabelled)
-    for note in splits.notes:
-        print_note(console, note)
+    print_notes(console, *splits.notes)
     if has_soft_targets(splits.train):
-        print_note(
+        print_notes(
             console,
             "The pseudo labels are soft, but shards store classes: only the most likely class of each image is packed. "
             "To train on the probabilities, use the folder of labels itself.",
@@ -266,18 +263,16 @@ def run_pack(call: Call) -> int:
     if options.to is not None:
         count = sum(map(len, splits.sources.values()))
         with showing_progress(console, "writing", count) as show:
-            lost = convert(splits, options.destination, options.to, lambda done: show(done, None))
-        for note in lost:
-            print_note(console, note)
+            lost = convert(splits, options.destination, options.to, show)
+        print_notes(console, *lost)
         _say(console, f"The data is in {options.destination}. Look at it: vitrail data check {options.destination}")
-        return 0
+        return
     if splits.target_kind in ("boxes", "mask"):
         raise ConfigError(
             f"{splits.title} has {KINDS[splits.target_kind]}, which shards cannot hold; choose a format with --to"
         )
     manifest = _pack(splits, options, shard_size, console, call.arguments)
     _report(manifest, options, console)
-    return 0
 
 
 def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, arguments: Sequence[str]) -> Manifest:
@@ -290,7 +285,7 @@ def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, argu
                 shard_size=shard_size,
                 max_side=options.max_side,
                 workers=options.workers,
-                progress=lambda done: show(done, None),
+                progress=show,
                 stop=lambda: request.requested,
             )
         except Stopped as stop:

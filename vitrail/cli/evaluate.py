@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +15,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import ReductionOptions, images_bar, message_console, print_note
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, Option, flag, options_of
+from vitrail.cli.console import ReductionOptions, message_console, print_notes, showing_progress
+from vitrail.cli.options import (
+    Call,
+    Command,
+    DeviceOption,
+    ImageSizeOption,
+    JsonOption,
+    Option,
+    flag,
+    options_of,
+)
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
@@ -40,7 +49,7 @@ from vitrail.machine import keep_freed_memory
 from vitrail.processes.group import join_processes
 from vitrail.settings import bare_names, setting, to_plain
 from vitrail.training.stop import interrupted_by_signals
-from vitrail.transfer.suite import SuiteResult, read_suite, run_suite, suite_as_plain
+from vitrail.transfer.suite import DETAILS, SuiteResult, read_suite, run_suite, suite_as_plain
 from vitrail.weights.adapt import with_reduction
 from vitrail.weights.answers import OUTPUT_NOUNS
 from vitrail.weights.bundle import Bundle
@@ -48,7 +57,7 @@ from vitrail.weights.load import load
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(DeviceOption, JsonOption, ReductionOptions):
+class Evaluate(DeviceOption, JsonOption, ReductionOptions, ImageSizeOption):
     """Options of `vitrail evaluate`."""
 
     models: tuple[str, ...] = setting(argument="MODEL...")
@@ -81,9 +90,6 @@ class Evaluate(DeviceOption, JsonOption, ReductionOptions):
     confusion: bool = False
     """Show the confusion matrix of the model's own head. With more than 20 classes, show only the most confused
     pairs."""
-    image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
-    sizes."""
     batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's cost."""
     precision: Literal["auto", "int8", "bf16", "float32"] | None = None
@@ -116,9 +122,9 @@ COMMAND = Command(
     trained on the model's features. Several models are compared on the same images. With --suite, measure a model on
     many data sets.""",
     examples=(
-        Example("vitrail evaluate runs/flowers --data flowers", "Measure the model of a run on held-out images."),
-        Example("vitrail evaluate runs/a runs/b --data flowers --by linear,knn", "Compare the features of two models."),
-        Example("vitrail evaluate vit.npz --suite vtab-1k --data datasets", "Measure a model on a suite of tasks."),
+        ("vitrail evaluate runs/flowers --data flowers", "Measure the model of a run on held-out images."),
+        ("vitrail evaluate runs/a runs/b --data flowers --by linear,knn", "Compare the features of two models."),
+        ("vitrail evaluate vit.npz --suite vtab-1k --data datasets", "Measure a model on a suite of tasks."),
     ),
     options=(Evaluate,),
     settings=evaluator_options,
@@ -131,61 +137,62 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     own = {field.name for field in fields(Evaluate)}
     options = Evaluate(**{name: value for name, value in call.options.items() if name in own})
     check_options(options, call.options)
     console = message_console(options.json)
     keep_freed_memory()
     with join_processes().reporting(), interrupted_by_signals():
-        return _suite(options, console) if options.suite else _one(options, call.options, console)
+        if options.suite:
+            _suite(options, console)
+        else:
+            _one(options, call.options, console)
 
 
-def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
-    """Measure one or several models on one data set, and return the exit code."""
+def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
+    """Measure one or several models on one data set, and print the metrics."""
     bundles = {name: _load(options, name) for name in options.models}
-    with _Bar(console) as bar:
+    with showing_progress(console, "measuring", transient=True) as show:
         prepared, unfit = fitting({
             name: (bundle, evaluators_for(bundle, options, given)) for name, bundle in bundles.items()
         })  # fmt: skip
-        common = None
-        if len(bundles) > 1 or options.validation_share is not None:
-            common = common_images(bundles, options.data, options.split, options.validation_share)
+        common = (
+            common_images(bundles, options.data, options.split, options.validation_share)
+            if len(bundles) > 1 or options.validation_share is not None
+            else None
+        )
         plans = {
-            name: plan_of(bundle, prepared[name], options, common, _outputs(bundle, options, console, bar))
+            name: plan_of(bundle, prepared[name], options, common, _outputs(bundle, options, console, show))
             for name, bundle in bundles.items()
         }
         notes = [*unfit, *((name, note) for name, plan in plans.items() for note in plan.notes)]
         if common is not None and common.note:
-            print_note(console, common.note)
-        for name, note in dict.fromkeys(notes):
-            print_note(console, f"{name}: {note}" if len(bundles) > 1 else note)
+            print_notes(console, common.note)
+        print_notes(console, *(f"{name}: {note}" if len(bundles) > 1 else note for name, note in dict.fromkeys(notes)))
         rows: dict[str, dict[str, dict[str, Any]]] = {}
         for name, plan in plans.items():
             if len(bundles) > 1:
-                bar.begin(name)
+                show(0, description=name)
             rows[name] = plan.measure()
     skipped = {key: reason for plan in plans.values() for key, reason in plan.outputs.skipped.items()}
-    for key, reason in skipped.items():
-        print_note(console, f"skipped {key}: {reason}")
+    print_notes(console, *(f"skipped {key}: {reason}" for key, reason in skipped.items()))
     if len(bundles) > 1:
         _show_several(rows, options, console)
-        return 0
+        return
     (name,) = options.models
     details = plans[name].head if options.per_class or options.confusion else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
     _show(rows[name], reports, bundles[name], options, console)
-    return 0
 
 
 def _show_several(rows: dict[str, dict[str, dict[str, Any]]], options: Evaluate, console: Console) -> None:
     """Print the results of several models: one table per split, with a column per model."""
     if options.json:
         print(json.dumps(rows))
-        return
-    splits = dict.fromkeys(split for row in rows.values() for split in row)
-    for split in splits:
-        console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
+    else:
+        for split in dict.fromkeys(split for row in rows.values() for split in row):
+            console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
 
 
 def _show(
@@ -207,30 +214,26 @@ def _show(
             console.print(confusion_table(name, found, bundle.classes))
 
 
-def _suite(options: Evaluate, console: Console) -> int:
-    """Measure a suite of tasks, and return the exit code."""
+def _suite(options: Evaluate, console: Console) -> None:
+    """Measure a suite of tasks, and print the metrics."""
     suite = read_suite(options.suite)
     (name,) = options.models
     bundle = _load(options, name)
-    for note in bundle.notes:
-        print_note(console, COMMAND.note(note))
-    with _Bar(console) as bar:
-        outputs = _outputs(bundle, options, console, bar)
+    print_notes(console, *map(COMMAND.note, bundle.notes))
+    with showing_progress(console, "measuring", transient=True) as show:
+        outputs = _outputs(bundle, options, console, show)
         result = run_suite(
             outputs,
             suite,
             folder=Path(options.data).expanduser() if options.data else None,
             strict=options.strict,
-            on_task=lambda task: bar.begin(task.name),
+            on_task=lambda task: show(0, description=task.name),
         )
     if options.json:
         print(json.dumps(suite_as_plain(result)))
-        return 0
+        return
     console.print(suite_table(result))
-    for row in result.rows:
-        if row.reason is not None:
-            print_note(console, f"skipped {row.task.name}: {row.reason}")
-    return 0
+    print_notes(console, *(f"skipped {row.task.name}: {row.reason}" for row in result.rows if row.reason is not None))
 
 
 def _load(options: Evaluate, name: str) -> Bundle:
@@ -239,15 +242,15 @@ def _load(options: Evaluate, name: str) -> Bundle:
     return bundle if options.reduce_tokens is None else with_reduction(bundle, options.reduction())
 
 
-def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:
+def _outputs(bundle: Bundle, options: Evaluate, console: Console, show: Callable[..., None]) -> Outputs:
     return Outputs(
         bundle,
         batch_size=options.batch_size,
         precision=options.precision or bundle.precision,
         feature_precision=options.precision or ("float32" if options.suite else "auto"),
         cache=None if options.no_cache else options.cache or default_cache(),
-        on_progress=bar.update,
-        on_note=lambda note: print_note(console, COMMAND.note(note)),
+        on_progress=show,
+        on_note=lambda note: print_notes(console, COMMAND.note(note)),
         processes=join_processes(),
     )
 
@@ -262,27 +265,6 @@ def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bund
         names = bundle.classes
         detail["confusion"] = [[names[true], names[taken], images] for true, taken, images in report.confusion]
     return detail
-
-
-class _Bar:
-    """A progress bar over images."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = images_bar(console, transient=True)
-        self._task = self._progress.add_task("measuring", total=None)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def begin(self, name: str) -> None:
-        self._progress.reset(self._task, description=name, total=None)
-
-    def update(self, done: int, total: int) -> None:
-        self._progress.update(self._task, completed=done, total=total)
 
 
 # Checks of the options of `vitrail evaluate`, before a model or data is read.
@@ -459,18 +441,20 @@ def plan_of(
     by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
     by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
     data, split = options.data, options.split
-    learned = None
     learning = by_features.keys() - UNLEARNED
-    if by_features:
-        learned = open_images(
+    learned = (
+        open_images(
             bundle, data, split, by_features=True, numbers=options.numbers, common=common, needs_training=bool(learning)
         )
+        if by_features
+        else None
+    )
     class_names = next((one.class_names for one in by_head.values() if isinstance(one, ByAccuracy)), "")
-    judged = None
-    if by_head:
-        judged = open_images(
-            bundle, data, split, by_features=False, class_names=class_names, own=learned, common=common
-        )
+    judged = (
+        open_images(bundle, data, split, by_features=False, class_names=class_names, own=learned, common=common)
+        if by_head
+        else None
+    )
     if learned is not None and learning and list(learned.sources) == ["train"]:
         raise ConfigError(
             f"--split {split}: {', '.join(sorted(learning))} cannot be measured on the images that it learns from; "
@@ -502,9 +486,6 @@ FORMATS = {
 
 NUMBER_METRICS = ("r2", "standardised_error", "mean_absolute_error", "root_mean_squared_error")
 """Suffixes of metrics of numbers, which are not fractions."""
-
-EXTRAS = ("_low", "_high", "_deviation")
-"""Suffixes of metrics that describe another metric."""
 
 NAMES = {
     **METRICS,
@@ -541,7 +522,7 @@ classes are shown."""
 def metrics_table(rows: Mapping[str, Mapping[str, float]], corner: str = "") -> Table:
     """Return a table with a row per metric and a column per split or model. `corner` is the text of the first cell."""
     table = Table(corner, *map(escape, rows), box=SIMPLE_HEAD, pad_edge=False)
-    names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(EXTRAS))
+    names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(DETAILS))
     named = SEVERAL if "exact_match" in names else {}
     for name in sorted(names, key=lambda name: FORMATS.get(name) == ",.0f"):  # puts counts last
         table.add_row(named.get(name) or _named(name), *(_cell(row, name) for row in rows.values()))

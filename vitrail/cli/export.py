@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.console import print_note
-from vitrail.cli.options import Call, Command, Example, JsonOption, check_own_effects, names_in
+from vitrail.cli.console import print_notes
+from vitrail.cli.options import Call, Command, ImageSizeOption, JsonOption, ModelOption, check_own_effects, names_in
 from vitrail.data.source import Sample, truth_of
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
@@ -37,16 +37,13 @@ USUAL_IMAGES = 40
 USUAL_IMAGES_INT8 = 1000
 """Default number of images on which the accuracy of 8-bit integers is measured."""
 
-
 WITH_INT8 = Effect(lambda own: "int8" in names_in(own.precision), "with --precision int8")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(JsonOption):
+class Export(JsonOption, ImageSizeOption, ModelOption):
     """Options of `vitrail export`."""
 
-    model: str = setting(argument="MODEL")
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     to: str = setting(metavar="LAYOUT")
     """Format to write: pt2 (torch.export), onnx, openvino, or triton (the folder of a model for Triton and KServe, with
     an ONNX file). Several formats are separated by commas."""
@@ -86,9 +83,6 @@ class Export(JsonOption):
         OPSETS[0], effect=Effect(lambda own: names_in(own.to) != ["pt2"], "with --to onnx, openvino or triton")
     )
     """Version of ONNX's operators: 20, or 23 for newer runtimes."""
-    image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
-    sizes."""
     overwrite: bool = False
     """Replace an existing file."""
 
@@ -99,9 +93,9 @@ COMMAND = Command(
     width, channels) and contains everything after that: normalisation, the network, and softmax or sigmoid. The
     written file is loaded again and compared with the network; if it differs, the file is deleted.""",
     examples=(
-        Example("vitrail export runs/flowers --to onnx", "Write flowers.onnx for onnxruntime."),
-        Example("vitrail export runs/flowers --to onnx --output embedding", "Write the features instead of classes."),
-        Example(
+        ("vitrail export runs/flowers --to onnx", "Write flowers.onnx for onnxruntime."),
+        ("vitrail export runs/flowers --to onnx --output embedding", "Write the features instead of classes."),
+        (
             "vitrail export runs/flowers --to onnx,openvino --precision float32,int8 --data flowers/",
             "Compare formats: size, time and accuracy.",
         ),
@@ -156,13 +150,20 @@ def main(call: Call) -> int:
     notes = [COMMAND.note(note) for note in (*bundle.notes, *images.notes, *undecided, *other)]
     seconds = exporter.seconds(results)
     if options.json:
-        print(json.dumps(plain_exports(results, seconds, failures, notes)))
+        plain = {
+            "files": [_plain(result, seconds) for result in results],
+            "network": {"milliseconds": _milliseconds(seconds, "network")},
+            "failures": failures,
+            "notes": notes,
+        }
+        print(json.dumps(plain))
     else:
         console = Console(highlight=False, soft_wrap=True)
-        for note in notes:
-            print_note(console, note)
-        for part in export_parts(results, seconds):
-            console.print(part)
+        print_notes(console, *notes)
+        for result in results:
+            console.print(_written(result))
+        if results:
+            console.print(_table(results, seconds))
         for failure in failures:
             console.print(failure, style="red", markup=False, soft_wrap=not console.is_terminal)
     return 1 if failures else 0
@@ -308,9 +309,9 @@ CONVERT = Command(
     Layouts: vitrail (folder), google and big-vision (.npz), bit (.npz), bit-torch (.pth), timm (folder or
     .safetensors), huggingface (folder), torchvision (.pth).""",
     examples=(
-        Example("vitrail convert runs/flowers flowers-hf --to huggingface", "Write a model for transformers."),
-        Example("vitrail convert runs/flowers flowers.safetensors --to timm", "Write a model for timm."),
-        Example("vitrail convert ViT-B_16.npz vit-b --to vitrail", "Import a checkpoint published with the ViT paper."),
+        ("vitrail convert runs/flowers flowers-hf --to huggingface", "Write a model for transformers."),
+        ("vitrail convert runs/flowers flowers.safetensors --to timm", "Write a model for timm."),
+        ("vitrail convert ViT-B_16.npz vit-b --to vitrail", "Import a checkpoint published with the ViT paper."),
     ),
     options=(Convert,),
     essential={
@@ -321,7 +322,7 @@ CONVERT = Command(
 )
 
 
-def run_convert(call: Call) -> int:
+def run_convert(call: Call) -> None:
     options = Convert(**call.options)
     found = convert(
         options.source,
@@ -340,12 +341,10 @@ def run_convert(call: Call) -> int:
     notes = [CONVERT.note(note) for note in found]
     if options.json:
         print(json.dumps({"written": str(options.destination), "layout": options.to, "notes": notes}))
-        return 0
-    console = Console(highlight=False, soft_wrap=True)
-    for note in notes:
-        print_note(console, note)
-    console.print(f"Written as {options.to}: {options.destination}", markup=False)
-    return 0
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        print_notes(console, *notes)
+        console.print(f"Written as {options.to}: {options.destination}", markup=False)
 
 
 # Table and JSON values of `vitrail export`.
@@ -353,23 +352,6 @@ def run_convert(call: Call) -> int:
 
 Seconds = Mapping[str, Sequence[float]]
 """Seconds of a batch of each size of `TIMED_BATCHES`, by the paths of files, and by "network"."""
-
-
-def export_parts(results: Sequence[ExportResult], seconds: Seconds) -> list[Any]:
-    """Return the lines about written files and the table of all files beside the network."""
-    return [*(line for result in results for line in _lines(result)), *([_table(results, seconds)] if results else [])]
-
-
-def plain_exports(
-    results: Sequence[ExportResult], seconds: Seconds, failures: Sequence[str], notes: Sequence[str]
-) -> dict[str, Any]:
-    """Return the values of the table, and the messages about files that were not written."""
-    return {
-        "files": [_plain(result, seconds) for result in results],
-        "network": {"milliseconds": _milliseconds(seconds, "network")},
-        "failures": list(failures),
-        "notes": list(notes),
-    }
 
 
 def _accuracy(parity: Parity, *, network: bool = False) -> Metric | None:
@@ -401,7 +383,8 @@ def _milliseconds(seconds: Seconds, name: str) -> dict[str, float]:
     return {str(size): 1e3 * value for size, value in zip(TIMED_BATCHES, seconds[name], strict=True)}
 
 
-def _lines(result: ExportResult) -> list[str]:
+def _written(result: ExportResult) -> str:
+    """Return lines about a written file."""
     parity, sizes, noun = result.parity, ", ".join(map(str, BATCHES)), result.network.interface.noun
     lines = [
         f"Written: {escape(str(result.path))} ({result.bytes / 1e6:.1f} MB)",
@@ -414,7 +397,7 @@ def _lines(result: ExportResult) -> list[str]:
         lines.append(f"  accuracy of the file {_percent(accuracy)} on {plural(parity.labelled, 'labelled image')}")
     if result.precision == "int8":
         lines.append(f"  the file loses {describe_drop(parity)}")
-    return lines
+    return "\n".join(lines)
 
 
 def _table(results: Sequence[ExportResult], seconds: Seconds) -> Table:

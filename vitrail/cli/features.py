@@ -16,9 +16,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths, images_bar, message_console, print_in_full, print_note
-from vitrail.cli.options import Call, Command, DeviceOption, Example
+from vitrail.cli.console import (
+    image_paths,
+    message_console,
+    print_in_full,
+    print_messages,
+    print_notes,
+    showing_progress,
+)
+from vitrail.cli.options import Call, Command, DeviceOption, ImageSizeOption, ModelOption
 from vitrail.data.check.images import colour_note, images_of
+from vitrail.data.formats.parquet import pyarrow
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.source import Source, files_of
 from vitrail.data.sources import open_whole
@@ -27,7 +35,6 @@ from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.features.extract import FeatureSet, extract
 from vitrail.evaluation.features.feature_files import (
     check_features_folder,
-    parquet_library,
     save_features,
     save_parquet,
 )
@@ -68,9 +75,9 @@ NEAREST = Command(
     summary="""Find the images of a folder of features that resemble given images or texts most, by the cosine of their
     features. An image that is itself among them is skipped.""",
     examples=(
-        Example("vitrail embed facebook/dinov2-small --data photos --out features", "Compute the features first."),
-        Example("vitrail nearest features rose.jpg", "Show the five images that resemble one image."),
-        Example('vitrail nearest features --text "a red car at night"', "Search by a text, with features of CLIP."),
+        ("vitrail embed facebook/dinov2-small --data photos --out features", "Compute the features first."),
+        ("vitrail nearest features rose.jpg", "Show the five images that resemble one image."),
+        ('vitrail nearest features --text "a red car at night"', "Search by a text, with features of CLIP."),
     ),
     options=(Nearest,),
     essential={"Query": ("text",), "Output": ("top", "csv", "json"), "Model": ("model", "device")},
@@ -96,8 +103,7 @@ def run_nearest(call: Call) -> int:
     else:
         _print_table(results)
     broken = [result for _, result in results if isinstance(result, UndecodableImage)]
-    for error in broken:
-        print(f"vitrail: {error}", file=sys.stderr)
+    print_messages(*map(str, broken))
     return UndecodableImage.exit_code if broken else 0
 
 
@@ -116,10 +122,7 @@ def _model(options: Nearest, index: FeatureIndex) -> Bundle:
         )
     bundle = load(place, device=options.device, image_size=index.image_size)
     if index.weights_sha256 is None:
-        print(
-            f"vitrail: {index.path} does not record the weights of its model, so they are not compared with {place}",
-            file=sys.stderr,
-        )
+        print_messages(f"{index.path} does not record the weights of its model, so they are not compared with {place}")
         return bundle
     index.check(bundle, place, any_preprocess=True)
     return replace(bundle, preprocess=index.preprocess)
@@ -141,8 +144,7 @@ def _neighbours(bundle: Bundle, path: Path, index: FeatureIndex, top: int) -> li
 def _by_text(bundle: Bundle, options: Nearest, index: FeatureIndex) -> Iterator[Result]:
     """Yield each text with the images whose features resemble its embedding."""
     texts = bundle.reader_of_texts().embed(options.text)
-    for note in texts.notes:
-        print(f"vitrail: {note}", file=sys.stderr)
+    print_messages(*texts.notes)
     for text, found in zip(options.text, index.search(texts.vectors.numpy(), options.top), strict=True):
         yield text, list(map(_plain, found))
 
@@ -201,11 +203,9 @@ def _text(label: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed:
+class Embed(DeviceOption, ImageSizeOption, ModelOption):
     """Options of `vitrail embed`."""
 
-    model: str = setting(argument="MODEL")
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     data: str = setting(metavar="SPEC")
     """Data set, in any form that `vitrail train` accepts, or a folder of images without classes."""
     out: Path
@@ -214,14 +214,9 @@ class Embed:
     """Split to embed. all embeds every split of the data, and holds out no validation images."""
     format: Literal["npy", "parquet"] = "npy"
     """Output format: npy (features.npy, keys.jsonl, features.json) or parquet."""
-    image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
-    sizes."""
     batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's arithmetic and memory, and becomes smaller if a
     batch takes more than five seconds."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision = "auto"
     """Number format of matrix products. auto is bf16 if the processor has units for it and the features of a few images
     hardly change, else float32."""
@@ -241,11 +236,9 @@ EMBED = Command(
     summary="""Save the features of every image of a data set. Features are the vectors that the model's head
     receives. If the command is stopped, run the same command again to continue.""",
     examples=(
-        Example("vitrail embed runs/flowers --data flowers --out features", "Write NumPy files for every split."),
-        Example(
-            "vitrail embed runs/flowers --data flowers --out features --format parquet", "Write a table per split."
-        ),
-        Example("vitrail embed facebook/dino-vits16 --data photos --out features", "Use a model from the hub."),
+        ("vitrail embed runs/flowers --data flowers --out features", "Write NumPy files for every split."),
+        ("vitrail embed runs/flowers --data flowers --out features --format parquet", "Write a table per split."),
+        ("vitrail embed facebook/dino-vits16 --data photos --out features", "Use a model from the hub."),
     ),
     options=(Embed,),
     essential={
@@ -256,23 +249,22 @@ EMBED = Command(
 )
 
 
-def run_embed(call: Call) -> int:
+def run_embed(call: Call) -> None:
     processes = join_processes()
     with processes.reporting():
-        return _embed(Embed(**call.options), processes)
+        _embed(Embed(**call.options), processes)
 
 
-def _embed(options: Embed, processes: Processes) -> int:
+def _embed(options: Embed, processes: Processes) -> None:
     if options.format == "parquet":
-        parquet_library()
+        pyarrow("writing")
     console = message_console(options.json)
     keep_freed_memory()
     sources, notes = _sources(options)
     targets = processes.on_first(lambda: {split: _target(options, split) for split in sources})
     bundle = load(options.model, device=processes.device_name(options.device), image_size=options.image_size)
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
-    for note in (*bundle.notes, *notes, *filter(None, [colour])):
-        print_note(console, EMBED.note(note))
+    print_notes(console, *map(EMBED.note, (*bundle.notes, *notes, *filter(None, [colour]))))
     console.print(_memory(bundle, options), markup=False)
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
@@ -283,8 +275,7 @@ def _embed(options: Embed, processes: Processes) -> int:
             replace = ["--overwrite"] if summary and not options.overwrite else []  # for the splits that are written
             raise Interrupted(str(stop), tuple(replace)) from None
         processes.on_first(functools.partial(_save, features, targets[split], bundle, split, source, options))
-        for item in features.skipped:
-            print_note(console, f"skipped {item.key}: {item.reason}")
+        print_notes(console, *(f"skipped {item.key}: {item.reason}" for item in features.skipped))
         summary[split] = {"images": len(features), "skipped": len(features.skipped), "width": features.width,
                           "written": str(targets[split])}  # fmt: skip
         if not options.json:
@@ -294,15 +285,13 @@ def _embed(options: Embed, processes: Processes) -> int:
             console.print(text, markup=False)
     if options.json:
         print(json.dumps(summary))
-    return 0
 
 
 def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
     """Return the splits to embed by their names, and notes for the user."""
     opened = open_whole(options.data, unlabelled=True, needs_training=False)
     splits = opened.splits(validation_share=0.0)
-    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    there = {name: source for name, source in named.items() if source is not None and len(source)}
+    there = {name: source for name, source in splits.sources.items() if len(source)}
     if options.split == "all":
         return there, splits.notes
     if options.split not in there:
@@ -317,9 +306,9 @@ def _target(options: Embed, split: str) -> Path:
     if options.format == "parquet":
         target = options.out / f"{split}.parquet"
         check_new_file(target, overwrite=options.overwrite)
-        return target
-    target = options.out / split
-    check_features_folder(target, overwrite=options.overwrite)
+    else:
+        target = options.out / split
+        check_features_folder(target, overwrite=options.overwrite)
     return target
 
 
@@ -333,17 +322,15 @@ def _save(features: FeatureSet, target: Path, bundle: Bundle, split: str, source
 def _extract(
     bundle: Bundle, split: str, source: Source, options: Embed, console: Console, processes: Processes
 ) -> FeatureSet:
-    bar = images_bar(console)
-    with bar:
-        task = bar.add_task(f"embedding {split}", total=len(source))
+    with showing_progress(console, f"embedding {split}", len(source)) as show:
         how = Pass(
             bundle,
             batch_size=options.batch_size,
             precision=options.precision,
             cache=None if options.no_cache else options.cache or default_cache(),
             processes=processes,
-            on_progress=lambda done, total: bar.update(task, completed=done),
-            on_note=lambda note: print_note(console, f"{split}: {EMBED.note(note)}"),
+            on_progress=lambda done, total: show(done),
+            on_note=lambda note: print_notes(console, f"{split}: {EMBED.note(note)}"),
         )
         return extract(how, source)
 

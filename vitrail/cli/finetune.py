@@ -15,7 +15,7 @@ from rich.table import Table
 
 from vitrail.cli.console import ConsoleDisplay
 from vitrail.cli.evaluate import suite_table
-from vitrail.cli.options import Call, Command, Example, Option, flag
+from vitrail.cli.options import Call, Command, Option, flag
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
@@ -23,6 +23,7 @@ from vitrail.cli.run_options import (
     default_texts,
     resume_options,
     run_options,
+    say_chosen,
     task_of,
     task_options,
 )
@@ -113,9 +114,9 @@ COMMAND = Command(
     size and the augmentation are chosen from the data's size and the machine; options that you give replace them.
     Ctrl-C saves the run and stops it; continue with vitrail finetune --resume RUN.""",
     examples=(
-        Example("vitrail finetune small --data photos", "Train a model that needs no download on a folder per class."),
-        Example("vitrail finetune runs/flowers --data photos --lora-rank 8", "Train low-rank updates only."),
-        Example("vitrail finetune google/vit-base-patch16-224 --data labels.csv", "Use a model from the hub."),
+        ("vitrail finetune small --data photos", "Train a model that needs no download on a folder per class."),
+        ("vitrail finetune runs/flowers --data photos --lora-rank 8", "Train low-rank updates only."),
+        ("vitrail finetune google/vit-base-patch16-224 --data labels.csv", "Use a model from the hub."),
     ),
     options=(Finetune,),
     settings=run_options,
@@ -136,7 +137,7 @@ COMMAND = Command(
 )  # fmt: skip
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     console = Console()
     log = Log(ConsoleDisplay(console, COMMAND.note))
     given = call.options
@@ -146,7 +147,8 @@ def main(call: Call) -> int:
         if (folder := given.get("resume")) is not None:
             result = _resumed(folder, given, log, call.started)
         elif "suite" in given:
-            return _suite(given, console, log)
+            _suite(given, console, log)
+            return
         else:
             chosen, data, initial = _plan(given, log)
             result = finetune(
@@ -164,7 +166,6 @@ def main(call: Call) -> int:
         how = f"The run is {part}; {AGAIN}" if part else again
         raise Stopped(f"{stop}\n{how}", stop.run) from None
     _report(console, log, result)
-    return 0
 
 
 def _resumed(folder: Path, given: Mapping[str, Any], log: Log, started: float) -> FinetuneResult:
@@ -195,8 +196,8 @@ def _explicit(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in (*bare_names(Finetune), *others)}
 
 
-def _suite(given: Mapping[str, Any], console: Console, log: Log) -> int:
-    """Fine-tune on every task of a suite, print the results, and return the exit code."""
+def _suite(given: Mapping[str, Any], console: Console, log: Log) -> None:
+    """Fine-tune on every task of a suite, and print the results."""
     model, name, data = given["model"], given["suite"], given["data"]
     if decided := [flag(option) for option in BY_SUITE if option in given]:
         raise ConfigError(
@@ -231,7 +232,6 @@ def _suite(given: Mapping[str, Any], console: Console, log: Log) -> int:
         if row.reason is not None:
             log.note(f"skipped {row.task.name}: {row.reason}")
     log.say(f"The runs and their results (suite.json) are in {place}")
-    return 0
 
 
 def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData, Bundle]:
@@ -251,9 +251,7 @@ def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData,
         log.say("looking at some training images through the model")
     chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
     check_effects(given, chosen.config)
-    log.say("settings chosen for this data and machine:")
-    for reason in chosen.reasons:
-        log.say(f"  {reason}")
+    say_chosen(log, chosen.reasons)
     return chosen, data, initial
 
 
@@ -273,9 +271,8 @@ def _report(console: Console, log: Log, result: FinetuneResult) -> None:
         hint = "" if result.trials else "; use --validation-share 0.1 to hold out a tenth"
         log.say(f"no image with a label is held out, so this model was not measured{hint}")
     else:
-        title = f"{result.split} split, {found.images:,} images"
-        if found.skipped:
-            title += f", {len(found.skipped):,} skipped"
+        skipped = f", {len(found.skipped):,} skipped" if found.skipped else ""
+        title = f"{result.split} split, {found.images:,} images{skipped}"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         for column in ("", "metric", "95 % interval"):
             table.add_column(column, justify="left" if not column else "right")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ from vitrail.analysis.pages.explanation import MAX_BYTES, explain, write_explana
 from vitrail.analysis.pages.overview_page import OVERVIEW_FILES, headline, overview_as_plain, write_overview
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
-from vitrail.cli.console import image_paths, images_bar, message_console, print_note
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption
+from vitrail.cli.console import image_paths, images_bar, message_console, print_messages, print_notes
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, ModelOption
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, UndecodableImage, nearest
@@ -39,11 +38,9 @@ CONTENTS = "explain.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain(DeviceOption):
+class Explain(DeviceOption, ModelOption):
     """Options of `vitrail explain`."""
 
-    model: str = setting(argument="MODEL")
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     images: tuple[Path, ...] = setting(argument="IMAGE...")
     """Image files, folders that are searched for images, or tables of paths. They need no labels."""
     out: Path = Path("explained")
@@ -75,9 +72,9 @@ EXPLAIN = Command(
     summary="""Show which parts of an image a Vision Transformer attends to, and which parts support a class. One
     interactive HTML page and several PNG files are written for each image.""",
     examples=(
-        Example("vitrail explain runs/flowers rose.jpg", "Explain the prediction for one image."),
-        Example("vitrail explain runs/flowers rose.jpg --label tulip", "Show which parts support another class."),
-        Example("vitrail explain runs/cells blood.jpg --box 2", "Show which parts support the second object."),
+        ("vitrail explain runs/flowers rose.jpg", "Explain the prediction for one image."),
+        ("vitrail explain runs/flowers rose.jpg --label tulip", "Show which parts support another class."),
+        ("vitrail explain runs/cells blood.jpg --box 2", "Show which parts support the second object."),
     ),
     options=(Explain,),
     essential={
@@ -95,8 +92,7 @@ def run_explain(call: Call) -> int:
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     transformer_of(bundle.network)
     target = _target(options, bundle)
-    for note in bundle.notes:
-        print(f"vitrail: {EXPLAIN.note(note)}", file=sys.stderr)
+    print_messages(*map(EXPLAIN.note, bundle.notes))
     wanted = Wanted(target, options.box, options.place)
     settings: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "top": options.top}
     broken, names = [], _names(paths)
@@ -113,13 +109,11 @@ def run_explain(call: Call) -> int:
             written, notes = write_explanation(explanation, partial, name, title=path.name, max_bytes=most)
             files += written
             pages.append((path, written[0]))
-            for note in notes:
-                print(f"vitrail: {written[0]}: {note}", file=sys.stderr)
+            print_messages(*(f"{written[0]}: {note}" for note in notes))
         write_json(partial / CONTENTS, {"files": files})
     for path, name in pages:
         print(f"{path}: {options.out / name}")
-    for message in broken:
-        print(f"vitrail: {message}", file=sys.stderr)
+    print_messages(*broken)
     return UndecodableImage.exit_code if broken else 0
 
 
@@ -204,9 +198,8 @@ class SummaryOptions(DeviceOption, JsonOption):
             opened.append(OpenedModel(name, bundle, source, train))
             notes[name] = [command.note(note) for note in (*bundle.notes, *found.notes)]
         if common is not None and common.note:
-            print_note(console, common.note)
-        for note in _named(notes):
-            print_note(console, note)
+            print_notes(console, common.note)
+        print_notes(console, *_named(notes))
         return opened
 
     def outputs(self, opened: OpenedModel, bar: Progress) -> Outputs:
@@ -223,8 +216,7 @@ class SummaryOptions(DeviceOption, JsonOption):
         self, console: Console, sentence: str, page: str, plain: dict[str, Any], skipped: Iterable[Skipped]
     ) -> None:
         """Print the skipped images, and then the numbers as JSON, or a sentence and the path of the page."""
-        for item in skipped:
-            print_note(console, f"skipped {item.key}: {item.reason}")
+        print_notes(console, *(f"skipped {item.key}: {item.reason}" for item in skipped))
         if self.json:
             print(json.dumps(plain))
             return
@@ -261,9 +253,9 @@ COMPARE = Command(
     summary="""Compare two models on the same images: their accuracy with a paired test, the images on which they
     disagree, the similarity of their layers, and their cost. One HTML page and its figures and numbers are written.""",
     examples=(
-        Example("vitrail compare runs/vit runs/bit --data flowers", "Compare two trained models on held-out images."),
-        Example("vitrail compare runs/a runs/b --data flowers --out a-b --examples 20", "Show more images."),
-        Example("vitrail compare vit.npz runs/flowers --data flowers --json", "Print the numbers."),
+        ("vitrail compare runs/vit runs/bit --data flowers", "Compare two trained models on held-out images."),
+        ("vitrail compare runs/a runs/b --data flowers --out a-b --examples 20", "Show more images."),
+        ("vitrail compare vit.npz runs/flowers --data flowers --json", "Print the numbers."),
     ),
     options=(Compare,),
     essential={
@@ -274,7 +266,7 @@ COMPARE = Command(
 )
 
 
-def run_compare(call: Call) -> int:
+def run_compare(call: Call) -> None:
     options = Compare(**call.options)
     if len(options.models) != 2 or options.models[0] == options.models[1]:
         raise ConfigError(f"MODEL: name two different models to compare, not {' '.join(options.models)}")
@@ -296,7 +288,6 @@ def run_compare(call: Call) -> int:
     with replacing_folder("the comparison", options.out, COMPARISON_FILES) as partial:
         write_comparison(found, partial)
     options.show(console, verdict(found), "compare.html", comparison_as_plain(found), found.skipped)
-    return 0
 
 
 def _model_names(models: tuple[str, ...]) -> tuple[str, str]:
@@ -309,11 +300,9 @@ def _model_names(models: tuple[str, ...]) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(SummaryOptions):
+class Report(SummaryOptions, ModelOption):
     """Options of `vitrail report`."""
 
-    model: str = setting(argument="MODEL")
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     out: Path = Path("report")
     """Folder to write to. The default is inside/ in the folder of a run, whose report then links to the page, and
     report/ for any other model."""
@@ -333,9 +322,9 @@ REPORT = Command(
     embeddings, and the most certain errors. A model without a head has no metrics and no errors. One HTML page and its
     figures and numbers are written.""",
     examples=(
-        Example("vitrail report runs/flowers --data flowers", "Report on held-out images, in runs/flowers/inside."),
-        Example("vitrail report runs/flowers --data flowers --examples 50", "Show more errors."),
-        Example("vitrail report vit.npz --data flowers --probe-images 0 --json", "Print the numbers."),
+        ("vitrail report runs/flowers --data flowers", "Report on held-out images, in runs/flowers/inside."),
+        ("vitrail report runs/flowers --data flowers --examples 50", "Show more errors."),
+        ("vitrail report vit.npz --data flowers --probe-images 0 --json", "Print the numbers."),
     ),
     options=(Report,),
     defaults=lambda given: {"out": "RUN/inside or report"},
@@ -347,7 +336,7 @@ REPORT = Command(
 )
 
 
-def run_report(call: Call) -> int:
+def run_report(call: Call) -> None:
     run = run_of(Path(call.options["model"]))
     options = Report(**{**({} if run is None else {"out": run / INSIDE}), **call.options})
     options.check(OVERVIEW_FILES)
@@ -372,7 +361,5 @@ def run_report(call: Call) -> int:
         notes = write_overview(found, partial, "../report.html" if has_report else None)
     if linked is not None:
         link_inside(linked)
-    for note in notes:
-        print_note(console, note)
+    print_notes(console, *notes)
     options.show(console, headline(found), "report.html", overview_as_plain(found), found.skipped)
-    return 0

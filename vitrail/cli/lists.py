@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.bench.growth import layer_times
-from vitrail.cli.console import Column, print_note, terminal_table
-from vitrail.cli.options import Call, Command, Example, JsonOption, flag
+from vitrail.cli.console import Column, print_notes, terminal_table
+from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, listed, nearest, plural
 from vitrail.machine import total_memory
@@ -65,19 +65,20 @@ MODELS = Command(
     Any patch size that divides the image works: ViT-S/8 has patches of 8 x 8 pixels, ViT-S/16x8 has patches of 16
     rows and 8 columns. A hybrid has a ResNet before the transformer: R101x3+ViT-L/32.""",
     examples=(
-        Example("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
-        Example("vitrail models --layers --measure", "Compare attention with recurrence and convolution."),
-        Example("vitrail models runs/flowers", "Describe a model: classes, metrics, the texts of its head."),
+        ("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
+        ("vitrail models --layers --measure", "Compare attention with recurrence and convolution."),
+        ("vitrail models runs/flowers", "Describe a model: classes, metrics, the texts of its head."),
     ),
     options=(Models,),
     essential={"Settings": ("image_size", "num_classes", "batch_size"), "Output": ("layers", "measure", "json")},
 )
 
 
-def run_models(call: Call) -> int:
+def run_models(call: Call) -> None:
     options = Models(**call.options)
     if options.model:
-        return _describe(options, call.options)
+        _describe(options, call.options)
+        return
     if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
         raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
     if options.measure and not options.layers:
@@ -85,12 +86,11 @@ def run_models(call: Call) -> int:
     rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
     if options.json:
         print(json.dumps(rows))
-        return 0
-    Console().print(_layer_table(rows) if options.layers else _models_table(rows, options))
-    return 0
+    else:
+        Console().print(_layer_table(rows) if options.layers else _models_table(rows, options))
 
 
-def _describe(options: Models, given: Mapping[str, Any]) -> int:
+def _describe(options: Models, given: Mapping[str, Any]) -> None:
     """Print what a model reads and predicts, and where it comes from. Raise `ConfigError` for other options."""
     from vitrail.weights.load import load  # few calls need it
 
@@ -102,7 +102,7 @@ def _describe(options: Models, given: Mapping[str, Any]) -> int:
     if options.json:
         texts = None if words is None else words.described({})
         print(json.dumps({**bundle.described(), "words": texts, "notes": list(bundle.notes)}, ensure_ascii=False))
-        return 0
+        return
     rows = {
         "network": f"{network.architecture} {network.summary}, {network.parameters():,} parameters",
         "images": f"{height} x {width} pixels, {plural(network.channels, 'channel')}",
@@ -127,9 +127,7 @@ def _describe(options: Models, given: Mapping[str, Any]) -> int:
         table.add_row(name.replace("_", " "), Text(value))
     console = Console(highlight=False)
     console.print(table)
-    for note in bundle.notes:
-        print_note(console, MODELS.note(note))
-    return 0
+    print_notes(console, *map(MODELS.note, bundle.notes))
 
 
 def _models_table(rows: Sequence[dict[str, Any]], options: Models) -> Table:
@@ -244,24 +242,24 @@ RECIPES_LIST = Command(
     Train with vitrail train NAME. The papers' data sets are large: --data names your copy, and options on the command
     line replace those of the recipe. None of the papers' runs was repeated here.""",
     examples=(
-        Example("vitrail recipes plain-vit-s16-90", "Show the settings of one recipe."),
-        Example("vitrail recipes --transfers", "List the papers' fine-tuning runs with their commands."),
-        Example("vitrail train plain-vit-s16-90 --data imagenet --accumulation 8", "Train one of them."),
+        ("vitrail recipes plain-vit-s16-90", "Show the settings of one recipe."),
+        ("vitrail recipes --transfers", "List the papers' fine-tuning runs with their commands."),
+        ("vitrail train plain-vit-s16-90 --data imagenet --accumulation 8", "Train one of them."),
     ),
     options=(Recipes,),
     essential={"Output": ("transfers", "json")},
 )
 
 
-def run_recipes_list(call: Call) -> int:
+def run_recipes_list(call: Call) -> None:
     options = Recipes(**call.options)
     if options.recipe:
         _show(options)
-        return 0
+        return
     rows = [{**asdict(row), "measured": ""} for row in TRANSFERS] if options.transfers else _recipe_rows()
     if options.json:
         print(json.dumps(rows))
-        return 0
+        return
     console = Console(highlight=False, markup=False)
     for source, group in itertools.groupby(rows, key=lambda row: (row["source"], row["measured"])):
         console.print(", ".join(filter(None, source)), style="bold", soft_wrap=True)
@@ -271,7 +269,6 @@ def run_recipes_list(call: Call) -> int:
                 console.print(f"            {row['command']}", style="dim", soft_wrap=True)
         else:
             console.print(_recipes_table(list(group)))
-    return 0
 
 
 def _show(options: Recipes) -> None:

@@ -23,7 +23,7 @@ from vitrail.cli.console import (
     showing_progress,
     terminal_table,
 )  # fmt: skip
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, Option
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, Option
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.data.sources import absolute_spec
@@ -94,9 +94,9 @@ COMMAND = Command(
 
     All settings of vitrail train are those of the students. If the command is stopped, run it again to continue.""",
     examples=(
-        Example("vitrail noisy-student", "Learn from 500 of the bundled images with labels, and others without."),
-        Example("vitrail noisy-student --data flowers --unlabelled photos", "Train a teacher first, then students."),
-        Example("vitrail noisy-student --data flowers --unlabelled photos --teacher runs/flowers", "Name a teacher."),
+        ("vitrail noisy-student", "Learn from 500 of the bundled images with labels, and others without."),
+        ("vitrail noisy-student --data flowers --unlabelled photos", "Train a teacher first, then students."),
+        ("vitrail noisy-student --data flowers --unlabelled photos --teacher runs/flowers", "Name a teacher."),
     ),
     options=(NoisyStudent, Rounds, Labelling),
     settings=_settings,
@@ -113,7 +113,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     config = _config(call.options)
     folder = _folder(config)
     console = Console()
@@ -146,7 +146,6 @@ def main(call: Call) -> int:
         markup=False,
         soft_wrap=True,
     )
-    return 0
 
 
 def _config(given: Mapping[str, Any]) -> NoisyStudentConfig:
@@ -154,12 +153,12 @@ def _config(given: Mapping[str, Any]) -> NoisyStudentConfig:
     if "overwrite" in given:
         raise ConfigError("--overwrite: finished rounds are never replaced; leave it out, or choose another --run")
     recipe = _recipe(given)
-    parts = {"rounds": bare_names(Rounds), "labelling": bare_names(Labelling)}
-    own = {part: {name: given[name] for name in names if name in given} for part, names in parts.items()}
-    typed = {name for values in own.values() for name in values} | {"recipe"}
-    settings = {name: value for name, value in given.items() if name not in typed}
-    if "data" in given and "unlabelled" not in given:
-        own["rounds"].setdefault("unlabelled", None)  # that of the recipe belongs to the recipe's data
+    rounds, labelling = (
+        {name: given[name] for name in bare_names(cls) if name in given} for cls in (Rounds, Labelling)
+    )
+    settings = {name: value for name, value in given.items() if name not in {*rounds, *labelling, "recipe"}}
+    if "data" in given:
+        rounds.setdefault("unlabelled", None)  # that of the recipe belongs to the recipe's data
     if "epochs" in given:
         settings.setdefault("steps", None)  # a recipe may count steps
     student = recipe.student
@@ -174,8 +173,8 @@ def _config(given: Mapping[str, Any]) -> NoisyStudentConfig:
     check_effects(given, student)
     return NoisyStudentConfig(
         student=student,
-        rounds=replace(recipe.rounds, **own["rounds"]),
-        labelling=replace(recipe.labelling, **own["labelling"]),
+        rounds=replace(recipe.rounds, **rounds),
+        labelling=replace(recipe.labelling, **labelling),
     )
 
 
@@ -217,9 +216,9 @@ LABEL = Command(
 
     The folder refers to the images, which stay where they are. vitrail noisy-student labels and trains in rounds.""",
     examples=(
-        Example("vitrail data label photos --teacher runs/flowers --out labels", "Label a folder of photographs."),
-        Example("vitrail train --data flowers --mix 0.75:labels", "Train on both: three quarters are pseudo labels."),
-        Example("vitrail data check labels", "Show the numbers of images per class."),
+        ("vitrail data label photos --teacher runs/flowers --out labels", "Label a folder of photographs."),
+        ("vitrail train --data flowers --mix 0.75:labels", "Train on both: three quarters are pseudo labels."),
+        ("vitrail data check labels", "Show the numbers of images per class."),
     ),
     options=(Label, Labelling),
     essential={
@@ -230,7 +229,7 @@ LABEL = Command(
 )
 
 
-def run_label(call: Call) -> int:
+def run_label(call: Call) -> None:
     own = {name: value for name, value in call.options.items() if name in Label.__dataclass_fields__}
     options = Label(**own)
     labelling = Labelling(**{name: value for name, value in call.options.items() if name not in own})
@@ -244,7 +243,7 @@ def run_label(call: Call) -> int:
         )  # fmt: skip
     if options.json:
         print(json.dumps(to_plain(info)))
-        return 0
+        return
     console.print(counts_table(info), soft_wrap=False)
     console.print(label_sentence(info), markup=False)
     console.print(
@@ -252,7 +251,6 @@ def run_label(call: Call) -> int:
         f"{shlex.quote(f'0.75:{options.out}')}",
         markup=False,
     )
-    return 0
 
 
 # Tables of pseudo labels and of the rounds of Noisy Student.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from vitrail.cli.console import images_bar, message_console, print_note
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption
+from vitrail.cli.console import message_console, print_notes, showing_progress
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption
 from vitrail.errors import ConfigError, plural
 from vitrail.settings import setting
 
@@ -65,9 +65,9 @@ COMMAND = Command(
     merging and pruning of tokens, and image size are changed step by step. Accuracy is measured on held-out training
     images, and time on this machine.""",
     examples=(
-        Example("vitrail optimize runs/flowers --data flowers", "Show the speed at 99 % of the accuracy."),
-        Example("vitrail optimize runs/flowers --data flowers --keep 0.97 --out fast", "Write the faster model."),
-        Example("vitrail predict fast rose.jpg", "Use the faster model: its settings are in the folder."),
+        ("vitrail optimize runs/flowers --data flowers", "Show the speed at 99 % of the accuracy."),
+        ("vitrail optimize runs/flowers --data flowers --keep 0.97 --out fast", "Write the faster model."),
+        ("vitrail predict fast rose.jpg", "Use the faster model: its settings are in the folder."),
     ),
     options=(Optimize,),
     essential={
@@ -78,7 +78,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = Optimize(**call.options)
     seconds = _check(options)
     from vitrail.experiments.faster import search
@@ -88,26 +88,22 @@ def main(call: Call) -> int:
 
     console = message_console(options.json)
     keep_freed_memory()
-    with interrupted_by_signals(), images_bar(console, transient=True) as bar:
-        task = bar.add_task("reading", total=None)
+    with interrupted_by_signals(), showing_progress(console, "reading", transient=True) as show:
         bundle = load(options.model, device=options.device)
         start, images, notes = _opened(bundle, options)
-        for note in dict.fromkeys((*bundle.notes, *notes)):
-            print_note(console, COMMAND.note(note))
+        print_notes(console, *map(COMMAND.note, dict.fromkeys((*bundle.notes, *notes))))
         found = search(
             start,
             images,
             keep=options.keep,
             seconds=seconds,
             batch_size=options.batch_size,
-            on_progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+            on_progress=lambda name, done, total: show(done, total, name),
         )
-    is_written = options.out is not None and len(found.trials) > 1 and found.best["result"] == "taken"
-    if is_written:
-        assert options.out is not None
-        _recorded(found, bundle, options, len(images.held_out)).save(options.out, overwrite=options.overwrite)
-    _show(found, options, is_written, console)
-    return 0
+    written = options.out if found.best["result"] == "taken" else None
+    if written is not None:
+        _recorded(found, bundle, options, len(images.held_out)).save(written, overwrite=options.overwrite)
+    _show(found, options, written, console)
 
 
 def _check(options: Optimize) -> float:
@@ -174,11 +170,10 @@ def _recorded(found: Search, bundle: Bundle, options: Optimize, images: int) -> 
     )
 
 
-def _show(found: Search, options: Optimize, is_written: bool, console: Console) -> None:
+def _show(found: Search, options: Optimize, written: Path | None, console: Console) -> None:
     """Print the trials and the result."""
     if options.json:
-        written = str(options.out) if is_written else None
-        print(json.dumps({"trials": found.trials, "written": written}))
+        print(json.dumps({"trials": found.trials, "written": None if written is None else str(written)}))
         return
     console.print(_table(found.trials))
     start, best = found.trials[0], found.best
@@ -189,9 +184,9 @@ def _show(found: Search, options: Optimize, is_written: bool, console: Console) 
         markup=False,
     )
     if not found.is_complete:
-        print_note(console, "the time ended before all settings were tried; choose a larger --budget to try more")
-    if is_written:
-        console.print(f"Written: {options.out}", markup=False)
+        print_notes(console, "the time ended before all settings were tried; choose a larger --budget to try more")
+    if written is not None:
+        console.print(f"Written: {written}", markup=False)
     elif best["result"] == "start":
         console.print("No setting is faster and keeps the accuracy, so no model is written.", markup=False)
     else:

@@ -46,14 +46,6 @@ class Call:
     """Start of the process, as a value of `time.perf_counter`."""
 
 
-@dataclass(frozen=True)
-class Example:
-    """An example command for the help, with a sentence about its effect."""
-
-    command: str
-    text: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command with its options and help."""
@@ -62,7 +54,8 @@ class Command:
     """Name without `vitrail`, such as "predict" or "data check"."""
     summary: str
     """One or two paragraphs that describe the command."""
-    examples: tuple[Example, ...]
+    examples: tuple[tuple[str, str], ...]
+    """Example commands for the help, each with a sentence about its effect."""
     options: tuple[type, ...]
     """Dataclasses whose fields are the command's own options."""
     settings: Callable[[], Iterable[Option]] = tuple
@@ -101,10 +94,6 @@ class Command:
         if decodes and "max_pixels" not in found:  # in commands that train, it is a setting of the run
             choices += options_of(ImageChoice, section=found["data"].section if "data" in found else "")
         return found | {option.name: option for option in choices}
-
-    def options_for(self, given: Options) -> dict[str, Option]:
-        """Return every option by field name. Some options depend on the typed options, such as a task's settings."""
-        return {**self.known, **self.depends(given)}
 
     @property
     def positionals(self) -> list[Option]:
@@ -182,13 +171,8 @@ class Command:
 
         return re.sub(rf"\b([a-z]\w*)=({VALUE})", spelled, text)
 
-    @cached_property
-    def _names(self) -> str:
-        """A pattern of the names of all fields."""
-        return "|".join(sorted({*self.known, *self.spelled}, key=len, reverse=True))
-
     def _line(self, line: str, about_settings: bool, given: Options) -> str:
-        names, value = self._names, VALUE
+        names, value = "|".join(sorted({*self.known, *self.spelled}, key=len, reverse=True)), VALUE
 
         def first(found: re.Match[str]) -> str:
             label, typed = self._label(found[1]), _typed(found[2])
@@ -241,8 +225,9 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
 
 def _problems(option: Option, given: Options) -> Iterator[str]:
     """Yield a message if the value of an option is not allowed, or does not go with the other typed options."""
-    yield option.problem(given[option.name])
-    is_on = given[option.name] not in (None, False, "")
+    value = given[option.name]
+    yield problem_of(option.name, value, option.kind, option.facts)
+    is_on = value not in (None, False, "")
     if is_on and given.get(other := option.facts.get("excludes", "")):
         yield f"{option.label} and {flag(other)} exclude each other; give only one of them"
     needed, reason = option.facts.get("needs", ("", ""))
@@ -356,6 +341,23 @@ class JsonOption:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelOption:
+    """The argument of commands that use one model."""
+
+    model: str = setting(argument="MODEL")
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSizeOption:
+    """The option of commands that can change the size of a model's images."""
+
+    image_size: tuple[int, int] | None = None
+    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
+    sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceOption:
     """The option of commands that run a network."""
 
@@ -397,10 +399,6 @@ class Option:
     def is_size(self) -> bool:
         """True for a height and a width. One number is both."""
         return self.kind == tuple[int, int]
-
-    def problem(self, value: Any) -> str:
-        """Return a message if a value is out of the range that the field states, else an empty text."""
-        return problem_of(self.name, value, self.kind, self.facts)
 
     @property
     def is_flag(self) -> bool:
@@ -490,6 +488,14 @@ def check_own_effects(given: Options, settings: Any, *, by_user: bool = False) -
         if name in given and not effect.holds(settings) and (effect.by_user or not by_user):
             only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
             raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
+
+
+def check_different(options: Any, *names: str) -> None:
+    """Raise `ConfigError` if one of these options has a value twice."""
+    for name in names:
+        values = getattr(options, name)
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise ConfigError(f"{name}: {twice[0]} is given twice; give each value once")
 
 
 def convert(option: Option, values: Sequence[str]) -> Any:
@@ -587,8 +593,8 @@ def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, w
     for paragraph in command.summary.split("\n\n"):
         lines += [*_wrapped(paragraph, width), ""]
     lines.append("Examples:")
-    for example in command.examples:
-        lines += [*_wrapped(example.command, width, "      ", "  "), *_wrapped(example.text, width, "      ", "      ")]
+    for words, text in command.examples:
+        lines += [*_wrapped(words, width, "      ", "  "), *_wrapped(text, width, "      ", "      ")]
     for heading, options in _groups(command, given, everything=everything):
         lines += ["", f"{heading}:"]
         for option in options:
@@ -602,7 +608,8 @@ def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> 
     """Yield headings with their options: first the essential options, then all others by section."""
     if command.positionals:
         yield "Arguments", command.positionals
-    known, of_task = command.options_for(given), command.depends(given)
+    of_task = command.depends(given)
+    known = {**command.known, **of_task}
     if of_task and not everything:  # the settings of other tasks have no effect
         known = {
             name: option

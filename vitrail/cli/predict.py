@@ -19,8 +19,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths, print_in_full
-from vitrail.cli.options import Call, Command, Example, flag
+from vitrail.cli.console import image_paths, print_in_full, print_messages
+from vitrail.cli.options import Call, Command, DeviceOption, ImageSizeOption, ModelOption, flag
 from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.data.formats.convert import image_id
 from vitrail.data.pixels.decode import to_pil, without_suffix
@@ -81,11 +81,9 @@ Result = tuple[Picture, AnyPrediction | UndecodableImage]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predict:
+class Predict(DeviceOption, ImageSizeOption, ModelOption):
     """Options of `vitrail predict`."""
 
-    model: str = setting(argument="MODEL")
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     images: tuple[Path, ...] = setting((), argument="IMAGE...")
     """Image files, folders that are searched for images, or tables of paths. They need no labels."""
     data: str = setting("", metavar="SPEC")
@@ -113,11 +111,6 @@ class Predict:
     tiles: bool = False
     """Predict overlapping tiles of the network's input size, and the whole image, and merge the results. This finds
     small objects in large images, and takes as many times longer as there are tiles."""
-    image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
-    sizes."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision | None = None
     """Number format of matrix products. The default is the model's own, usually float32. auto is bf16 if the processor
     has units for it. int8 needs a CPU with VNNI."""
@@ -149,11 +142,9 @@ COMMAND = Command(
     summary="""Predict images with a model. Print the most probable classes of each image, or find objects or masks, and
     draw them or write them in common formats.""",
     examples=(
-        Example("vitrail predict runs/flowers photos/ --top 5", "Show five classes for every image in a folder."),
-        Example("vitrail predict runs/cells photos/ --out drawn/", "Draw the objects or the masks of a folder."),
-        Example(
-            'vitrail predict clip photos/ --classes "a bee" "a wasp"', "Name classes for a model that reads texts."
-        ),
+        ("vitrail predict runs/flowers photos/ --top 5", "Show five classes for every image in a folder."),
+        ("vitrail predict runs/cells photos/ --out drawn/", "Draw the objects or the masks of a folder."),
+        ('vitrail predict clip photos/ --classes "a bee" "a wasp"', "Name classes for a model that reads texts."),
     ),
     options=(Predict,),
     essential={
@@ -192,24 +183,22 @@ def main(call: Call) -> int:
     pictures, notes = _pictures(options, bundle) if options.data else (given, ())
     for option, path, _ in folders:
         _check_names(option, pictures)
-        if any(
-            folder.resolve().is_relative_to(path.resolve()) for folder in {Path(each.path).parent for each in given}
-        ):
+        places = {Path(each.path).parent for each in given}
+        if any(place.resolve().is_relative_to(path.resolve()) for place in places):
             raise DestinationError(f"{path} holds images that are predicted; choose another folder for {flag(option)}")
-    threshold = USUAL_THRESHOLD if bundle.score_threshold is None else bundle.score_threshold
-    if options.threshold is not None:
-        threshold = options.threshold
+    thresholds = (options.threshold, bundle.score_threshold, USUAL_THRESHOLD)
+    threshold = next(one for one in thresholds if one is not None)
     top = _top(options, bundle)
     chosen: list[str] = []
     bundle = with_engine(bundle, options.engine, precision=options.precision, images=len(pictures), note=chosen.append)
     colour = colour_note(_some_images(pictures), bundle.preprocess.channels)
-    for note in (*bundle.notes, *notes, *_notes(options, bundle), *filter(None, [colour]), *chosen):
-        print(f"vitrail: {COMMAND.note(note)}", file=sys.stderr)
+    every = (*bundle.notes, *notes, *_notes(options, bundle), *filter(None, [colour]), *chosen)
+    print_messages(*map(COMMAND.note, every))
     if options.save is not None:
         bundle.save(options.save, overwrite=options.overwrite)
-        print(f"vitrail: the classifier of these names is in {options.save}", file=sys.stderr)
+        print_messages(f"the classifier of these names is in {options.save}")
     show: _Table = (_Json if options.json else _Csv if options.csv else _Table)(bundle, top)
-    show.is_shown = options.json or options.csv or not (folders or options.coco)
+    is_shown = options.json or options.csv or not (folders or options.coco)
     broken: list[UndecodableImage] = []
     objects: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -218,16 +207,16 @@ def main(call: Call) -> int:
             for name, path, earlier in folders
         ]
         for picture, result in _results(options, bundle, pictures, top):
-            if isinstance(result, UndecodableImage):
-                broken.append(result)
-                show.add(picture, result)
-                continue
             if isinstance(result, Detections):
                 if options.coco is not None:
                     named = {"file_name": picture.name, "image_id": picture.number}
                     objects += [named | row for row in result.coco(bundle.class_ids)]
                 result = result.above(threshold)
-            show.add(picture, result)
+            if is_shown:
+                show.add(picture, result)
+            if isinstance(result, UndecodableImage):
+                broken.append(result)
+                continue
             for write, folder in writers:
                 place = folder / without_suffix(picture.name)
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -241,10 +230,9 @@ def main(call: Call) -> int:
         with saving("the objects", options.coco), replacing_file(options.coco) as partial:
             partial.write_text(json.dumps(objects, ensure_ascii=False), encoding="utf-8")
     show.end()
-    if not show.is_shown:
+    if not is_shown:
         _say_written(options, folders, objects, len(pictures) - len(broken))
-    for error in broken:
-        print(f"vitrail: {error}", file=sys.stderr)
+    print_messages(*map(str, broken))
     return UndecodableImage.exit_code if broken else 0
 
 
@@ -310,12 +298,8 @@ def _check_names(option: str, pictures: Sequence[Picture]) -> None:
 
 def _top(options: Predict, bundle: Bundle) -> int | None:
     """Return the number of classes to rank, or None for all classes and for other outputs."""
-    if bundle.output not in CLASSES:
-        return None
-    classes = max(len(bundle.classes), 1)
-    if options.top is None:
-        return None if options.json else min(TOP, classes)
-    return min(options.top, classes)
+    top = options.top or (None if options.json else TOP)
+    return None if top is None or bundle.output not in CLASSES else min(top, max(len(bundle.classes), 1))
 
 
 def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:
@@ -483,7 +467,6 @@ class _Table:
 
     def __init__(self, bundle: Bundle, top: int | None) -> None:
         self.bundle = bundle
-        self.is_shown = True
         self.ranks = range(1, (top or 0) + 1)
         self.begin()
 
@@ -496,22 +479,20 @@ class _Table:
             self.table.add_column(Text(column), no_wrap=True)
 
     def add(self, picture: Picture, result: AnyPrediction | UndecodableImage) -> None:
-        if isinstance(result, Prediction):
-            cells = [f"{label} {probability:.1%}" for label, probability in result.ranking]
-        elif isinstance(result, NumberPrediction):
-            cells = [f"{value:.6g}" for value in result.values]
-        elif isinstance(result, Detections):
-            best: dict[str, float] = {}
-            for one in result:
-                best[one.label] = max(best.get(one.label, 0.0), one.score)
-            ordered = [name for name in result.names if name in best]
-            cells = [result.text, ", ".join(f"{name} {best[name]:.2f}" for name in ordered)]
-        elif isinstance(result, MaskPrediction):
-            cells = [", ".join(f"{name} {share:.1%}" for name, share in result.shares().items())]
-        else:
-            return
-        if self.is_shown:
-            self.table.add_row(Text(picture.path), *map(Text, cells))
+        match result:
+            case Prediction():
+                cells = [f"{label} {probability:.1%}" for label, probability in result.ranking]
+            case NumberPrediction():
+                cells = [f"{value:.6g}" for value in result.values]
+            case Detections():
+                best = {one.label: one.score for one in reversed([*result])}  # the highest scores come first
+                ordered = [name for name in result.names if name in best]
+                cells = [result.text, ", ".join(f"{name} {best[name]:.2f}" for name in ordered)]
+            case MaskPrediction():
+                cells = [", ".join(f"{name} {share:.1%}" for name, share in result.shares().items())]
+            case UndecodableImage():
+                return
+        self.table.add_row(Text(picture.path), *map(Text, cells))
 
     def end(self) -> None:
         print_in_full(self.table)
@@ -534,19 +515,20 @@ class _Csv(_Table):
 
     def add(self, picture: Picture, result: AnyPrediction | UndecodableImage) -> None:
         rows: list[list[Any]] = []
-        if isinstance(result, Prediction):
-            rows = [[value for pair in result.ranking for value in pair]]
-        elif isinstance(result, NumberPrediction):
-            rows = [list(result.values)]
-        elif isinstance(result, Detections):
-            found = [[row["category_name"], row["score"], *row["bbox"]] for row in result.coco()]
-            rows = found or [[""] * len(self.columns)]
-        elif isinstance(result, MaskPrediction):
-            rows = [[*pair] for pair in result.shares().items()]
-        else:
-            rows = [[""] * len(self.columns)]
-        for row in rows:
-            self.writer.writerow([picture.path, *row, str(result) if isinstance(result, UndecodableImage) else ""])
+        error = ""
+        match result:
+            case Prediction():
+                rows = [[value for pair in result.ranking for value in pair]]
+            case NumberPrediction():
+                rows = [list(result.values)]
+            case Detections():
+                rows = [[row["category_name"], row["score"], *row["bbox"]] for row in result.coco()]
+            case MaskPrediction():
+                rows = [[*pair] for pair in result.shares().items()]
+            case UndecodableImage():
+                error = str(result)
+        for row in rows or [[""] * len(self.columns)]:
+            self.writer.writerow([picture.path, *row, error])
 
     def end(self) -> None:
         pass
@@ -559,18 +541,19 @@ class _Json(_Table):
         pass
 
     def add(self, picture: Picture, result: AnyPrediction | UndecodableImage) -> None:
-        row: dict[str, Any] = {"image": picture.path}
-        if isinstance(result, UndecodableImage):
-            row["error"] = str(result)
-        elif isinstance(result, NumberPrediction):
-            row["numbers"] = dict(zip(result.names, result.values, strict=True))
-        elif isinstance(result, Detections):
-            row["objects"] = result.coco(self.bundle.class_ids)
-        elif isinstance(result, MaskPrediction):
-            row["fractions"] = result.shares()
-        else:
-            row |= {"label": result.label, "probability": result.probability, "probabilities": dict(result.ranking)}
-        print(json.dumps(row, ensure_ascii=False))
+        row: dict[str, Any]
+        match result:
+            case Prediction(label, probability, ranking):
+                row = {"label": label, "probability": probability, "probabilities": dict(ranking)}
+            case NumberPrediction(names, values):
+                row = {"numbers": dict(zip(names, values, strict=True))}
+            case Detections():
+                row = {"objects": result.coco(self.bundle.class_ids)}
+            case MaskPrediction():
+                row = {"fractions": result.shares()}
+            case UndecodableImage():
+                row = {"error": str(result)}
+        print(json.dumps({"image": picture.path, **row}, ensure_ascii=False))
 
     def end(self) -> None:
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -17,6 +17,7 @@ from vitrail.settings import setting, without_none
 from vitrail.tasks import TASKS
 from vitrail.tasks.task import Task
 from vitrail.training.config import LENGTHS, ON_RESUME, TrainConfig
+from vitrail.training.log import Log
 
 
 def common_options() -> Iterator[Option]:
@@ -116,6 +117,14 @@ def resume_options(given: Mapping[str, Any], labels: Mapping[str, Option]) -> di
             )
     names = (name.strip().replace("-", "_") for name in given.get("allow", "").split(","))
     return {"changes": changes, "allow": tuple(name for name in names if name)}
+
+
+def say_chosen(log: Log, reasons: Sequence[str]) -> None:
+    """Print the reasons for settings that a rule has chosen."""
+    if reasons:
+        log.say("settings chosen for this data and machine:")
+    for reason in reasons:
+        log.say(f"  {reason}")
 
 
 def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: bool = False) -> None:

@@ -18,7 +18,8 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.analysis.charts import STYLE, series_chart
-from vitrail.cli.options import Call, Command, Example, JsonOption, flag
+from vitrail.cli.console import print_notes
+from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, RunError
 from vitrail.evaluation.metrics.numbers import merit
@@ -67,36 +68,34 @@ COMMAND = Command(
 
     To continue a run that is stopped or interrupted, use vitrail train --resume RUN.""",
     examples=(
-        Example("vitrail runs", "List the runs in the folder runs."),
-        Example("vitrail runs --sort metric", "Show the best run first."),
-        Example("vitrail runs experiments --json", "Print everything as JSON, for other programs."),
+        ("vitrail runs", "List the runs in the folder runs."),
+        ("vitrail runs --sort metric", "Show the best run first."),
+        ("vitrail runs experiments --json", "Print everything as JSON, for other programs."),
     ),
     options=(Runs,),
     essential={"Runs": ("trials", "sort"), "Output": ("json",)},
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = Runs(**call.options)
     found = summaries_in(options.folder, trials=options.trials)
     found.sort(key=_order(options.sort))
     settings = _settings(found)
     if options.json:
         print(json.dumps(rows_of(found, settings)))
-        return 0
+        return
     console = Console(highlight=False)
     console.print(_table(found, options.folder))
     for run, differing in zip(found, settings, strict=True):
         name = _name(run, options.folder)
         if run.problem:
             problem = textwrap.shorten(run.problem, MOST_LETTERS, placeholder=" ...")
-            console.print(f"{name}: {problem}", style="yellow", markup=False, soft_wrap=True)
+            print_notes(console, f"{name}: {problem}")
         if texts := [setting_text(name, value) for name, value in differing.items() if value is not None]:
             rest = f" and {len(texts) - MOST_SETTINGS} more" if len(texts) > MOST_SETTINGS else ""
             console.print(f"{name}: {', '.join(texts[:MOST_SETTINGS])}{rest}", markup=False, soft_wrap=True)
-    for note in notes_on_data(found):
-        console.print(note, style="yellow", markup=False)
-    return 0
+    print_notes(console, *notes_on_data(found))
 
 
 def summaries_in(folder: Path, *, trials: bool) -> list[RunSummary]:
@@ -209,16 +208,16 @@ COMPARE = Command(
     summary="""Compare runs: the settings in which they differ, their lengths and their metrics, with a column for each
     run.""",
     examples=(
-        Example("vitrail runs compare runs/flowers runs/flowers-2", "Compare two runs."),
-        Example("vitrail runs compare runs/* --page curves.html", "Also draw the curves of all runs."),
-        Example("vitrail runs compare runs/* --json", "Print the comparison as JSON."),
+        ("vitrail runs compare runs/flowers runs/flowers-2", "Compare two runs."),
+        ("vitrail runs compare runs/* --page curves.html", "Also draw the curves of all runs."),
+        ("vitrail runs compare runs/* --json", "Print the comparison as JSON."),
     ),
     options=(CompareRuns,),
     essential={"Output": ("page", "json")},
 )
 
 
-def run_compare(call: Call) -> int:
+def run_compare(call: Call) -> None:
     options = CompareRuns(**call.options)
     if len(options.runs) < 2:
         raise ConfigError("RUN: a comparison needs two runs or more; give the folders of both")
@@ -235,12 +234,10 @@ def run_compare(call: Call) -> int:
     settings = [{name: one[name] for name in names} for one in beside]
     if options.json:
         print(json.dumps(rows_of(found, settings)))
-        return 0
-    console = Console(highlight=False)
-    console.print(_comparison_table(found, settings))
-    for note in notes_on_data(found):
-        console.print(note, style="yellow", markup=False)
-    return 0
+    else:
+        console = Console(highlight=False)
+        console.print(_comparison_table(found, settings))
+        print_notes(console, *notes_on_data(found))
 
 
 def _comparison_table(runs: Sequence[RunSummary], settings: Sequence[dict[str, Any]]) -> Table:

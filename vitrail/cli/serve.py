@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from vitrail.analysis.images import Overlays
-from vitrail.cli.options import Call, Command, Example
+from vitrail.cli.console import print_messages
+from vitrail.cli.options import Call, Command, DeviceOption
 from vitrail.machine import Precision
 from vitrail.registry import optional_module
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
@@ -20,14 +21,12 @@ NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(ServeSettings):
+class Serve(DeviceOption, ServeSettings):
     """Options of `vitrail serve`."""
 
     models: tuple[str, ...] = setting(argument="MODEL...")
     """Folders of models or runs, exported files, or names on the Hugging Face hub. NAME=MODEL serves a model under
     another name than the last part of its path. The first model answers requests that name none."""
-    device: str = setting("auto", metavar="DEVICE")
-    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision | None = None
     """Number format of matrix products. The default is each model's own, usually float32. auto is bf16 if the processor
     has units for it. int8 needs a CPU with VNNI."""
@@ -46,11 +45,9 @@ COMMAND = Command(
     page shows predictions for dropped images. All limits are on by default. SIGTERM stops the server after it has
     answered what it received.""",
     examples=(
-        Example(
-            "vitrail serve runs/flowers", "Open the page, or: curl -F file=@rose.jpg http://127.0.0.1:8000/predict"
-        ),
-        Example("vitrail serve clip --index features", "Search the images of a folder by texts and by images."),
-        Example("vitrail serve runs/flowers --host 0.0.0.0 --token SECRET", "Serve other machines with a token."),
+        ("vitrail serve runs/flowers", "Open the page, or: curl -F file=@rose.jpg http://127.0.0.1:8000/predict"),
+        ("vitrail serve clip --index features", "Search the images of a folder by texts and by images."),
+        ("vitrail serve runs/flowers --host 0.0.0.0 --token SECRET", "Serve other machines with a token."),
     ),
     options=(Serve,),
     essential={
@@ -62,15 +59,13 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
-    given = {"token": os.environ.get(TOKEN_VARIABLE) or None, **call.options}
-    options = Serve(**given)
+def main(call: Call) -> None:
+    options = Serve(**{"token": os.environ.get(TOKEN_VARIABLE) or None, **call.options})
     for module in NEEDED:
         optional_module(module, "serve")
-    from vitrail.serving.server import ServeJob, ServeWorker, Supervisor, named_models, open_socket, serve
+    from vitrail.serving.server import ServeJob, Supervisor, named_models, open_socket, serve, serve_as_worker
 
-    values = asdict(options)
-    settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})
+    settings = ServeSettings(**{name: getattr(options, name) for name in ServeSettings.__dataclass_fields__})
     job = ServeJob(
         models=named_models(options.models),
         settings=settings,
@@ -86,20 +81,15 @@ def main(call: Call) -> int:
         what = f"{names} by {settings.workers} processes" if settings.workers > 1 else names
 
         def report() -> None:
-            _say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops)")
+            print_messages(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops)")
 
         if not is_loopback(settings.host) and not settings.token:
-            _say("everyone who reaches this machine can use the server; --token restricts it")
+            print_messages("everyone who reaches this machine can use the server; --token restricts it")
         if settings.workers == 1:
             serve(job, listening, on_start=report, on_note=_note)
         else:
-            Supervisor(settings.workers, ServeWorker(job, _note), listening, report).run()
-    return 0
+            Supervisor(settings.workers, partial(serve_as_worker, job, _note), listening, report).run()
 
 
 def _note(note: str) -> None:
-    _say(COMMAND.note(note))
-
-
-def _say(text: str) -> None:
-    print(f"vitrail: {text}", file=sys.stderr, flush=True)
+    print_messages(COMMAND.note(note))

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import message_console
-from vitrail.cli.options import Call, Command, DeviceOption, Example, JsonOption, names_in
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, check_different, names_in
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
@@ -67,9 +67,9 @@ COMMAND = Command(
     split is measured with each seed at the end. If the command is stopped, the same command continues. docs/studies.md
     has the results.""",
     examples=(
-        Example("vitrail study positions --quick", "Compare position embeddings on the bundled images."),
-        Example("vitrail study head --plan", "Print what a study costs before it starts."),
-        Example("vitrail study head --arms class-token,mean --seeds 0 1 2 3 4", "Compare two arms with five seeds."),
+        ("vitrail study positions --quick", "Compare position embeddings on the bundled images."),
+        ("vitrail study head --plan", "Print what a study costs before it starts."),
+        ("vitrail study head --arms class-token,mean --seeds 0 1 2 3 4", "Compare two arms with five seeds."),
     ),
     options=(StudyOptions,),
     essential={
@@ -80,9 +80,11 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     options = StudyOptions(**call.options)
-    _check(options)
+    if options.name not in STUDIES:
+        raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
+    check_different(options, "seeds")
     study = STUDIES[options.name]
     console = message_console(options.json)
     device = pick_device(options.device)
@@ -99,7 +101,7 @@ def main(call: Call) -> int:
         plan = plain_plan(cost, whole, forecast(cost, jobs=jobs, threads=threads, device=device), jobs)
         for line in [json.dumps(plan)] if options.json else plan_lines(study, plan, len(options.seeds)):
             print(line)
-        return 0
+        return
     check_jobs(jobs, cost, device)
     run = StudyRun(
         study=study, settings=settings, points=tuple(points), seeds=options.seeds, folder=folder,
@@ -120,28 +122,19 @@ def main(call: Call) -> int:
                 result = pool.repeat(options.cell)
                 if options.json:
                     print(json.dumps(to_plain(result)))
-                return 0
+                return
             results = run.measure(pool)
             plain = write_study(folder, run, results)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; the finished cells stay in {folder}") from None
     if options.json:
         print(json.dumps(plain))
-        return 0
+        return
     console.print()
     for part in result_parts(study, results, plain):
         console.print(part, soft_wrap=False)
     files = "study.html, figure.svg, points.csv, cells.csv, trials.csv, results.json"
     console.print(f"\nwritten to {folder}: {files}", markup=False)
-    return 0
-
-
-def _check(options: StudyOptions) -> None:
-    """Raise `ConfigError` for an unknown study, and for a seed that is given twice."""
-    if options.name not in STUDIES:
-        raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
-    if twice := [seed for seed in options.seeds if options.seeds.count(seed) > 1]:
-        raise ConfigError(f"seeds={twice[0]} is given twice; give each value once")
 
 
 def _chosen(points: Sequence[Point], text: str) -> list[Point]:
@@ -157,9 +150,6 @@ def _chosen(points: Sequence[Point], text: str) -> list[Point]:
 # Tables of `vitrail study`: its cost before it starts, and its results.
 
 
-DAY = 86400.0
-
-
 def plain_plan(cost: StudyCost, published: StudyCost, seconds: float, jobs: int) -> dict[str, Any]:
     """Return the cost of a study and of its published size as JSON values."""
     return {
@@ -173,7 +163,7 @@ def plain_plan(cost: StudyCost, published: StudyCost, seconds: float, jobs: int)
             "trials": published.trials,
             "cells": published.cells,
             "flops": published.flops,
-            "tpuv3_core_days": published.flops / TPU_FLOPS / DAY,
+            "tpuv3_core_days": published.flops / TPU_FLOPS / 86400,
         },
     }
 

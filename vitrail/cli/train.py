@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import ConsoleDisplay
-from vitrail.cli.options import Call, Command, Example, Option
+from vitrail.cli.options import Call, Command, Option
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
@@ -23,6 +23,7 @@ from vitrail.cli.run_options import (
     default_texts,
     resume_options,
     run_options,
+    say_chosen,
     setting_text,
     task_of,
     task_options,
@@ -86,9 +87,10 @@ DECISIVE = ("variant", "preset", "optimizer", "steps")
 
 def is_chosen(given: Mapping[str, Any]) -> bool:
     """Return True if the settings are chosen from the data, because the user named data and nothing to start from."""
-    is_plain = "data" in given and not {"recipe", "init", "resume", "like"} & given.keys()
-    is_plain = is_plain and given.get("task") not in (*RECIPES_OF_TASK, *RECIPES_OF_PAIRS, "distillation")
-    return is_plain and ("budget" in given or given["data"] not in RECIPES_OF_DATA)
+    if "data" not in given or {"recipe", "init", "resume", "like"} & given.keys():
+        return False
+    has_recipe = given.get("task") in (*RECIPES_OF_TASK, *RECIPES_OF_PAIRS, "distillation")
+    return not has_recipe and ("budget" in given or given["data"] not in RECIPES_OF_DATA)
 
 
 def is_continued(given: Mapping[str, Any]) -> bool:
@@ -103,14 +105,10 @@ def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
     Raise `ConfigError` if the name is unknown, and the errors of `settings_like`.
     """
     if (run := given.get("like")) is not None:
-        return settings_like(Path(run))
-    data = given.get("data")
-    for_data = "demo" if data is None else RECIPES_OF_DATA.get(data, "folder")
-    if for_data != "folder":
-        for_data = RECIPES_OF_TASK.get(given.get("task", ""), for_data)
-    else:
-        for_data = RECIPES_OF_PAIRS.get(given.get("task", ""), for_data)
-    name = given.get("recipe") or for_data
+        return settings_like(Path(run))  # a text while the options are parsed
+    for_data = RECIPES_OF_DATA.get(given["data"], "folder") if "data" in given else "demo"
+    of_task = RECIPES_OF_PAIRS if for_data == "folder" else RECIPES_OF_TASK
+    name = given.get("recipe") or of_task.get(given.get("task", ""), for_data)
     if name not in RECIPES:
         raise ConfigError(f"recipe {name!r} does not exist; {_instead_of(name, 'data' in given)}")
     if is_continued(given):
@@ -188,9 +186,9 @@ COMMAND = Command(
     With a pre-trained model, vitrail finetune is better. Ctrl-C saves and stops the run; continue with
     --resume RUN.""",
     examples=(
-        Example("vitrail train", "Train the demo on bundled images."),
-        Example("vitrail train --data photos --budget 20m", "Train on a folder with one subfolder per class."),
-        Example("vitrail train --data photos --init vit.npz", "Start from the weights of another model."),
+        ("vitrail train", "Train the demo on bundled images."),
+        ("vitrail train --data photos --budget 20m", "Train on a folder with one subfolder per class."),
+        ("vitrail train --data photos --init vit.npz", "Start from the weights of another model."),
     ),
     options=(Train,),
     settings=run_options,
@@ -220,7 +218,7 @@ def restarted_run(given: Mapping[str, Any], place: Launch) -> Path | None:
     return Path(folder) if (Path(folder) / "run.json").is_file() else None
 
 
-def main(call: Call) -> int:
+def main(call: Call) -> None:
     console = Console(quiet=launch().rank > 0)
     log = Log(ConsoleDisplay(console, COMMAND.note))
     try:
@@ -236,7 +234,7 @@ def main(call: Call) -> int:
                 config, data, initial = _requested(call, log)
             if numbers := call.options.get("plan"):
                 _print_plan(console, config, data, initial, numbers)
-                return 0
+                return
             if isinstance(recipe := RECIPES[call.options.get("recipe", "demo")], PaperRecipe):
                 _say_published(log, recipe, config)
             result = train(config, data=data, initial=initial, log=log, started=call.started)
@@ -245,7 +243,6 @@ def main(call: Call) -> int:
         further.is_reported = stop.is_reported
         raise further from None
     _report(console, log, result)
-    return 0
 
 
 def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
@@ -258,11 +255,10 @@ def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
 
 def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:
     """Return the config of the run, its data if it is open, and the initial model, if there is one."""
-    if not is_chosen(call.options):
-        config, initial = _config(call.options, log, call.started)
-        like = call.options.get("like")
-        return config, None if like is None else _data_like(Path(like), config, log), initial
-    return *_from_data(call.options, log, call.started), None
+    if is_chosen(call.options):
+        return *_from_data(call.options, log, call.started), None
+    config, initial = _config(call.options, log, call.started)
+    return config, _data_like(call.options["like"], config, log) if "like" in call.options else None, initial
 
 
 def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainConfig, OpenedData]:
@@ -283,7 +279,7 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     splits = base.data.cut(data)
     log.say("measuring the speed of this machine")
     plan = plan_for_data(base, splits, explicit, seconds, started=started)
-    _say_chosen(log, plan.reasons)
+    say_chosen(log, plan.reasons)
     return plan.config, data
 
 
@@ -324,16 +320,9 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
         if not {"epochs", "steps"} & given.keys():
             log.say("measuring the speed of this machine")
         plan = plan_continued(config, initial.network.config, settings, seconds, started=started)
-        _say_chosen(log, plan.reasons)
+        say_chosen(log, plan.reasons)
         config = plan.config
     return config, initial
-
-
-def _say_chosen(log: Log, reasons: Sequence[str]) -> None:
-    if reasons:
-        log.say("settings chosen for this data and machine:")
-    for reason in reasons:
-        log.say(f"  {reason}")
 
 
 def _print_plan(

@@ -390,10 +390,9 @@ def _stacked(parts: Sequence[dict[str, Any]], name: str, first: int) -> dict[str
     }
     columns["views"] = np.tile(np.arange(first, first + views), len(parts))
     columns["images"] = np.stack([pixels for part in parts for pixels in part[name]])
-    if "boxes" in parts[0]:
-        for column in ("boxes", "box_labels", "outlines"):
-            if column in parts[0]:
-                columns[column] = _padded([part[column] for part in parts], -1 if column == "box_labels" else 0)
+    for column, fill in (("boxes", 0), ("box_labels", -1), ("outlines", 0)):
+        if column in parts[0]:
+            columns[column] = _padded([part[column] for part in parts], fill)
     if "masks" in parts[0]:
         columns["masks"] = np.stack([part["masks"] for part in parts])
     for column in ("targets", "texts"):

@@ -77,6 +77,15 @@ def is_system_folder(name: str) -> bool:
     return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
 
 
+def first_bytes(path: Path, count: int) -> bytes:
+    """Return the beginning of a file, or nothing if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError:
+        return b""
+
+
 def is_own_output(folder: Path, depth: int = 2) -> bool:
     """Return True for a folder that Vitrail wrote, such as a run or a report, and for a folder that holds only such
     folders. The files in it decide, not its name."""

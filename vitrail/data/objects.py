@@ -71,6 +71,20 @@ Outline = tuple[Polygon, ...] | Runs
 """The outline of an object: polygons, which together cover it, or the pixels themselves."""
 
 
+def box_around(outline: Outline) -> tuple[float, float, float, float]:
+    """Return the smallest box around an outline: left, top, right and bottom as fractions of the image. It is all zeros
+    if the outline has no pixels."""
+    if isinstance(outline, Runs):
+        rows, columns = (np.flatnonzero(outline.mask().any(axis=axis)) for axis in (1, 0))
+        if not len(rows):
+            return 0.0, 0.0, 0.0, 0.0
+        height, width = outline.size
+        return columns[0] / width, rows[0] / height, (columns[-1] + 1) / width, (rows[-1] + 1) / height
+    corners = np.concatenate(outline)
+    (left, top), (right, bottom) = corners.min(axis=0).tolist(), corners.max(axis=0).tolist()
+    return left, top, right, bottom
+
+
 @dataclass(frozen=True, eq=False)
 class Objects:
     """The objects in one image, the target of detection. n can be 0: nothing is in the image."""

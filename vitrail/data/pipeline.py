@@ -177,7 +177,11 @@ class TrainingBatches(Iterator[Batch]):
             (after.first - earlier.first) * earlier.batch_size
             for earlier, after in itertools.pairwise(self._stages[: number + 1])
         )
-        order = self._order(self._loader(stage))[before:]
+        loader = functools.partial(
+            Loader, self._source, stage.preprocess, self._kind, self._rows, stage.local, True,
+            seed=self._seed, kept=self._pixels_of(stage),
+        )  # fmt: skip
+        order = self._order(loader)[before:]
         size, rank = stage.batch_size // world, self._ranks.rank
         # Grain's endless data set has no remainder, but without drop_remainder it would look for one.
         batches = order.batch(size, batch_fn=collate, drop_remainder=True)[rank::world]
@@ -198,13 +202,6 @@ class TrainingBatches(Iterator[Batch]):
             found.append(whole + more)
         return max(found)
 
-    def _loader(self, stage: Stage) -> Callable[[int, int], Loader]:
-        """Return a function that makes the loader of a part of the source, with the settings of a stage."""
-        return functools.partial(
-            Loader, self._source, stage.preprocess, self._kind, self._rows, stage.local, True,
-            seed=self._seed, kept=self._pixels_of(stage),
-        )  # fmt: skip
-
     def _pixels_of(self, stage: Stage) -> KeptPixels | None:
         """Return the memory for the pixels of a stage, or None if they are not kept. The memory of the stage before is
         freed."""
@@ -217,8 +214,7 @@ class TrainingBatches(Iterator[Batch]):
     def _order(self, make: Callable[[int, int], Callable[[int, int], Any]]) -> Any:
         """Return what functions make of all samples in the order of the run. `make` receives the first sample and the
         length of a part of the source, and returns a function of the position and of the index in the part."""
-        source = self._source
-        parts = parts_of(source)
+        parts = parts_of(self._source)
         orders = [
             _grain()
             .MapDataset.range(length)

@@ -20,7 +20,7 @@ from jaxtyping import Int64, Shaped, UInt8
 from vitrail.data.faults import Fault
 from vitrail.data.objects import Objects
 from vitrail.data.pixels.decode import image_size_of
-from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, is_texts, numbered
+from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, is_texts
 from vitrail.errors import DataError, UndecodableImage, plural
 
 
@@ -109,9 +109,7 @@ class Samples:
         return len(self.places)
 
     def __getitem__(self, index: int) -> Sample:
-        part, place = self.place(index)
-        reader = self.readers[part]
-        return Sample(self.prefixes[part] + reader.key(place), reader.image(place), self.targets[index])
+        return Sample(self.key(index), self.image(index), self.targets[index])
 
     def image(self, index: int) -> bytes | UInt8[np.ndarray, "h w c"]:
         part, place = self.place(index)
@@ -294,9 +292,7 @@ def fingerprint(*sources: Source | None) -> str:
     `identity`, because a few numbers determine all samples, the hash of the `identity` is returned.
     """
     digest = hashlib.sha256()
-    for source in sources:
-        if source is None:
-            continue
+    for source in [one for one in sources if one is not None]:
         if (identity := identity_of(source)) is not None:
             digest.update(identity.encode())
             continue
@@ -449,10 +445,8 @@ def shared_images(train: Source, held_out: Source) -> list[int]:
     if any(origin.startswith(f"{kind} ") for origin in origins):
         for index in range(len(train)):
             other = origins.get(own.origin(index) or "")
-            if other is None:
-                continue
             # files on two disks can have the same inode, but hardly the same times as well
-            if kind != "file" or own.stamp(index) == other_samples.stamp(other):
+            if other is not None and (kind != "file" or own.stamp(index) == other_samples.stamp(other)):
                 same.add(other)
     if kind != "fractal":
         same |= {
@@ -500,14 +494,6 @@ def truth_of(source: Source, rows: Iterable[int] | None = None) -> Targets:
     chosen = range(len(source)) if rows is None else rows
     kind, names = target_kind(source), tuple(source.classes)
     return Targets.of(map(source.target, chosen), "class" if kind == "none" else kind, names)
-
-
-def truth_of_targets(targets: Iterable[Target], kind: TargetKind, columns: int) -> Targets:
-    """Return these targets of `columns` classes or numbers, without their names.
-
-    If the kind is "none", every sample gets the label -1.
-    """
-    return Targets.of(targets, "class" if kind == "none" else kind, numbered(columns))
 
 
 def target_from_plain(value: Any, kind: TargetKind, columns: int) -> Target:

@@ -323,20 +323,13 @@ def _open_table_file(request: Request) -> Splits:
             f"{request.title} holds predictions of a model, which are not labels; name the images themselves, or let "
             "vitrail data label write the labels that a model gives them"
         )
-    return _open_tables(request, [request.path], is_folder=False)
+    return formats.table.open_table(request, [request.path])
 
 
 def _open_table_folder(request: Request) -> Splits:
     tables = _tables_in(request)
-    splits = _open_tables(request, tables, is_folder=True)
+    splits = formats.table.open_table(request, tables)
     return replace(splits, notes=(*splits.notes, *_beside(request.path, tables)))
-
-
-def _open_tables(request: Request, tables: list[Path], *, is_folder: bool) -> Splits:
-    return formats.table.open_table(
-        tables, request.classes, numbers=request.numbers, unlabelled=request.unlabelled, choice=request.choice,
-        is_folder=is_folder,
-    )  # fmt: skip
 
 
 def _tables_in(request: Request) -> list[Path]:

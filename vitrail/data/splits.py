@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import quote, unquote
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int64, Shaped
 
 from vitrail.data.faults import Fault
 from vitrail.data.source import Samples, Source, samples_of, subset, target_kind, truth_of
@@ -381,7 +381,7 @@ def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMet
     places = _places(source, _salt(seed))
     if method == "stratified" and target_kind(source) == "classes":
         return sorted(_by_rounds(_labels(source), places, count))
-    return np.flatnonzero(_ranks(places, _groups(source)) < count).tolist()
+    return np.flatnonzero(ranks_in_groups(places, _groups(source)) < count).tolist()
 
 
 def _below(source: Source, share: float) -> list[int]:
@@ -390,7 +390,7 @@ def _below(source: Source, share: float) -> list[int]:
     places, groups = _places(source, b""), _groups(source)
     wanted = np.bincount(groups, places < share)
     most = np.bincount(groups) - 1  # the only image of a class is needed for training
-    return np.flatnonzero(_ranks(places, groups) < np.minimum(np.maximum(wanted, 1), most)[groups]).tolist()
+    return np.flatnonzero(ranks_in_groups(places, groups) < np.minimum(np.maximum(wanted, 1), most)[groups]).tolist()
 
 
 def _first(source: Source, count: int) -> list[int]:
@@ -441,11 +441,12 @@ def _ordered_by_labels(labels: list[tuple[int, ...]], places: Float64[np.ndarray
 def _evenly_spaced(positions: Float64[np.ndarray, " n"], groups: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
     """Return evenly spaced positions in (0, 1) for the samples of each group. The order of the samples in each group
     does not change."""
-    return (_ranks(positions, groups) + 0.5) / np.bincount(groups)[groups]
+    return (ranks_in_groups(positions, groups) + 0.5) / np.bincount(groups)[groups]
 
 
-def _ranks(positions: Float64[np.ndarray, " n"], groups: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    """Return the rank of each sample among those of its group, from 0."""
+def ranks_in_groups(positions: Shaped[np.ndarray, " n"], groups: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    """Return the rank of each sample among those of its group, from 0. Samples with equal positions keep their
+    order."""
     order = np.lexsort((positions, groups))
     sizes = np.bincount(groups)
     ranks = np.empty(len(order), np.int64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, cast
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int64, Shaped
+from jaxtyping import Bool, Float32, Int64, Shaped
 
 from vitrail.data.faults import Fault, unknown_class
 from vitrail.data.objects import Mask, ObjectRows, Objects
@@ -273,17 +273,6 @@ class Targets:
             return self.values == likeliest
         return self.dense[np.arange(len(self)), likeliest] > 0
 
-    def add_to(
-        self, sums: Float64[np.ndarray, "b columns"], rows: Int64[np.ndarray, " b"], weights: Float64[np.ndarray, " b"]
-    ) -> None:
-        """Add weight times target to each row of `sums`, for the samples `rows`. Unknown targets add nothing."""
-        found = self.rows(rows)
-        if self.kind == "class":
-            known = np.flatnonzero(found.known)
-            sums[known, found.values[known]] += weights[known]
-        else:
-            sums += weights[:, None] * np.nan_to_num(found.dense)
-
     def groups(self) -> Int64[np.ndarray, " n"]:
         """Return the stratum of each sample for stratified draws. Samples with several labels or numbers form one
         stratum."""
@@ -428,12 +417,10 @@ class LabelReader:
 def whole_numbers(names: Iterable[str]) -> dict[str, str]:
     """Return the whole number of each name such as "1.0", which is how pandas writes class numbers in a column with a
     missing value. Return nothing unless all names are whole numbers and some have a decimal point."""
-    found: dict[str, str] = {}
-    for name in names:
-        if (match := WHOLE.fullmatch(name)) is None:
-            return {}
-        found[name] = match[1]
-    return found if any("." in name for name in found) else {}
+    matches = {name: WHOLE.fullmatch(name) for name in names}
+    if not all(matches.values()) or not any("." in name for name in matches):
+        return {}
+    return {name: match[1] for name, match in matches.items() if match is not None}
 
 
 def refuse_joined(title: str, counts: Mapping[str, int], chosen: str | None = None) -> None:
@@ -578,8 +565,8 @@ def join(files: Sequence[str], parts: Sequence[LabelColumn]) -> LabelColumn:
 
 def number(
     title: str, labels: Mapping[K, LabelColumn], known: tuple[str, ...] | None
-) -> tuple[tuple[str, ...], dict[K, Targets], tuple[Fault, ...]]:
-    """Return the classes, the labels of every split as class indices, and the faults.
+) -> tuple[dict[K, Targets], tuple[Fault, ...]]:
+    """Return the labels of every split as class indices, and the faults.
 
     If `known` is None, the training split determines the classes. A label that only held-out splits have is then a
     fault, and its rows become unlabelled. Otherwise a label that is a number without a name is the class that is called
@@ -614,7 +601,7 @@ def number(
                 raise DataError(message)
             faults.append(unknown_class(split, _rows_with(targets, unknown), message))
         found[split] = targets.renumbered([places.get(name, -1) for name in targets.names], classes)
-    return classes, found, tuple(faults)
+    return found, tuple(faults)
 
 
 def _numbered_classes(title: str, numbers: Sequence[str]) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class ByDetection:
         large objects as `average_precision_small` and so on; and the `score_threshold` with the best F1 at an overlap
         of boxes of 0.5. A model of masks also has the `box_average_precision` of the boxes around them."""
         self.check(outputs, train, held_out)
-        seen = objects_in(outputs, held_out)
+        seen = outputs.once(held_out, objects_in)
         counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
         if not seen.is_finite:
             return {"average_precision": float("nan"), **counts}
@@ -83,24 +83,15 @@ class ByDetection:
 
 def objects_in(outputs: Outputs, source: Source) -> FoundInSource:
     """Return the true objects of the images of a source, and those that the model finds. Images that cannot be decoded
-    or whose annotation has another size are skipped."""
-    return outputs.once(source, _objects_in)
-
-
-def _objects_in(outputs: Outputs, source: Source) -> FoundInSource:
+    or whose annotation has another size are skipped. An image without a target has no objects."""
     seen = FoundInSource([], [], [], is_finite=True)
 
     def take(place: int, found: AnyPrediction) -> None:
         assert isinstance(found, Detections)
         seen.indices.append(place)
         seen.found.append(found)
-        seen.truths.append(truth_at(source, place))
+        target = source.target(place)
+        seen.truths.append(target if isinstance(target, Objects) else Objects.of([], []))
 
     is_finite = outputs.each_answer(source, take)
     return seen if is_finite else FoundInSource([], [], [], is_finite=False)
-
-
-def truth_at(source: Source, place: int) -> Objects:
-    """Return the objects of an image. An image without a target has none."""
-    target = source.target(place)
-    return target if isinstance(target, Objects) else Objects.of([], [])

@@ -29,13 +29,6 @@ class Evaluator(Protocol):
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]: ...
 
 
-@runtime_checkable
-class Checking(Protocol):
-    """An evaluator that can refuse a model or data before anything is computed. It reads no image."""
-
-    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None: ...
-
-
 EVALUATORS = Registry[Any](
     {
         "accuracy": "vitrail.evaluation.head:ByAccuracy",
@@ -87,9 +80,9 @@ def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None =
 
 def check_evaluators(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source, held_out: Source) -> None:
     """Raise the errors that evaluators find before anything is computed. An evaluator finds errors early if it has a
-    method `check` with the parameters of its call."""
+    method `check` with the parameters of its call. The method reads no image."""
     for evaluator in evaluators.values():
-        if isinstance(evaluator, Checking):
+        if hasattr(evaluator, "check"):
             evaluator.check(outputs, train, held_out)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from vitrail.data.source import Source, check_known, subset, truth_of
+from vitrail.data.source import Source, check_known, subset
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
@@ -113,15 +113,13 @@ class ByFewShot:
         shots = self._shots(truth, train.classes)
         features, labelled, rows = self._drawn(outputs, train, truth, max(shots))
         asked = labelled_features(outputs, held_out, self.features)
-        answers = asked.truth
-        assert answers.kind == "class"
 
         def measure() -> dict[str, float]:
             found = few_shot(
                 features,
                 labelled,
                 asked.features,
-                answers,
+                asked.truth,
                 shots=shots,
                 seeds=self.seeds,
                 l2=self.l2,
@@ -265,12 +263,10 @@ def labelled_features(outputs: Outputs, source: Source, layer: Layer) -> Labelle
 def _single_labels(source: Source) -> Targets:
     """Return the labels of a source. Raise `DataError` if images have several labels or numbers, or if no image is
     labelled."""
-    truth = truth_of(source)
+    truth = check_known(source, "fewshot")
     if truth.kind != "class":
-        check_known(source, "fewshot")
         theirs = "can have several" if truth.kind == "classes" else "have numbers and no classes"
         raise DataError(f"fewshot needs images with one label each, but these {theirs}; use linear or knn")
-    check_known(source, "fewshot")
     return truth
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Int64
 
 from vitrail.data import remote
-from vitrail.errors import DataError
+from vitrail.errors import DataError, listed
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.evaluation.predictions import Predictions
-from vitrail.files import cache_folder, partial_path, saving
+from vitrail.files import cache_folder, replacing_file, saving
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ def imagenet_columns(head_classes: Sequence[str]) -> Int64[np.ndarray, " 1000"]:
     if not all(ids):
         return np.arange(CLASSES)
     if not _are_imagenet(ids):
-        raise DataError(f"the model's 1,000 classes, {_few(head_classes)}, are not ImageNet's")
+        raise DataError(f"the model's 1,000 classes, {listed(list(map(repr, head_classes)))}, are not ImageNet's")
     return np.argsort(ids)
 
 
@@ -265,14 +265,10 @@ def _distinct(data: Sequence[str], columns: Sequence[int], note: str) -> ClassMa
 
 def _unmatched(missing: Sequence[str], whose: str, known: Sequence[str]) -> DataError:
     return DataError(
-        f"classes of the data, {_few(missing)}, do not match exactly one of {whose}: {_few(known)}; rename them, name "
-        "a file of WordNet ids and names in the order of the model's outputs, or fine-tune the model on the data"
+        f"classes of the data, {listed(list(map(repr, missing)))}, do not match exactly one of {whose}: "
+        f"{listed(list(map(repr, known)))}; rename them, name a file of WordNet ids and names in the order of the "
+        "model's outputs, or fine-tune the model on the data"
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + rest
 
 
 def _read(what: str, named: str | Path | None, url: str, parse: Callable[[str, bytes], T]) -> T:
@@ -290,11 +286,8 @@ def _read(what: str, named: str | Path | None, url: str, parse: Callable[[str, b
             f"{what} cannot be downloaded ({error}); download {url} elsewhere, and name the file or copy it to {path}"
         ) from error
     value = parse(url, data)
-    with saving(what, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = partial_path(path)
+    with saving(what, path), replacing_file(path) as partial:
         partial.write_bytes(data)
-        partial.replace(path)
     return value
 
 

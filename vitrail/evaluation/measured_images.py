@@ -231,21 +231,21 @@ def open_images(
     of each model output, or "". `own` is the data with its own classes, if it is already open. Raise `DataError` if
     data and model do not match.
     """
-    if by_features or (by_features is None and not bundle.classes):
+    if by_features is None:
+        by_features = not bundle.classes
+    class_map = None
+    if by_features:
         opened = open_whole(spec, numbers=numbers or _numbers_of(bundle), needs_training=needs_training)
-        if common is not None:
-            splits = _common(common, opened, split)
-        else:
-            splits = _splits_of(bundle, opened, share=0.0)
-            if split == "validation" or (split != "all" and splits.held_out is None):
-                splits = _splits_of(bundle, opened)
-        return _measured(bundle, opened, splits, split, is_common=common is not None)
-    opened, class_map = _opened_for_head(bundle, spec, class_names, own)
-    if common is not None:
-        splits = _common(common, opened, split)
     else:
-        splits = opened.splits(validation_share=0.0) if split == "all" else _splits_of(bundle, opened, share=0.0)
-        if split in ("train", "validation") or (split != "all" and splits.held_out is None):
+        opened, class_map = _opened_for_head(bundle, spec, class_names, own)
+    if common is not None and split not in ("train", "all"):
+        splits = common.split(opened)
+    elif common is not None or (split == "all" and not by_features):
+        splits = opened.splits(validation_share=0.0)
+    else:
+        splits = _splits_of(bundle, opened, share=0.0)
+        needs_cut = split == "validation" or (split == "train" and not by_features)
+        if needs_cut or (split != "all" and splits.held_out is None):
             splits = _splits_of(bundle, opened)
     found = _measured(bundle, opened, splits, split, is_common=common is not None)
     return found if class_map is None else _mapped(found, class_map, bundle.classes)
@@ -286,8 +286,7 @@ def _measured(
     bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *, is_common: bool = False
 ) -> EvaluatedData:
     """Return the splits to measure, with notes for the user. Raise `DataError` if the data lacks the split."""
-    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    existing = {name: source for name, source in named.items() if source is not None and len(source)}
+    existing = {name: source for name, source in splits.sources.items() if len(source)}
     notes = list(splits.notes)
     if split == "held-out":
         assert splits.held_out is not None, "a validation split was cut if there was none"
@@ -340,11 +339,6 @@ def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -
     if share is None:
         share = float(known.get("validation_share") or USUAL_SHARE)
     return cut_of(known, opened, share=share, own=is_data_of(known, opened))
-
-
-def _common(common: CommonImages, opened: OpenedData, split: str) -> Splits:
-    """Return the splits for several models. Without a held-out split, all training images are in the training split."""
-    return opened.splits(validation_share=0.0) if split in ("train", "all") else common.split(opened)
 
 
 def _numbers_of(bundle: Bundle) -> tuple[str, ...]:

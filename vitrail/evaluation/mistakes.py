@@ -17,9 +17,8 @@ from vitrail.errors import DataError
 from vitrail.evaluation.detection import objects_in
 from vitrail.evaluation.metrics.average_precision import average_precision
 from vitrail.evaluation.metrics.intervals import Metric
-from vitrail.evaluation.metrics.mask_metrics import intersection_over_union, mask_metrics, pixel_confusion
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.segmentation import confused_pixels
+from vitrail.evaluation.segmentation import confused_pixels, intersection_over_union, mask_metrics, pixel_confusion
 from vitrail.weights.answers import Detections, MaskPrediction
 
 NOTHING = -1
@@ -62,7 +61,7 @@ class PlacedReport:
 def box_report(outputs: Outputs, source: Source) -> PlacedReport:
     """Return the report of a model of boxes. Mistakes are counted from its score threshold on. Raise `DataError` if no
     image can be used."""
-    seen = objects_in(outputs, source)
+    seen = outputs.once(source, objects_in)
     if not seen.found:
         raise DataError(f"none of {len(source):,} images can be used with its boxes")
     names = tuple(source.classes)
@@ -97,7 +96,7 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
 
 def mask_report(outputs: Outputs, source: Source) -> PlacedReport:
     """Return the report of a model of masks. Raise `DataError` if no image can be used."""
-    seen = confused_pixels(outputs, source)
+    seen = outputs.once(source, confused_pixels)
     if not seen.confusions:
         raise DataError(f"none of {len(source):,} images can be used with its mask")
     names, each = tuple(source.classes), np.stack(seen.confusions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,22 +115,6 @@ class Predictions:
         """Return the predictions of the samples whose target is known."""
         known = self.truth.known
         return self if known.all() else self.rows(known)
-
-    def restricted(self, columns: Sequence[int]) -> Predictions:
-        """Return the predictions of a network that has only the outputs `columns`, in this order.
-
-        A sample whose label is not among these outputs becomes unlabelled. Raise `ConfigError` for a column that does
-        not exist or is repeated.
-        """
-        count = len(self.classes)
-        if len(set(columns)) < len(columns) or not all(0 <= column < count for column in columns):
-            raise ConfigError(f"columns {list(columns)[:10]} must be distinct numbers from 0 to {count - 1}")
-        return replace(
-            self,
-            logits=self.logits[:, list(columns)],
-            truth=self.truth.restricted(columns),
-            classes=tuple(self.classes[column] for column in columns),
-        )
 
 
 class Rows:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail.data.source import Source, target_kind
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, wilson_interval, with_intervals
+from vitrail.evaluation.metrics.intervals import interval_or_wilson, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 
 KS = (1, 5, 10)
@@ -73,9 +73,8 @@ class ByRetrieval:
         columns = [of_images < k for k in KS] + [per_image(of_texts < k) for k in KS] + [per_image(of_texts >= 0)]
         values = np.stack(columns, axis=1).astype(np.float64)
         means = resampled_means(values, resamples=self.bootstrap, seed=0).reshape(-1, len(columns))
-        value = _recalls(values.mean(axis=0)[None])[0]
-        resampled = _recalls(means)
-        found = dict(zip(METRICS, map(_metric, value, resampled.T, [len(images)] * len(value)), strict=True))
+        recalls = zip(METRICS, _recalls(values.mean(axis=0)[None])[0].tolist(), _recalls(means).T, strict=True)
+        found = {name: interval_or_wilson(value, resampled, float(len(images))) for name, value, resampled in recalls}
         return {**with_intervals(found), **counts}
 
 
@@ -84,12 +83,6 @@ def _recalls(means: Float64[np.ndarray, "n 7"]) -> Float64[np.ndarray, "n 7"]:
     of texts."""
     each = np.concatenate([means[:, :3], means[:, 3:6] / means[:, 6:].clip(min=1e-12)], axis=1)
     return np.concatenate([each.mean(axis=1, keepdims=True), each], axis=1)
-
-
-def _metric(value: float, resampled: Float64[np.ndarray, " resamples"], images: int) -> Metric:
-    """Return a metric with its interval, which is Wilson's if all resamples are equal."""
-    found = interval(float(value), resampled)
-    return wilson_interval(float(value), float(images)) if found.low is not None and found.low == found.high else found
 
 
 @dataclass(frozen=True)

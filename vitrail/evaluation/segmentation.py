@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Float16, Int64, UInt8
+from jaxtyping import Float, Float16, Float64, Int64, UInt8
 from torch import Tensor, nn
 
 from vitrail.data.batch import Skipped
@@ -27,8 +27,7 @@ from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset, target_kind, typical_size
 from vitrail.errors import ConfigError, DataError, UndecodableImage
-from vitrail.evaluation.metrics.intervals import with_intervals
-from vitrail.evaluation.metrics.mask_metrics import intersection_over_union, mask_metrics, pixel_confusion
+from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
 from vitrail.models.vit_config import ViTConfig
@@ -95,7 +94,7 @@ class ByMasks:
         """Return the `mean_iou` and the `pixel_accuracy` with their intervals, and the intersection over union of each
         class as `NAME:iou`. All pixels are counted at the size of their images."""
         self.check(outputs, train, held_out)
-        seen = confused_pixels(outputs, held_out)
+        seen = outputs.once(held_out, confused_pixels)
         counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
         if not seen.is_finite:
             return {"mean_iou": math.nan, **counts}
@@ -107,10 +106,6 @@ class ByMasks:
 def confused_pixels(outputs: Outputs, source: Source) -> ConfusedPixels:
     """Return the pixels of the images of a source by true and predicted class. Images that cannot be decoded or whose
     masks cannot be used are skipped."""
-    return outputs.once(source, _confused_pixels)
-
-
-def _confused_pixels(outputs: Outputs, source: Source) -> ConfusedPixels:
     seen = ConfusedPixels([], [], is_finite=True)
 
     def take(place: int, found: AnyPrediction) -> None:
@@ -301,3 +296,55 @@ def _coarse(mask: UInt8[np.ndarray, "h w"], size: tuple[int, int]) -> UInt8[Tens
         ((np.arange(new) + 0.5) * old / new).astype(np.int64) for old, new in zip(mask.shape, size, strict=True)
     )
     return torch.from_numpy(mask[rows[:, None], columns])
+
+
+# Metrics: intersection over union and pixel accuracy, from a confusion matrix for each image.
+
+
+def pixel_confusion(
+    truth: UInt8[np.ndarray, "h w"], predicted: Int64[np.ndarray, "h w"], classes: int
+) -> Int64[np.ndarray, "classes classes"]:
+    """Return the number of pixels of each true class (rows) and predicted class (columns). Pixels
+    without a true class are not counted."""
+    known = truth != IGNORED
+    pairs = truth[known].astype(np.int64) * classes + predicted[known]
+    return np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+
+
+def intersection_over_union(
+    confusion: Int64[np.ndarray, "*n k k"] | Float64[np.ndarray, "*n k k"],
+) -> Float64[np.ndarray, "*n k"]:
+    """Return the intersection over union of each class. It is NaN for a class that is neither true nor predicted in any
+    pixel."""
+    right = np.diagonal(confusion, axis1=-2, axis2=-1).astype(np.float64)
+    union = confusion.sum(axis=-1) + confusion.sum(axis=-2) - right
+    return np.divide(right, union, out=np.full(right.shape, np.nan), where=union > 0)
+
+
+def mask_metrics(confusions: Int64[np.ndarray, "n k k"], *, resamples: int = 1000, seed: int = 0) -> dict[str, Metric]:
+    """Return the mean intersection over union (`mean_iou`) and the pixel accuracy of n images, with bootstrap
+    intervals over the images.
+
+    All pixels of all images are counted together, as usual. Classes that are neither true nor predicted in a resample
+    are skipped in that resample.
+    """
+    count, classes, _ = confusions.shape
+    total = confusions.sum(axis=0)
+    means = resampled_means(confusions.reshape(count, -1).astype(np.float64), resamples=resamples, seed=seed).reshape(
+        -1, classes, classes
+    )
+    right, all_pixels = np.trace(total), max(1, total.sum())
+    pixels = means.sum(axis=(1, 2))
+    accuracies = np.divide(np.trace(means, axis1=1, axis2=2), pixels, out=np.zeros(len(means)), where=pixels > 0)
+    return {
+        "mean_iou": interval(_mean_iou(total[None]).item(), _mean_iou(means)),
+        "pixel_accuracy": interval(float(right / all_pixels), accuracies),
+    }
+
+
+def _mean_iou(
+    confusions: Int64[np.ndarray, "n k k"] | Float64[np.ndarray, "n k k"],
+) -> Float64[np.ndarray, " n"]:
+    found = intersection_over_union(confusions)
+    known = ~np.isnan(found)
+    return np.where(known, found, 0).sum(axis=1) / np.maximum(1, known.sum(axis=1))

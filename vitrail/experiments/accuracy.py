@@ -10,11 +10,10 @@ import io
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitrail.bench.peers import benchmark_script
+from vitrail.bench.peers import benchmark_script, run_python
 from vitrail.bench.workload import Spread
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.splits import Splits
@@ -108,14 +107,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library whose training loop can be measured."""
+    """An entry of a library whose training loop can be measured."""
 
-    python: str
-    """Path of a Python that can import it."""
-    script: Path
-    """Script that runs a cell."""
-    settings: Mapping[str, dict[str, Any]]
-    """Settings of each entry, as JSON values."""
+    command: tuple[str, str]
+    """A Python that can import the library, and the script that runs a cell."""
+    settings: dict[str, Any]
+    """Settings as JSON values."""
 
 
 def peer_entries(names: Sequence[str]) -> tuple[str, ...]:
@@ -130,32 +127,21 @@ def peer_entries(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_environments(entries: Sequence[str], environments: Mapping[str, str]) -> dict[str, Peer]:
-    """Return each library that the entries need. Raises `ConfigError` if the library does not work there.
+    """Return what the entries run. Raises `ConfigError` if a library does not work there.
 
     `environments` has the path of a Python by the library's name. By default it is the Python that runs Vitrail.
     """
     for library in environments:
         if library not in PEERS:
             raise ConfigError(f"environment: unknown library {library!r}; {nearest(library, PEERS)}")
-    found = {}
+    found: dict[str, Peer] = {}
     for library, own in PEERS.items():
         if not set(own) & set(entries):
             continue
         python, script = environments.get(library, sys.executable), benchmark_script(SCRIPTS[library])
-        try:
-            check = subprocess.run([python, str(script), "--check"], capture_output=True, text=True)
-        except OSError as error:
-            raise ConfigError(
-                f"environment: {python} cannot be run as the Python of {library}: {error.strerror}; give the path of a "
-                "Python"
-            ) from None
-        if check.returncode:
-            lines = (check.stdout or check.stderr).strip().splitlines() or ["it printed nothing"]
-            raise ConfigError(
-                f"--against {library}: {lines[-1]}. Then name that Python with --environment {library}=PATH/bin/python"
-            )
-        found[library] = Peer(python, script, json.loads(check.stdout)["settings"])
-    return found
+        printed = run_python(python, library, [str(script), "--check"], "Then name that Python")
+        found |= {entry: Peer((python, str(script)), json.loads(printed)["settings"][entry]) for entry in own}
+    return {entry: found[entry] for entry in entries}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +150,8 @@ class AccuracyComparison:
 
     recipes: Mapping[str, TrainConfig]
     """Configs by name. The data, image size and statistics of the first one hold for other libraries too."""
-    peers: tuple[str, ...] = ()
-    """Entries of other libraries."""
-    libraries: Mapping[str, Peer]
-    """Each library that the entries need."""
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    """Entries of other libraries, by name."""
     seeds: tuple[int, ...]
     budget: float | None
     """Seconds of training of each run, or None for the length that its settings state."""
@@ -219,7 +203,7 @@ class AccuracyComparison:
         else:
             images = first.images
             settings = dict(
-                self._library(entry).settings[entry],
+                self.peers[entry].settings,
                 images=f"../../{IMAGES}",  # from the folder of the cell, so that the whole folder can be moved
                 num_classes=len(splits.classes),
                 train_images=len(splits.train),
@@ -237,11 +221,7 @@ class AccuracyComparison:
         """Return the command that trains a cell."""
         if cell.entry in self.recipes:
             return sys.executable, "-m", "vitrail.experiments.accuracy"
-        library = self._library(cell.entry)
-        return library.python, str(library.script)
-
-    def _library(self, entry: str) -> Peer:
-        return self.libraries[next(name for name, entries in PEERS.items() if entry in entries)]
+        return self.peers[cell.entry].command
 
 
 def _check(splits: Splits, config: TrainConfig) -> None:
@@ -325,12 +305,11 @@ class _Recorder:
     def __init__(self) -> None:
         self.points: list[tuple[int, float, float, float]] = []
         """Step, seconds, processor seconds and accuracy of each evaluation."""
-        self._clocks: tuple[Callable[[], float], ...] = (time.perf_counter, time.process_time)
         self._spent = [0.0, 0.0]
         self._since = [0.0, 0.0]
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        kind, now = event["event"], [clock() for clock in self._clocks]
+        kind, now = event["event"], [time.perf_counter(), time.process_time()]
         if kind == "step":  # an evaluation follows directly after this event, so its time does not count
             self._spent = [spent + end - start for spent, start, end in zip(self._spent, self._since, now, strict=True)]
         elif kind == "evaluation" and "best" in event:
@@ -433,11 +412,9 @@ def write_images(splits: Splits, folder: Path) -> None:
     name = fingerprint(splits.train, splits.validation, splits.test)
     if (folder / DONE).exists() and json.loads((folder / DONE).read_text(encoding="utf-8"))["fingerprint"] == name:
         return
-    sources = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    with replacing_folder("the images", folder, [*sources, DONE]) as partial:
-        for split, source in sources.items():
-            if source is not None:
-                _write(source, partial / split, len(splits.classes))
+    with replacing_folder("the images", folder, ["train", "validation", "test", DONE]) as partial:
+        for split, source in splits.sources.items():
+            _write(source, partial / split, len(splits.classes))
         write_json(partial / DONE, {"fingerprint": name, "classes": list(splits.classes)})
 
 

@@ -6,17 +6,18 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from vitrail.data.source import Source
-from vitrail.errors import BundleError, ConfigError
+from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.frozen import labelled_features
-from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.streaming import Accuracy
 from vitrail.machine import Precision, has_bf16_matrix_units, has_int8_products
 from vitrail.models.network import with_weights
 from vitrail.models.predictor import Predictor
@@ -73,13 +74,14 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
     if lower is not None:
         yield _move("precision", config, lower, lambda: replace(bundle, precision=lower, metrics={}))
     smaller = config.nearest_size(*(int(side * SIZE_FACTOR) for side in config.image_size))
-    if smaller != config.image_size and min(config.grid_of(*smaller)) >= MIN_GRID and _fits(config, smaller):
-        yield _move(
-            "image size",
-            config.with_image_size(smaller),
-            bundle.precision,
-            lambda: replace(adapted(bundle, image_size=smaller), notes=bundle.notes),
-        )
+    if smaller != config.image_size and min(config.grid_of(*smaller)) >= MIN_GRID:
+        with suppress(ConfigError):  # the windows of some attention need a larger grid
+            yield _move(
+                "image size",
+                config.with_image_size(smaller),
+                bundle.precision,
+                lambda: replace(adapted(bundle, image_size=smaller), notes=bundle.notes),
+            )
     if config.architecture != "ViT":
         return
     fewer = config.depth - max(1, start.depth // DEPTH_STEPS)
@@ -95,21 +97,10 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
     before = 0 if config.reduction is None else config.reduction.tokens
     for axis, by in REDUCTIONS.items():
         reduction = TokenReduction(tokens=before + max(1, patches // (TOKEN_STEPS * start.depth)), by=by)
-        try:
+        with suppress(ConfigError):  # these positions, this attention or this pooling need all tokens
             reduced = replace(config, reduction=reduction)
-        except ConfigError:  # these positions, this attention or this pooling need all tokens
-            continue
-        if reduced.inference_flops() < config.inference_flops():
-            yield _move(axis, reduced, bundle.precision, functools.partial(with_reduction, bundle, reduction))
-
-
-def _fits(config: Any, image_size: tuple[int, int]) -> bool:
-    """Return True if the network can have this image size. The windows of some attention need a larger grid."""
-    try:
-        config.with_image_size(image_size)
-    except ConfigError:
-        return False
-    return True
+            if reduced.inference_flops() < config.inference_flops():
+                yield _move(axis, reduced, bundle.precision, functools.partial(with_reduction, bundle, reduction))
 
 
 def _lower_precision(bundle: Bundle) -> Precision | None:
@@ -125,19 +116,9 @@ def _move(axis: str, config: Any, precision: str, build: Callable[[], Bundle]) -
 
 
 def truncated(bundle: Bundle, depth: int) -> Bundle:
-    """Return the model with its first `depth` blocks only. The final norm and the head keep their weights.
-
-    Raise `BundleError` for a network other than a ViT, for a number of blocks that it does not have, and for positions
-    that are added before every block.
-    """
+    """Return a ViT with its first `depth` blocks only. The final norm and the head keep their weights."""
     network = bundle.network
     config: Any = network.config
-    if config.architecture != "ViT" or config.positions_place != "stem":
-        raise BundleError("only a ViT whose positions are added once can lose its last blocks")
-    if config.attention_kind.depends_on_grid:
-        raise BundleError(f"attention={config.attention!r} has weights of all blocks, so no block can be removed")
-    if not 1 <= depth <= config.depth:
-        raise BundleError(f"depth={depth} is not a number of blocks from 1 to {config.depth}")
     blocks = depth * config.attention_kind.blocks_per_layer
     weights = {
         name: tensor
@@ -261,12 +242,12 @@ def search(
         before, after = _seconds([current, candidate], batch_size)
         is_faster = after < FASTER * before
         verdict: Verdict = "accuracy" if reached < floor else "taken" if is_faster else "not faster"
+        spent = now * after / before
+        record(move.axis, candidate, reached, spent, verdict)
         if verdict == "taken":
-            current, now = candidate, now * after / before
-            record(move.axis, candidate, reached, now, verdict)
+            current, now = candidate, spent
         else:
             closed.add(move.axis)
-            record(move.axis, candidate, reached, now * after / before, verdict)
     return Search(replace(current, notes=()), tuple(trials), floor, is_complete)
 
 

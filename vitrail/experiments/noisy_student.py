@@ -225,8 +225,10 @@ def label_images(
     skipped = outputs.each_batch(source, predicted.take)
     positions, probabilities = predicted.confident()
     rows = choose_rows(positions, probabilities, labelling, seed)
+    place = Path(teacher).expanduser()
     info = PseudoLabelInfo(
-        pool=pool, fingerprint=fingerprint(source), teacher=_place_of(teacher), teacher_sha256=facts.sha256,
+        pool=pool, fingerprint=fingerprint(source),
+        teacher=str(place.absolute()) if place.exists() else teacher, teacher_sha256=facts.sha256,
         labels=labelling.pseudo_labels, confidence=labelling.confidence, balance=labelling.balance,
         images_per_class=labelling.images_per_class, seed=seed, images=len(source), unreadable=len(skipped),
         counts=tuple(_counts(facts.classes, predicted.counts, probabilities, rows)),
@@ -244,11 +246,13 @@ def choose_rows(
     """Return the rows that are learned from confident predictions. `positions` are the images' indices in their pool,
     in rising order."""
     labels, confidences = probabilities.argmax(axis=1), probabilities.max(axis=1)
-    copies = np.ones(len(labels), np.int64)
-    if labelling.balance:
-        copies = balanced_copies(
+    copies = (
+        balanced_copies(
             labels, confidences, classes=probabilities.shape[1], per_class=labelling.images_per_class, seed=seed
         )
+        if labelling.balance
+        else np.ones(len(labels), np.int64)
+    )
     used = copies > 0
     soft = probabilities[used] if labelling.pseudo_labels == "soft" else None
     return LabelledRows(positions[used], labels[used], confidences[used], copies[used], soft)
@@ -333,12 +337,6 @@ def label_sentence(info: PseudoLabelInfo) -> str:
         f"{confident:,} of {info.images:,} images have a class of probability {info.confidence:g} or more{unreadable}. "
         f"Chosen: {different:,} different images, {chosen:,} with repetitions{classes}"
     )
-
-
-def _place_of(model: str) -> str:
-    """Return the absolute path of a model on the disk, or its name."""
-    path = Path(model).expanduser()
-    return str(path.absolute()) if path.exists() else model
 
 
 # The settings of Noisy Student: the student's run, the images without labels, and the rounds.

@@ -266,8 +266,7 @@ class _Engines:
             return self._opened(name, path)
         bundle = _with_plain_pixels(self.bundle)
         interface = describe(bundle, self.contents)
-        tensors = [*bundle.network.parameters(), *bundle.network.buffers()]
-        FORMATS[kind.to].check_size(kind.to, sum(4 * tensor.numel() for tensor in tensors))
+        FORMATS[kind.to].check_size(kind.to, bundle.network)
         with replacing_files(path, FORMATS[kind.to]) as partial_path:
             with saving("the network of another runtime", path):
                 FORMATS[kind.to].write(Traced(trace(bundle, interface), bundle, interface), partial_path)

@@ -172,8 +172,7 @@ class Exporter:
         texts = self._interface.reads_texts
         check_export(path, to, precision=precision, opset=self._opset, overwrite=self._overwrite, reads_texts=texts)
         network = self._bundle.reader_of_texts().tower if texts else self._bundle.network
-        tensors = [*network.parameters(), *network.buffers()]
-        FORMATS[to].check_size(to, sum(4 * tensor.numel() for tensor in tensors))
+        FORMATS[to].check_size(to, network)
         expected, interface = self.expected, replace(self._interface, precision=precision)
         calibration: Sequence[np.ndarray] = ()
         if precision == "int8":

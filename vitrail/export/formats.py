@@ -35,6 +35,7 @@ from vitrail.weights.exported import (
     sealed,
     text_of,
 )
+from vitrail.weights.tensors import first_line
 
 OPSETS = (20, 23)
 """Versions of ONNX's operators that can be written."""
@@ -92,8 +93,9 @@ class Format:
     int8_needs: tuple[str, ...] | None = None
     """Packages that 8-bit integers need in addition, or None if the format has no 8-bit integers."""
 
-    def check_size(self, to: str, weights: int) -> None:
-        """Raise `ConfigError` if weights of so many bytes in float32 do not fit into the file."""
+    def check_size(self, to: str, network: torch.nn.Module) -> None:
+        """Raise `ConfigError` if the weights of a network in float32 do not fit into the file."""
+        weights = sum(4 * tensor.numel() for tensor in (*network.parameters(), *network.buffers()))
         if "onnx" in self.needs and weights > LARGEST_ONNX:
             raise ConfigError(
                 f"to={to!r}: a network of {weights:,} bytes exceeds the 2 GB of one ONNX file, from which this format "
@@ -113,8 +115,7 @@ def write_pt2(traced: Traced, path: Path) -> None:
     """Write a file of torch.export."""
     texts = {KEY: text_of(traced.bundle, traced.interface), OUTPUTS: " ".join(traced.names)}
     file, seal = io.BytesIO(), BLANK
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own deprecated calls
         for _ in range(2):  # the hash is known once the file is written
             file = io.BytesIO()  # in a file with a path, PyTorch writes the file's name into every entry
             torch.export.save(traced.program, file, extra_files={**texts, SEAL: seal})
@@ -149,9 +150,8 @@ def _onnx_model(traced: Traced) -> Any:
                 verbose=False,
             )
         except Exception as error:  # PyTorch's exporter has no common class of exceptions
-            first = next(iter(str(error).splitlines()), type(error).__name__)
             noun = exported_noun(traced.bundle, traced.interface)
-            raise ExportFailed(f"ONNX cannot express this {noun}: {first}") from error
+            raise ExportFailed(f"ONNX cannot express this {noun}: {first_line(error)}") from error
     model: Any = made.model_proto
     model.doc_string = ""
     model.producer_version = ""

@@ -18,6 +18,7 @@ import numpy as np
 from vitrail.data.source import Sample
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.registry import optional_module
+from vitrail.weights.exported import onnx_session
 
 PRECISIONS = ("float32", "int8")
 """Number formats of exported files."""
@@ -123,20 +124,16 @@ def fold_constants(model: Any) -> None:
             known.update(node.output)
     made = {name for node in constant for name in node.output}
     rest = [node for node in graph.node if not known.issuperset(node.input)]
-    wanted = sorted(made.intersection(name for node in rest for name in node.input))
+    used = {name for node in rest for name in node.input}
+    wanted = sorted(made & used)
     if not wanted:
         return
     outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in wanted]
     part = onnx.helper.make_graph(constant, "constants", [], outputs, initializer=graph.initializer)
     options = {"opset_imports": model.opset_import, "ir_version": model.ir_version}
     content = onnx.helper.make_model(part, **options).SerializeToString()
-    settings = runtime.SessionOptions()
-    settings.log_severity_level = 3
-    session = runtime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
-    tensors = [
-        onnx.numpy_helper.from_array(value, name) for name, value in zip(wanted, session.run(wanted, {}), strict=True)
-    ]
-    used = {name for node in rest for name in node.input}
+    values = onnx_session(runtime, content).run(wanted, {})
+    tensors = [onnx.numpy_helper.from_array(value, name) for name, value in zip(wanted, values, strict=True)]
     kept = [tensor for tensor in graph.initializer if tensor.name in used]
     del graph.initializer[:], graph.node[:]
     graph.initializer.extend([*kept, *tensors])
@@ -179,8 +176,7 @@ def quiet() -> Iterator[None]:
     """Hold back what the exporter and the tools of quantisation print and log: their progress, advice to make
     preparations that `torch.onnx` has made, and warnings about packages that are not needed."""
     before = logging.root.manager.disable
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
         logging.disable(logging.WARNING)
         try:
             yield

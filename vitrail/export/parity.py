@@ -333,16 +333,15 @@ def _decoded(
     """Yield images of shape (h, w, c) as an exported file takes them, and their labels."""
     for sample in samples:
         try:
-            if resizes:
-                image: np.ndarray = decode(sample.image, preprocess.channels)
-            else:
-                image = preprocess.pixels(sample.image).transpose(1, 2, 0)
-            yield (
-                image.astype(input_dtype(preprocess), copy=False),
-                sample.target if isinstance(sample.target, int) else None,
+            image: np.ndarray = (
+                decode(sample.image, preprocess.channels)
+                if resizes
+                else preprocess.pixels(sample.image).transpose(1, 2, 0)
             )
         except UndecodableImage:
             continue
+        label = sample.target if isinstance(sample.target, int) else None
+        yield image.astype(input_dtype(preprocess), copy=False), label
 
 
 def _resized(preprocess: Preprocess, pictures: np.ndarray) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
 from typing import Any, get_args
 
 import torch
@@ -19,6 +18,7 @@ from vitrail.models.predictor import Predictor
 from vitrail.weights.answers import probabilities_of
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents, ExportedNetwork, Interface, input_dtype, output_names
+from vitrail.weights.tensors import first_line
 
 EXAMPLES = 2
 """Number of images or texts in the batch that is traced. PyTorch would treat a batch size of 1 as a constant."""
@@ -149,15 +149,12 @@ def trace(bundle: Bundle, interface: Interface) -> ExportedProgram:
     Raise `ExportFailed` if PyTorch cannot trace the network, or would fix the size of batches.
     """
     inputs, dynamic = _example(bundle, interface)
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
-        stack.enter_context(torch.no_grad())
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():  # PyTorch warns of its own deprecated calls
         try:
             program = torch.export.export(end_to_end(bundle, interface), (inputs,), dynamic_shapes=(dynamic,))
         except Exception as error:  # PyTorch's exporter has no common class of exceptions
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ExportFailed(f"torch.export cannot trace this {exported_noun(bundle, interface)}: {first}") from error
+            noun = exported_noun(bundle, interface)
+            raise ExportFailed(f"torch.export cannot trace this {noun}: {first_line(error)}") from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine; the same file must result elsewhere
         if node.target is torch.ops.aten.sym_size.int:

@@ -13,7 +13,8 @@ a loss of their own. So are blocks inside function transforms (`torch.func`), wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -312,21 +313,21 @@ def _added(
 
 def make_blocks(config: ViTConfig) -> Blocks:
     """Return new blocks for a network of this config."""
-    return Blocks((make_block(config, layer) for layer in range(config.num_blocks)), reversible=config.reversible)
-
-
-def make_block(config: ViTConfig, layer: int) -> Block:
-    """Return a new block for a network of this config. `layer` is the number of the block, from 0."""
-    return (ReversibleBlock if config.reversible else Block)(
-        width=config.width,
-        attention=config.attention_in(layer).build(),
-        mlp=make_mlp(config.width, config.mlp_width, config.activation, bias=config.dense_bias, dropout=config.dropout),
-        norm_eps=config.norm_eps,
-        dropout=config.dropout,
-        layer_scale=config.layer_scale,
-        stochastic_depth=config.depth_rate(layer),
-        skip_dropped=config.skip_dropped,
+    width, dropout = config.width, config.dropout
+    made = (
+        (ReversibleBlock if config.reversible else Block)(
+            width=width,
+            attention=config.attention_in(layer).build(),
+            mlp=make_mlp(width, config.mlp_width, config.activation, bias=config.dense_bias, dropout=dropout),
+            norm_eps=config.norm_eps,
+            dropout=dropout,
+            layer_scale=config.layer_scale,
+            stochastic_depth=config.depth_rate(layer),
+            skip_dropped=config.skip_dropped,
+        )
+        for layer in range(config.num_blocks)
     )
+    return Blocks(made, reversible=config.reversible)
 
 
 Visit = Callable[[int, Tensor, AttentionPositions | None, Tensor], None]
@@ -546,8 +547,4 @@ def _autocast_of(device: torch.device) -> Any:
     if not torch.amp.is_autocast_available(kind):
         return nullcontext
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def make() -> AbstractContextManager[Any]:
-        return torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
-
-    return make
+    return partial(torch.autocast, kind, dtype, enabled=enabled, cache_enabled=False)

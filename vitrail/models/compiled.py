@@ -38,31 +38,25 @@ OPTIONS = "compile_options"
 def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -> Compiled:  # noqa: A002
     """Return `compile`, with "auto" replaced by its value for this device and config. Raise `ConfigError` if the device
     or the config does not support the value."""
-    lacks, skips = _lacks(device), bool(getattr(config, "skip_dropped", False))
-    inverts = bool(getattr(config, "reversible", False))
-    if compile == "auto":
-        compiles = device.type == "cuda" and config.has_uniform_blocks and lacks is None
-        return "on" if compiles and not skips and not inverts else "off"
-    if compile == "off":
+    if compile == "off" or (compile == "auto" and device.type != "cuda"):
         return "off"
-    if not config.has_uniform_blocks:
-        raise ConfigError(f"compile={compile!r} compiles a transformer's blocks, but a ResNet has none. Choose 'off'")
-    if compile == "graphs" and device.type != "cuda":
-        raise ConfigError(
-            f"compile='graphs' needs CUDA, but this device is {device.type!r}; choices: 'auto', 'on', 'off'"
-        )
-    if skips:
-        raise ConfigError(
-            f"compile={compile!r} makes one graph for all blocks, but with skip_dropped every block has another number "
-            "of images; choose 'off', or leave out skip_dropped"
-        )
-    if inverts:
-        raise ConfigError(
-            f"compile={compile!r} compiles the call of a block, but with reversible=True the backward pass computes "
-            "its branches one by one; choose 'off', or leave out reversible"
-        )
-    if lacks is not None:
-        raise ConfigError(f"compile={compile!r} needs {lacks}, which is not installed here; choices: 'auto', 'off'")
+    lacks = _lacks(device)
+    refusals = {
+        "compiles a transformer's blocks, but a ResNet has none. Choose 'off'": not config.has_uniform_blocks,
+        f"needs CUDA, but this device is {device.type!r}; choices: 'auto', 'on', 'off'": (
+            compile == "graphs" and device.type != "cuda"
+        ),
+        "makes one graph for all blocks, but with skip_dropped every block has another number of images; choose 'off', "
+        "or leave out skip_dropped": getattr(config, "skip_dropped", False),
+        "compiles the call of a block, but with reversible=True the backward pass computes its branches one by one; "
+        "choose 'off', or leave out reversible": getattr(config, "reversible", False),
+        f"needs {lacks}, which is not installed here; choices: 'auto', 'off'": lacks is not None,
+    }
+    reason = next((text for text, is_true in refusals.items() if is_true), None)
+    if compile == "auto":
+        return "on" if reason is None else "off"
+    if reason is not None:
+        raise ConfigError(f"compile={compile!r} {reason}")
     return compile
 
 

@@ -50,6 +50,12 @@ def bytes_each(precision: FootprintPrecision) -> int:
     return 4 if precision == "float32" else 2
 
 
+def mlp_macs(config: Any) -> int:
+    """Return the multiply-accumulates of the MLP of a block for one token, in a tower of images or of texts."""
+    macs: int = (3 if config.activation == "swiglu" else 2) * config.width * config.mlp_width
+    return macs
+
+
 @dataclass(frozen=True)
 class Features:
     """The tokens of a batch, after the final norm and before pooling, or after a chosen block."""
@@ -294,9 +300,7 @@ def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) ->
     with torch.device("meta"):  # no random weights are drawn, because they are replaced
         new = type(network)(config)
     new.load_state_dict(weights, assign=True)
-    for parameter in new.parameters():
-        parameter.requires_grad_(True)
-    return new.train(network.training)
+    return new.requires_grad_(True).train(network.training)
 
 
 def with_new_head(network: AnyModule, num_classes: int, *, drop_hidden: bool = False) -> AnyModule:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import nn
 
 from vitrail.models.text import TextConfig, TextTower
 from vitrail.models.variants import AnyConfig, build
@@ -51,8 +49,9 @@ class PairConfig:
 class Pair(nn.Module):
     """An image tower and a text tower with a scale, and with a bias if the pair learns by the sigmoid loss.
 
-    `pair.logits(images, texts)` are the logits of every pair of embeddings. With a bias, the sigmoid of a logit is the
-    probability that a text describes an image. Without, the softmax over texts compares the texts of one image.
+    The logit of an image and a text is `exp(scale)` times the cosine of their embeddings, plus the bias. With a bias,
+    the sigmoid of a logit is the probability that a text describes an image. Without, the softmax over texts compares
+    the texts of one image.
     """
 
     bias: nn.Parameter | None
@@ -64,18 +63,3 @@ class Pair(nn.Module):
         self.text = TextTower(config.text)
         self.scale = nn.Parameter(torch.tensor(config.scale))
         self.bias = None if config.bias is None else nn.Parameter(torch.tensor(config.bias))
-
-    def embed_images(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
-        """Return the embeddings of images, scaled to length 1, in float32."""
-        return F.normalize(self.image.embed(images).float(), dim=-1)
-
-    def embed_texts(self, tokens: Int64[Tensor, "b n"]) -> Float[Tensor, "b embed_width"]:
-        """Return the embeddings of texts, scaled to length 1, in float32."""
-        return F.normalize(self.text(tokens).float(), dim=-1)
-
-    def logits(
-        self, images: Float[Tensor, "b embed_width"], texts: Float[Tensor, "t embed_width"]
-    ) -> Float[Tensor, "b t"]:
-        """Return the logit of every image with every text, from their embeddings."""
-        products = self.scale.exp() * images @ texts.t()
-        return products if self.bias is None else products + self.bias

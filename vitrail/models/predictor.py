@@ -53,38 +53,26 @@ class Predictor:
         bits for a number such as a year. Raise `ConfigError` for an unknown precision, and for "int8" on a device
         without fast products of 8-bit integers and for a network without dense layers in blocks."""
         first = next(itertools.chain(network.parameters(), network.buffers()), None)
-        self._device = torch.device("cpu") if first is None else first.device
+        self.device = torch.device("cpu") if first is None else first.device
+        """Device of the weights. Images have to be on the same device."""
         raise_problems([problem_of("precision", precision, Precision, {})])
-        self._precision = resolve_precision(precision, self._device)
-        self._network = shared_copy(network)
-        is_bf16 = (resolve_precision("auto", self._device) if precision == "int8" else self._precision) == "bf16"
+        self.precision: str = resolve_precision(precision, self.device)
+        """Format of matrix products: "int8", "bf16" or "float32"."""
+        self.network: Any = shared_copy(network)
+        """The copy of the network that predicts, with its weights in the form that products use."""
+        is_bf16 = (resolve_precision("auto", self.device) if precision == "int8" else self.precision) == "bf16"
         self._usual: TrainingPrecision = "bf16" if is_bf16 else "float32"  # of products that are not in 8 bits
         dtype = torch.bfloat16 if is_bf16 else None
-        head = getattr(self._network, "head", None) if exact_head and is_bf16 else None
+        head = getattr(self.network, "head", None) if exact_head and is_bf16 else None
         with torch.no_grad():
-            if self._precision == "int8":
-                use_int8(self._network)
-            for module in self._network.modules():
+            if self.precision == "int8":
+                use_int8(self.network)
+            for module in self.network.modules():
                 if isinstance(module, Linear | StandardisedConv):  # their products may use another weight
                     module.freeze(None if module is head else dtype)
                 compile_copy(module)
             if isinstance(head, nn.Linear):
-                self._network.head = _Exact(head)
-
-    @property
-    def network(self) -> nn.Module:
-        """The copy of the network that predicts, with its weights in the form that products use."""
-        return self._network
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights. Images have to be on the same device."""
-        return self._device
-
-    @property
-    def precision(self) -> str:
-        """Format of matrix products: "int8", "bf16" or "float32"."""
-        return self._precision
+                self.network.head = _Exact(head)
 
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
         """Return logits, as `logits` does."""
@@ -93,19 +81,17 @@ class Predictor:
     def logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
         """Return what `network(images)` returns."""
         with self._context():
-            return self._network(images)
+            return self.network(images)
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """Return what `network.embed(images)` returns: one vector for each image."""
-        network: Any = self._network
         with self._context():
-            return network.embed(images)
+            return self.network.embed(images)
 
     def head_inputs(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b head_inputs"]:
         """Return what `network.head_inputs(images)` returns: the output of the hidden layer before the head."""
-        network: Any = self._network
         with self._context():
-            return network.head_inputs(images)
+            return self.network.head_inputs(images)
 
     @overload
     def features(self, images: Float[Tensor, "b c h w"], layers: None = None) -> Features: ...
@@ -115,11 +101,10 @@ class Predictor:
         self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
     ) -> Features | tuple[Features, ...]:
         """Return what `network.features(images)` returns, or `network.features(images, layers)`."""
-        network: Any = self._network
         with self._context():
-            return network.features(images) if layers is None else network.features(images, layers)
+            return self.network.features(images) if layers is None else self.network.features(images, layers)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        with torch.inference_mode(), autocast(self._usual, self._device):
+        with torch.inference_mode(), autocast(self._usual, self.device):
             yield

@@ -40,11 +40,9 @@ class TokenReduction:
 
     def counts(self, depth: int, patches: int) -> tuple[int, ...]:
         """Return the number of patch tokens that each block removes from an image of this many patches."""
-        found = []
+        found, decreases = [], self.schedule == "decreasing" and depth > 1
         for layer in range(depth):
-            wanted = self.tokens
-            if self.schedule == "decreasing":
-                wanted = 2 * self.tokens * (depth - 1 - layer) // (depth - 1) if depth > 1 else self.tokens
+            wanted = 2 * self.tokens * (depth - 1 - layer) // (depth - 1) if decreases else self.tokens
             found.append(min(wanted, patches // 2))
             patches -= found[-1]
         return tuple(found)
@@ -85,7 +83,7 @@ class Removal:
                 "tokens are merged or pruned; leave the reduction out, or show them to positions.removal"
             )
         if self.by == "prune":
-            return _pruned(tokens, self.sizes, queries, keys, self.count, self.prefix)
+            return _pruned(tokens, queries, keys, self.count, self.prefix)
         tokens, self.sizes = _merged(tokens, self.sizes, keys, self.count, self.prefix)
         return tokens
 
@@ -135,37 +133,35 @@ def _edges(
     keys: Float[Tensor, "b heads n d"], sources: Int64[Tensor, " s"], ends: Int64[Tensor, " e"]
 ) -> tuple[Int64[Tensor, "b s"], Int64[Tensor, "b s"]]:
     """Return the order of the sources by falling similarity of their edges, and the number of each source's end."""
-    with _without_autocast(keys.device.type):  # in bfloat16, many similarities would be equal
-        metric = torch.nn.functional.normalize(_exact(keys).mean(dim=1), dim=-1)
+    with without_autocast(keys.device.type):  # in bfloat16, many similarities would be equal
+        metric = torch.nn.functional.normalize(exact(keys).mean(dim=1), dim=-1)
         similarity, best = (metric[:, sources] @ metric[:, ends].transpose(1, 2)).max(dim=-1)
     return similarity.argsort(dim=1, descending=True, stable=True), best
 
 
 def _pruned(
     tokens: Float[Tensor, "b n width"],
-    sizes: Float[Tensor, "b n"] | None,
     queries: Float[Tensor, "b heads n d"],
     keys: Float[Tensor, "b heads n d"],
     count: int,
     prefix: int,
 ) -> Float[Tensor, "b m width"]:
     """Drop the `count` patch tokens to which the class token attends least, on average over the heads."""
-    assert sizes is None, "pruned tokens stand for one patch each"
-    with _without_autocast(keys.device.type):
-        logits = (_exact(queries[:, :, :1]) * queries.shape[-1] ** -0.5) @ _exact(keys).transpose(-1, -2)
+    with without_autocast(keys.device.type):
+        logits = (exact(queries[:, :, :1]) * queries.shape[-1] ** -0.5) @ exact(keys).transpose(-1, -2)
     attended = logits.softmax(dim=-1).mean(dim=1)[:, 0, prefix:]
     kept = attended.argsort(dim=1, descending=True, stable=True)[:, : attended.shape[1] - count].sort(dim=1).values
     chosen = tokens[torch.arange(len(tokens), device=tokens.device)[:, None], prefix + kept]
     return torch.cat([tokens[:, :prefix], chosen], dim=1)
 
 
-def _without_autocast(device: str) -> AbstractContextManager[object]:
+def without_autocast(device: str) -> AbstractContextManager[object]:
     """Return a context in which matrix products keep the number format of their operands."""
     if torch.amp.is_autocast_available(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
 
-def _exact(operand: Float[Tensor, "b heads n d"]) -> Float[Tensor, "b heads n d"]:
-    """Return an operand of attention in float32, or in float64 if it has this format."""
+def exact(operand: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return operands or logits of attention in float32, or in float64 if they have this format."""
     return operand.to(torch.promote_types(operand.dtype, torch.float32))

@@ -14,9 +14,9 @@ from vitrail.models.attention import AttentionPositions
 from vitrail.models.attention.full import SelfAttention, in_format_of
 from vitrail.models.blocks import Block, Blocks, Mlp, PostNormBlock, make_mlp
 from vitrail.models.linear.dense import Linear
-from vitrail.models.network import Layers, refuse_assignment, weights_of
+from vitrail.models.network import Layers, mlp_macs, refuse_assignment, weights_of
 from vitrail.models.tokens import AttentionPool
-from vitrail.models.vit_config import Activation
+from vitrail.models.vit_config import Activation, attention_pool_macs
 from vitrail.settings import from_plain, problems, raise_problems, setting
 
 TextPool = Literal["eot", "last", "cls", "map"]
@@ -94,10 +94,8 @@ class TextConfig:
     def macs(self) -> int:
         """Return the multiply-accumulates of the forward pass of one text of the whole context."""
         n, width = self.context, self.width
-        mlp = (3 if self.activation == "swiglu" else 2) * width * self.mlp_width
-        attention_pool = 2 * n * width * width + 2 * width * width + 2 * n * width + mlp if self.pool == "map" else 0
-        block = n * (4 * width * width + 2 * n * width + mlp)
-        return self.depth * block + attention_pool + self.outputs * width
+        block = n * (4 * width * width + 2 * n * width + mlp_macs(self))
+        return self.depth * block + attention_pool_macs(self, n) + self.outputs * width
 
 
 class TextTower(nn.Module):

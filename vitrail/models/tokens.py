@@ -145,20 +145,19 @@ def pool(
         first = [] if features.cls is None else [features.cls[:, None]]
         tokens = torch.cat([*first, features.registers, features.patches], dim=1)
         return attention(tokens) if sizes is None else attention(tokens, sizes)
+    if how == "gap":
+        return _mean(features.patches, sizes)
+    assert features.cls is not None
     if how == "cls":
-        assert features.cls is not None
         return features.cls
     if how == "cls+dist":
-        assert features.cls is not None
         return torch.cat([features.cls, features.registers[:, 0]], dim=1) / 2
-    mean = _mean(features.patches, None if sizes is None else sizes[:, -features.patches.shape[1] :])
-    if how == "gap":
-        return mean
-    assert features.cls is not None
-    return torch.cat([features.cls, mean], dim=1)
+    return torch.cat([features.cls, _mean(features.patches, sizes)], dim=1)
 
 
-def _mean(patches: Float[Tensor, "b n width"], sizes: Float[Tensor, "b n"] | None) -> Float[Tensor, "b width"]:
+def _mean(patches: Float[Tensor, "b n width"], sizes: Float[Tensor, "b m"] | None) -> Float[Tensor, "b width"]:
+    """Return the mean of the patches. `sizes` also has the tokens before them."""
     if sizes is None:
         return patches.mean(dim=1)
+    sizes = sizes[:, -patches.shape[1] :]
     return (patches * (sizes / sizes.sum(dim=1, keepdim=True))[:, :, None]).sum(dim=1)

@@ -199,15 +199,14 @@ class VisionTransformer(nn.Module):
         patches = self._patches(images)
         if not (isinstance(self.head, DenseHead) and self.head.reads_middle):
             return self._split(self.tokens(images, patches, read), patches)
-        middle = images.new_empty(0)
+        middle: list[Tensor] = []
 
         def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
-            nonlocal middle
             if layer == self.config.middle_block:
-                middle = self._split(after, patches).patches
+                middle.append(self._split(after, patches).patches)
 
         found = self._split(self.tokens(images, patches, visit=visit), patches)
-        return dataclasses.replace(found, middle=middle)
+        return dataclasses.replace(found, middle=middle[0])
 
     def encode(
         self,
@@ -268,13 +267,11 @@ class VisionTransformer(nn.Module):
         return tuple(found[layer] for layer in chosen)
 
     def _split(self, z: Float[Tensor, "b n width"], patches: Patches) -> Features:
-        first, prefix, cls = int(self.config.has_class_token), self.config.prefix, None
-        if first:
-            cls = z[:, 0]
-        count = math.prod(patches.grid) if patches.kept is None else patches.kept.shape[1]
-        if not (isinstance(self.head, DenseHead) and self.head.adds_tokens) or z.shape[1] == prefix + count:
+        first, prefix = int(self.config.has_class_token), self.config.prefix
+        cls = z[:, 0] if first else None
+        end = prefix + (math.prod(patches.grid) if patches.kept is None else patches.kept.shape[1])
+        if not (isinstance(self.head, DenseHead) and self.head.adds_tokens) or z.shape[1] == end:
             return Features(cls, z[:, first:prefix], z[:, prefix:], patches.grid)
-        end = prefix + count
         return Features(cls, z[:, first:prefix], z[:, prefix:end], patches.grid, z[:, end:])
 
     def _pooled_fewer(

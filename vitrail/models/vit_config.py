@@ -22,6 +22,7 @@ from vitrail.models.network import (
     FootprintPrecision,
     NetworkConfig,
     bytes_each,
+    mlp_macs,
     refuse_assignment,
     weights_of,
 )
@@ -256,11 +257,6 @@ class ViTConfig(NetworkConfig):
         return self.attention_in(0)
 
     @property
-    def takes_offsets(self) -> bool:
-        """True if attention reads a bias of offsets instead of a bias for every pair of tokens."""
-        return self.attention_kind.takes_offsets
-
-    @property
     def position_embedding(self) -> type[Positions]:
         """The class that `positions` names: module, validation and cost."""
         return POSITIONS[self.positions]
@@ -311,9 +307,8 @@ class ViTConfig(NetworkConfig):
         root = root_parameters(self.root, self.channels) if self.root else 0
         stem = math.prod(self.patch_size) * self._stem_channels * width + width * self.patch_bias
         norm = 2 * (width if self.final_norm == "tokens" else self.pooled_width) + 2 * width * self.pre_norm
-        attention_pool = 0
-        if self.pool == "map":
-            attention_pool = width + 4 * width * (width + 1) + 2 * width + self._mlp_parameters(bias=True)
+        of_pool = width + 4 * width * (width + 1) + 2 * width + self._mlp_parameters(bias=True)
+        attention_pool = of_pool if self.pool == "map" else 0
         hidden = self.projection * self.pooled_width + self.head_hidden * (self.embed_width + 1)
         head = weights_of(lambda: make_head(self))
         shared = self._counted[1]
@@ -364,12 +359,11 @@ class ViTConfig(NetworkConfig):
         head = _head_macs(config)
         if config.has_own_tokens:  # their gradients pass through all blocks, but the frozen weights have none
             below = sum(_layers_macs(config, block, n) for block in range(frozen))
-            below += 2 * (_stem_macs(config, patches) + (root_macs(root, config.channels, size) if root else 0))
+            below += 2 * _stem_macs(config, patches)
             return 2 * (3 * forward - below - _frozen_macs(config, range(config.num_blocks), n) + again)
         if not trained_blocks:  # the lowest trained layer has no gradient of its input
             return 2 * (forward + (2 * head + config.head_hidden * config.embed_width if config.head_hidden else head))
         below = _stem_macs(config, patches) + sum(_block_macs(config, block, n) for block in range(frozen))
-        below += root_macs(root, config.channels, size) if root else 0
         return 2 * (3 * forward - 2 * below - _frozen_macs(config, trained, n) + again)
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
@@ -476,44 +470,39 @@ def _misfits_of_attention(config: ViTConfig) -> list[str]:
     return found
 
 
-def _misfits_of_reversible(config: ViTConfig) -> list[str]:
-    """Return messages for fields that do not fit reversible blocks."""
-    found = []
+def _misfits_of_reversible(config: ViTConfig) -> Iterator[str]:
+    """Yield messages for fields that do not fit reversible blocks."""
     for name in ("dropout", "stochastic_depth"):
         if getattr(config, name):
-            found.append(
+            yield (
                 f"{name}={getattr(config, name)} does not fit reversible=True, whose backward pass computes blocks "
                 "again and would draw other numbers; set it to 0"
             )
-    is_added = config.positions in POSITIONS and config.position_embedding.inside_attention == "none"
-    if is_added and config.positions_place != "stem":
-        found.append(
+    if config.position_embedding.inside_attention == "none" and config.positions_place != "stem":
+        yield (
             f"positions_at={config.positions_place!r} adds positions between blocks, which reversible=True cannot "
             "invert; choose 'stem'"
         )
     if config.reduction is not None:
-        found.append("reduction does not fit reversible=True, which has two streams of tokens; leave the reduction out")
-    return found
+        yield "reduction does not fit reversible=True, which has two streams of tokens; leave the reduction out"
 
 
-def _misfits_of_reduction(config: ViTConfig) -> list[str]:
-    """Return messages for fields that do not fit merging or pruning of tokens."""
+def _misfits_of_reduction(config: ViTConfig) -> Iterator[str]:
+    """Yield messages for fields that do not fit merging or pruning of tokens."""
     assert config.reduction is not None
-    found, by = [], config.reduction.by
+    by = config.reduction.by
     name = attention_name(config.attention)
     if name in ATTENTION and not ATTENTION[name].can_reduce:
-        found.append(f"attention={config.attention!r} cannot {by} tokens; leave the reduction out")
-    if config.positions in POSITIONS:
-        is_inside = config.position_embedding.inside_attention != "none"
-        if is_inside or config.positions_place != "stem":
-            where = "act inside attention" if is_inside else "are added before every block"
-            found.append(
-                f"reduction.by={by!r} does not fit positions={config.positions!r}, which {where}: a merged or pruned "
-                "sequence has no grid of patches; leave the reduction out"
-            )
+        yield f"attention={config.attention!r} cannot {by} tokens; leave the reduction out"
+    is_inside = config.position_embedding.inside_attention != "none"
+    if is_inside or config.positions_place != "stem":
+        where = "act inside attention" if is_inside else "are added before every block"
+        yield (
+            f"reduction.by={by!r} does not fit positions={config.positions!r}, which {where}: a merged or pruned "
+            "sequence has no grid of patches; leave the reduction out"
+        )
     if by == "prune" and not config.has_class_token:
-        found.append("reduction.by='prune' needs a class token, whose attention chooses the tokens; choose 'merge'")
-    return found
+        yield "reduction.by='prune' needs a class token, whose attention chooses the tokens; choose 'merge'"
 
 
 GAPS = {"float32": 1 / 12, "bf16": 1 / 5}
@@ -528,12 +517,11 @@ PREDICTING_GAPS = 1.0
 def _macs(config: ViTConfig, patches: int) -> int:
     """Return the multiply-accumulates for an image if this many patches are kept."""
     n = patches + config.prefix
-    root = root_macs(config.root, config.channels, config.image_size) if config.root else 0
     blocks = sum(_block_macs(config, block, n) for block in range(config.num_blocks))
-    attention_pool = _attention_pool_macs(config, n)
+    attention_pool = attention_pool_macs(config, n)
     hidden = config.projection * config.pooled_width + config.head_hidden * config.embed_width
     head = _head_macs(config)
-    return root + _stem_macs(config, patches) + blocks + attention_pool + hidden + head
+    return _stem_macs(config, patches) + blocks + attention_pool + hidden + head
 
 
 def _head_macs(config: ViTConfig) -> int:
@@ -543,7 +531,7 @@ def _head_macs(config: ViTConfig) -> int:
 
 def _block_macs(config: ViTConfig, block: int, n: int) -> int:
     """Return the multiply-accumulates of a block for n tokens."""
-    return config.attention_in(block).macs(n, n) + n * _mlp_macs(config)
+    return config.attention_in(block).macs(n, n) + n * mlp_macs(config)
 
 
 def _unread_macs(config: ViTConfig, n: int) -> int:
@@ -554,7 +542,7 @@ def _unread_macs(config: ViTConfig, n: int) -> int:
     """
     read = _last_read(config, n)
     attention = config.attention_in(config.num_blocks - 1)
-    return attention.macs(n, n) - attention.macs(n, read) + (n - read) * _mlp_macs(config)
+    return attention.macs(n, n) - attention.macs(n, read) + (n - read) * mlp_macs(config)
 
 
 def _last_read(config: ViTConfig, n: int) -> int:
@@ -578,7 +566,7 @@ def _layers_macs(config: ViTConfig, block: int, n: int) -> int:
     pass has one product for each of them instead of two."""
     square, read = config.width**2, _last_read(config, n) if block == config.num_blocks - 1 else n
     layers = weights_of(config.attention_in(block).build) // square  # biases and norms are less than one square matrix
-    return (2 * n + (layers - 2) * read) * square + read * _mlp_macs(config)
+    return (2 * n + (layers - 2) * read) * square + read * mlp_macs(config)
 
 
 def _removed_macs(config: ViTConfig) -> int:
@@ -589,7 +577,7 @@ def _removed_macs(config: ViTConfig) -> int:
     if config.reduction is None:
         return 0
     patches, n, saved = math.prod(config.grid), config.tokens, 0
-    attention, mlp, left = config.attention_kind, _mlp_macs(config), patches
+    attention, mlp, left = config.attention_kind, mlp_macs(config), patches
     for layer, count in enumerate(config.reduction.counts(config.depth, patches)):
         now = left + config.prefix
         if config.pool == "cls" and layer == config.depth - 1:
@@ -598,23 +586,21 @@ def _removed_macs(config: ViTConfig) -> int:
         saved += attention.macs(n, n) - attention.macs(now, now) + (n - now + count) * mlp
         saved -= config.reduction.macs(count, left, config.prefix, config.heads, config.width // config.heads)
         left -= count
-    return saved + _attention_pool_macs(config, n) - _attention_pool_macs(config, left + config.prefix)
+    return saved + attention_pool_macs(config, n) - attention_pool_macs(config, left + config.prefix)
 
 
-def _attention_pool_macs(config: ViTConfig, n: int) -> int:
+def attention_pool_macs(config: Any, n: int) -> int:
+    """Return the multiply-accumulates of attention pooling over n tokens in a tower of images or of texts."""
     if config.pool != "map":
         return 0
     width = config.width  # the query is the same for all images, but is computed with each batch
-    return 2 * n * width * width + 2 * width * width + 2 * n * width + _mlp_macs(config)
+    return 2 * n * width * width + 2 * width * width + 2 * n * width + mlp_macs(config)
 
 
 def _stem_macs(config: ViTConfig, patches: int) -> int:
-    return patches * math.prod(config.patch_size) * config._stem_channels * config.width
-
-
-def _mlp_macs(config: ViTConfig) -> int:
-    """Return the multiply-accumulates of the MLP for one token."""
-    return (3 if config.activation == "swiglu" else 2) * config.width * config.mlp_width
+    """Return the multiply-accumulates of a hybrid's root and of the projection of patches."""
+    root = root_macs(config.root, config.channels, config.image_size) if config.root else 0
+    return root + patches * math.prod(config.patch_size) * config._stem_channels * config.width
 
 
 def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
@@ -630,16 +616,15 @@ def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
     else:
         kept += sum(_block_bytes(config, block, n, n if block < last else read, precision) for block in range(last + 1))
     kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.pooled_width
-    if config.pre_norm:
-        kept += 4 * n * (width + 2)
-    if config.projection:
-        kept += each * config.pooled_width
-    if config.head_normalises:
-        kept += 4 * (config.head_inputs + 1)
+    optional = (
+        (config.pre_norm, 4 * n * (width + 2)),
+        (config.projection, each * config.pooled_width),
+        (config.head_normalises, 4 * (config.head_inputs + 1)),
+        (config.dropout, 4 * n * width),
+    )
+    kept += sum(size for is_there, size in optional if is_there)
     if (dense := config.dense_head) is not None:
         kept += 4 * dense.kept_values(config)
-    if config.dropout:
-        kept += 4 * n * width
     if config.patch_dropout:
         kept += config.position_embedding.bytes_of_kept(config, patches, precision)
     if config.pool == "map":
@@ -662,18 +647,13 @@ def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: Fo
     kept = all_tokens + results  # outputs of the two norms
     makes_gelu_again = bf16 and ONEDNN and not config.dropout
     kept += _kept_of_hidden(config, makes_gelu_again) * hidden
-    if config.layer_scale:
-        kept += 2 * results
-    if config.dropout:
-        kept += 2 * results + hidden
+    kept += 2 * results * (config.layer_scale > 0) + (2 * results + hidden) * (config.dropout > 0)
     return 4 * exact + bytes_each(precision) * kept + config.attention_in(block).kept_bytes(n, read, precision)
 
 
 def _kept_of_hidden(config: ViTConfig, makes_gelu_again: bool) -> int:
     """Return the number of tensors of the size of the MLP's hidden units that the backward pass reads."""
-    if config.activation in ("swiglu", "quick-gelu"):
-        return 4 if config.activation == "swiglu" else 3
-    return 1 if makes_gelu_again else 2
+    return {"swiglu": 4, "quick-gelu": 3}.get(config.activation, 1 if makes_gelu_again else 2)
 
 
 def _passing_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:

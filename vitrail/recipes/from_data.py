@@ -140,7 +140,7 @@ def plan_for_data(
     if facts.targets in PLACED:
         choices.add("images keep their aspect ratio, because it is part of the shape of objects", resize="pad")
     _choose_colours(choices, splits.train)
-    _choose_mirroring(choices, splits.train, channels=_chosen(choices, "channels", base.images.channels))
+    _choose_mirroring(choices, splits.train, channels={**choices.settings, **explicit}["channels"])
     if "variant" not in explicit:
         variant = _variant(explicit, config.task)
         what = "a small ResNet, which is more accurate than a Vision Transformer with few images or little time"
@@ -252,10 +252,6 @@ def _rounded(values: np.ndarray) -> tuple[float, ...]:
     return tuple(round(float(value), 3) for value in values)
 
 
-def _chosen(choices: Choices, name: str, default: Any) -> Any:
-    return choices.explicit.get(name, choices.settings.get(name, default))
-
-
 def _choose_colours(choices: Choices, train: Source) -> None:
     found = colours_of(train)
     kind = "grey" if found.channels == 1 else "in colour"
@@ -300,9 +296,8 @@ def _choose_length(
     explicit = choices.explicit
     side = facts.side or SIZES[-1]
     fitting = [size for size in SIZES if size >= side] or [SIZES[0]]
-    sizes = [(size, size) for size in SIZES if size <= fitting[-1]]
-    if "image_size" in explicit:
-        sizes = [explicit["image_size"]]
+    square = [(size, size) for size in SIZES if size <= fitting[-1]]
+    sizes = [explicit["image_size"]] if "image_size" in explicit else square
     size, measured_at, length = sizes[0], sizes[0], None
     if not {"epochs", "steps"} & explicit.keys():
         for size in sizes:
@@ -369,10 +364,8 @@ def _are_large_jpegs(source: Source, size: tuple[int, int]) -> bool:
     """Return True if most of up to 32 images are JPEGs that can be shrunk while they are decoded to this size."""
     found = []
     for image in images_of(source):
-        try:
+        with suppress(UndecodableImage):
             opened = open_image(image)
-        except UndecodableImage:
-            continue
-        most = min(have / needed for have, needed in zip(opened.size, size, strict=True)) / SPARE
-        found.append(opened.shrink_for(most) > 1)
+            most = min(have / needed for have, needed in zip(opened.size, size, strict=True)) / SPARE
+            found.append(opened.shrink_for(most) > 1)
     return sum(found) * 2 > len(found)

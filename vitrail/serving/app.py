@@ -35,6 +35,7 @@ from vitrail.serving.batching import Row
 from vitrail.serving.guard import PROBE_PATHS, App, Guard
 from vitrail.serving.model import ServedModel, Task
 from vitrail.serving.protocol_v2 import (
+    DTYPES,
     HEADER,
     InferRequest,
     check_names,
@@ -47,7 +48,7 @@ from vitrail.serving.protocol_v2 import (
 )
 from vitrail.serving.service import Refused, Service
 from vitrail.serving.watch import Watcher
-from vitrail.weights.answers import DENSE, USUAL_THRESHOLD, Detections, MaskPrediction, rank
+from vitrail.weights.answers import DENSE, Detections, MaskPrediction, rank
 
 EXPOSED = ("X-Model", "X-Model-SHA256", HEADER, "Retry-After")
 """Headers of answers that pages of other origins may read."""
@@ -118,6 +119,23 @@ def make_app(service: Service, watcher: Watcher | None = None) -> App:
             watching.cancel()
         await service.stop()
 
+    handlers: Any = {Refused: _refused, HTTPException: _not_found, Exception: _crashed}
+    routes = [operation.route() for operation in _operations(service)]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.state.service = service
+    guard = Guard(app, service)
+    origins = service.settings.allow_origin
+    if not origins:
+        return guard
+    return CORSMiddleware(  # outside, because browsers send no token with the request that asks for permission
+        guard, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
+    )
+
+
+def _operations(service: Service) -> list[Operation]:
+    """Return all paths of the server of a service. `?model=NAME` chooses the model of an image, and the field `model`
+    that of embeddings."""
+
     async def describe(request: Request) -> Response:
         return JSONResponse(_openapi(operations))
 
@@ -129,22 +147,35 @@ def make_app(service: Service, watcher: Watcher | None = None) -> App:
         Operation("/metrics", "Return metrics for Prometheus", _metrics),
         Operation("/openapi.json", "Describe all paths by OpenAPI", describe),
         *(Operation(path, "Tell the state of the server", _probe) for path in PROBE_PATHS),
-        *routes_images(),
-        *routes_explain(),
-        *(routes_search() if service.index is not None else ()),
-        *routes_v2(),
-    ]
-    handlers: Any = {Refused: _refused, HTTPException: _not_found, Exception: _crashed}
-    routes = [operation.route() for operation in operations]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    app.state.service = service
-    guard = Guard(app, service)
-    origins = service.settings.allow_origin
-    if not origins:
-        return guard
-    return CORSMiddleware(  # outside, because browsers send no token with the request that asks for permission
-        guard, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
-    )
+        Operation(
+            "/", "Predict an image, in Hugging Face's shapes", _hugging_face, "POST", ("model",), (*IMAGES, JSON)
+        ),
+        Operation(
+            "/predict", "Predict the files of a form", _upload, "POST", ("model", "top", "threshold"),
+            ("multipart/form-data",),
+        ),
+        Operation("/v1/embeddings", "Compute embeddings, in OpenAI's shape", _embeddings, "POST", (), (JSON,)),
+        Operation(
+            "/explain", "Draw the parts of an image that support a class", _explain, "POST", ("model", "label"), IMAGES
+        ),
+    ]  # fmt: skip
+    if service.index is not None:
+        operations += [
+            Operation(
+                "/search", "Find the images of the index that resemble an image or a text", _search, "POST", ("top",),
+                (*IMAGES, JSON),
+            ),
+            Operation("/search/pictures/{row}", "Return a small JPEG picture of an image of the index", _picture),
+        ]  # fmt: skip
+    operations.append(Operation("/v2", "Describe the server", _server))
+    # A model has one version, its hash, and may be named without it.
+    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        operations += [
+            Operation(model, "Describe a model's tensors", _metadata),
+            Operation(f"{model}/ready", "Tell if a model is ready", _ready),
+            Operation(f"{model}/infer", "Compute outputs of tensors or images", _infer, "POST", (), (JSON, BYTES)),
+        ]
+    return operations
 
 
 def _openapi(operations: Sequence[Operation]) -> dict[str, Any]:
@@ -161,27 +192,21 @@ def _openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     }
 
 
-def _page_headers(page: str) -> dict[str, str]:
-    """Return the headers of the page, which may run its own script and ask its own server only."""
-    allowed: dict[str, str] = {}
-    for name, text in INLINE.findall(page):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        allowed[name] = f"'sha256-{digest}'"
+def _page_route() -> Any:
+    """Return the handler of the page, which may run its own script and ask its own server only."""
+    text = PAGE.read_text(encoding="utf-8")
+    digests = {name: hashlib.sha256(content.encode()).digest() for name, content in INLINE.findall(text)}
+    allowed = {name: f"'sha256-{base64.b64encode(digest).decode()}'" for name, digest in digests.items()}
     policy = {
         "default-src": "'none'", "img-src": "blob: data:", "style-src": allowed["style"],
         "script-src": allowed["script"], "connect-src": "'self'",
         "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
     }  # fmt: skip
-    return {
+    headers = {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
     }
-
-
-def _page_route() -> Any:
-    text = PAGE.read_text(encoding="utf-8")
-    headers = _page_headers(text)
 
     async def page(request: Request) -> Response:
         return HTMLResponse(text, headers=headers)
@@ -264,7 +289,9 @@ async def _crashed(request: Request, error: Exception) -> Response:
 
 JSON = "application/json"
 
-IMAGES = ("image/*", "application/octet-stream")
+BYTES = "application/octet-stream"
+
+IMAGES = ("image/*", BYTES)
 """Media types of the bytes of an image."""
 
 TOP = 5
@@ -272,24 +299,6 @@ TOP = 5
 
 FUNCTIONS = ("softmax", "sigmoid", "none")
 """Functions that turn logits into scores, by Hugging Face's names."""
-
-
-def routes_images() -> list[Operation]:
-    """Return the paths of all shapes. The model is chosen by `?model=NAME`, or by the field `model` of embeddings."""
-    return [
-        Operation(
-            "/", "Predict an image, in Hugging Face's shapes", _hugging_face, "POST", ("model",), (*IMAGES, JSON)
-        ),
-        Operation(
-            "/predict",
-            "Predict the files of a form",
-            _upload,
-            "POST",
-            ("model", "top", "threshold"),
-            ("multipart/form-data",),
-        ),
-        Operation("/v1/embeddings", "Compute embeddings, in OpenAI's shape", _embeddings, "POST", (), (JSON,)),
-    ]
 
 
 async def _hugging_face(request: Request) -> Response:
@@ -408,12 +417,9 @@ def _parse_threshold(value: Any) -> float | None:
 
 def _shown(model: ServedModel, row: Row, image: bytes, asked: _Asked) -> Detections | MaskPrediction:
     """Return the mask of an image, or its objects with scores above the threshold."""
-    found = model.found(row, image)
+    found = model.bundle.shown(model.found(row, image), asked.threshold)
     assert isinstance(found, Detections | MaskPrediction)
-    if isinstance(found, MaskPrediction):
-        return found
-    usual = USUAL_THRESHOLD if model.bundle.score_threshold is None else model.bundle.score_threshold
-    return found.above(usual if asked.threshold is None else asked.threshold)
+    return found
 
 
 def _placed(model: ServedModel, row: Row, image: bytes, asked: _Asked) -> dict[str, Any]:
@@ -558,18 +564,8 @@ def _ranking(model: ServedModel, row: Mapping[str, np.ndarray], top: int) -> lis
 # --- the path that shows which parts of a picture support a class
 
 
-def routes_explain() -> list[Operation]:
-    """Return the path. The model is chosen by `?model=NAME`, and the class by `?label=CLASS`."""
-    return [
-        Operation(
-            "/explain", "Draw the parts of an image that support a class", _explain, "POST", ("model", "label"),
-            ("image/*", "application/octet-stream"),
-        )
-    ]  # fmt: skip
-
-
 async def _explain(request: Request) -> Response:
-    """Answer the bytes of an image with an overlay, as a data URI."""
+    """Answer the bytes of an image with an overlay, as a data URI. `?label=CLASS` chooses the class."""
     service = service_of(request)
     model = service.model(request.query_params.get("model"))
     target = _target(model, request.query_params.get("label"))
@@ -606,19 +602,9 @@ THUMBNAIL = 512
 """Longest side of the picture of a stored image, in pixels."""
 
 
-def routes_search() -> list[Operation]:
-    """Return the paths. The body of a search is an image, or JSON with a text: `{"text": "a red car", "top": 5}`."""
-    return [
-        Operation(
-            "/search", "Find the images of the index that resemble an image or a text", _search, "POST", ("top",),
-            (*IMAGES, JSON),
-        ),
-        Operation("/search/pictures/{row}", "Return a small JPEG picture of an image of the index", _picture),
-    ]  # fmt: skip
-
-
 async def _search(request: Request) -> Response:
-    """Answer with the nearest images, their cosines and labels, and the paths of their pictures."""
+    """Answer with the nearest images, their cosines and labels, and the paths of their pictures. The body is an image,
+    or JSON with a text: `{"text": "a red car", "top": 5}`."""
     service, body = service_of(request), await request.body()
     model, top = service.searched_by(), parse_top(request.query_params.get("top", TOP), what="images")
     if request.headers.get("content-type", "").lower().startswith(JSON):
@@ -680,21 +666,6 @@ def _thumbnail(path: Path, most: int) -> bytes:
 # --- paths of the Open Inference Protocol v2
 
 
-BODIES = ("application/json", "application/octet-stream")
-
-
-def routes_v2() -> list[Operation]:
-    """Return the paths of the protocol. A model has one version, its hash, and may be named without it."""
-    operations = [Operation("/v2", "Describe the server", _server)]
-    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
-        operations += [
-            Operation(model, "Describe a model's tensors", _metadata),
-            Operation(f"{model}/ready", "Tell if a model is ready", _ready),
-            Operation(f"{model}/infer", "Compute outputs of tensors or images", _infer, "POST", (), BODIES),
-        ]
-    return operations
-
-
 async def _server(request: Request) -> Response:
     return JSONResponse({"name": "vitrail", "version": __version__, "extensions": ["binary_tensor_data"]})
 
@@ -703,7 +674,7 @@ async def _metadata(request: Request) -> Response:
     model = _model(request)
     preprocess = model.bundle.preprocess
     taken = [-1, *preprocess.image_size, preprocess.channels]
-    outputs = [one for task in model.tasks for one in model.outputs(task).items()]
+    outputs = [one for task in model.tasks for one in model.outputs[task].items()]
     return JSONResponse(
         {
             "name": model.name,
@@ -736,8 +707,8 @@ async def _infer(request: Request) -> Response:
     content, length = format_answer(model.name, model.sha256, asked, rows)
     headers = model_headers(model)
     if length is None:
-        return Response(content, media_type="application/json", headers=headers)
-    return Response(content, media_type="application/octet-stream", headers={**headers, HEADER: str(length)})
+        return Response(content, media_type=JSON, headers=headers)
+    return Response(content, media_type=BYTES, headers={**headers, HEADER: str(length)})
 
 
 def _model(request: Request) -> ServedModel:
@@ -750,7 +721,7 @@ def _model(request: Request) -> ServedModel:
 
 def _tasks(model: ServedModel, asked: InferRequest) -> list[Task]:
     """Return the tasks that compute the requested outputs. Raise `Refused` for an unknown output."""
-    makers = {name: task for task in model.tasks for name in model.outputs(task)}
+    makers = {name: task for task in model.tasks for name in model.outputs[task]}
     for name in asked.outputs:
         if name not in makers:
             raise Refused(400, f"outputs: {name!r} does not exist; choose from {', '.join(makers)}")
@@ -772,8 +743,7 @@ def _pixels(model: ServedModel, images: np.ndarray) -> list[Pixels]:
 
 
 def _datatype(model: ServedModel) -> str:
-    names: dict[Any, str] = {np.float32: "FP32", np.uint8: "UINT8"}
-    return names[model.dtype]
+    return next(name for name, dtype in DTYPES.items() if dtype == model.dtype)
 
 
 # --- reading of requests

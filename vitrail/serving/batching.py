@@ -69,31 +69,23 @@ class Compute:
         """Compute at most `workers` batches at the same time, with `threads` compute threads in all."""
         share_cores()
         self.workers = workers
-        self._threads = threads
-        self._running = 0
+        self.threads = threads
+        """Number of compute threads of all workers together."""
+        self.running = 0
+        """Number of batches that are computed."""
         self._here = threading.local()
         self._executor = ThreadPoolExecutor(workers, "vitrail-compute")
 
-    @property
-    def running(self) -> int:
-        """Number of batches that are computed."""
-        return self._running
-
-    @property
-    def threads(self) -> int:
-        """Number of compute threads of all workers together."""
-        return self._threads
-
     async def run(self, function: Run, batch: np.ndarray, most: int | None = None) -> Mapping[str, np.ndarray]:
         """Return `function(batch)`, computed with at most `most` threads, by default with all."""
-        self._running += 1
+        self.running += 1
         try:
             await asyncio.sleep(0)  # batches that begin together count each other
             return await asyncio.get_running_loop().run_in_executor(
-                self._executor, self._work, function, batch, most or self._threads
+                self._executor, self._work, function, batch, most or self.threads
             )
         finally:
-            self._running -= 1
+            self.running -= 1
 
     def divide(self) -> None:
         """Give the calling worker its part of the compute threads, if other batches have begun or ended. Other threads
@@ -108,7 +100,7 @@ class Compute:
 
     def _part(self, most: int) -> int:
         """Return the number of compute threads of a batch that may have at most `most`."""
-        return max(1, min(most, self._threads // max(1, min(self.workers, self._running))))
+        return max(1, min(most, self.threads // max(1, min(self.workers, self.running))))
 
     def _work(self, function: Run, batch: np.ndarray, most: int) -> Mapping[str, np.ndarray]:
         with compute_threads(self._part(most)):

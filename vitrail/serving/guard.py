@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import time
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 from vitrail.serving.monitoring import log_line
 from vitrail.serving.service import RETRY, Refused, Service
@@ -68,7 +69,8 @@ class Guard:
                 await self._receive(scope, receive, body)
                 content = await self._decoded(scope, body)
             except Refused as refused:
-                await _refuse(sending, refused)
+                headers = {**refused.headers, "Connection": "close"}
+                await JSONResponse({"error": str(refused)}, refused.status, headers)(scope, receive, sending)
             else:
                 await self._answer(scope, content, receive, sending)
         except _ClientGone:
@@ -243,11 +245,3 @@ async def _until_gone(receive: Receive) -> None:
     with contextlib.suppress(_ClientGone):
         while True:
             await _next_part(receive)
-
-
-async def _refuse(send: Send, refused: Refused) -> None:
-    content = json.dumps({"error": str(refused)}).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(content)), "connection": "close"}
-    raw = [(name.lower().encode(), value.encode()) for name, value in {**headers, **refused.headers}.items()]
-    await send({"type": "http.response.start", "status": refused.status, "headers": raw})
-    await send({"type": "http.response.body", "body": content})

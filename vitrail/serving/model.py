@@ -63,14 +63,16 @@ class ServedModel:
         if settings.max_pixels > pixel_limit():
             allow_pixels(settings.max_pixels)
         self.computed = ModelOutputs(bundle, precision or bundle.precision, compute.divide)
+        self.precision = self.computed.precision
         self.tasks = self._find_tasks()
         blank = np.zeros((bundle.preprocess.channels, *bundle.preprocess.image_size), self.dtype)
-        self._shapes: dict[Task, dict[str, tuple[int, ...]]] = {}
+        self.outputs: dict[Task, dict[str, tuple[int, ...]]] = {}
+        """Shapes of the outputs of each task for one image, by their names."""
         for task in self.tasks:  # the first call of a network is slow, and shows whether the network can be used
             made = self.computed.run(task)(blank[None])
             for values in made.values():
                 finite(torch.from_numpy(values))
-            self._shapes[task] = {name: values.shape[1:] for name, values in made.items()}
+            self.outputs[task] = {name: values.shape[1:] for name, values in made.items()}
         run, known = self.computed.run(self.tasks[0]), before if self._is_like(before) else None
         self.threads: int = settings.batch_threads or (known.threads if known else self._threads(run, blank, compute))
         """Number of compute threads of a batch that is alone."""
@@ -89,18 +91,9 @@ class ServedModel:
         }
 
     @property
-    def precision(self) -> str:
-        """Number format of matrix products."""
-        return self.computed.precision
-
-    @property
     def dtype(self) -> type[np.uint8] | type[np.float32]:
         """Number format of pixels."""
         return np.float32 if input_dtype(self.bundle.preprocess) == "float32" else np.uint8
-
-    def outputs(self, task: Task) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the outputs of a task for one image, by their names."""
-        return self._shapes[task]
 
     def found(self, row: Row, image: bytes) -> AnyPrediction:
         """Return the objects or the mask of an encoded image, in its pixels, from the outputs of the image."""
@@ -158,15 +151,12 @@ class ModelOutputs:
         compute in."""
         self._bundle = bundle
         self._predictor = bundle.predictor(precision)
+        self.precision = self._predictor.precision
+        """Number format of matrix products."""
         network: Any = self._predictor.network  # a copy, so the hooks are not those of the bundle's network
         if not isinstance(network, ExportedNetwork) and isinstance(network, HasLayers):
             for block in network.layers().blocks:
                 block.register_forward_pre_hook(lambda *_: on_block())
-
-    @property
-    def precision(self) -> str:
-        """Number format of matrix products."""
-        return self._predictor.precision
 
     def run(self, task: Task) -> Run:
         """Return the function that computes the outputs of a task. It keeps the model in memory."""

@@ -173,9 +173,7 @@ def check_names(given: Mapping[str, Any], known: Collection[str], place: str) ->
 def parse_base64(text: Any, name: str) -> bytes:
     """Return the bytes of a base64 text in either alphabet, with or without padding and line breaks, or of a data URI.
     Raise `Refused`, with the name of the field, for anything else."""
-    if isinstance(text, str) and text[:5].lower() == "data:":
-        return parse_data_uri(text, name)
-    return _plain_base64(text, name)
+    return parse_data_uri(text, name) if is_data_uri(text) else _plain_base64(text, name)
 
 
 def is_data_uri(text: Any) -> bool:

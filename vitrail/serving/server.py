@@ -274,29 +274,25 @@ def serve(
     Server(service, on_start, watcher=watcher, supervisor=supervisor).run(sockets=[listening])
 
 
-@dataclass(frozen=True)
-class ServeWorker:
-    """The function of one of several processes that serve the same models, for `Supervisor`."""
-
-    job: ServeJob
-    on_note: Callable[[str], None]
-
-    def __call__(self, number: int, listening: socket.socket, told: Connection) -> None:
-        """Serve with a part of the compute threads. The first worker alone reports notes, which are the same for
-        all."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the server has its own rule
-        torch.set_num_threads(max(1, torch.get_num_threads() // self.job.settings.workers))
-        try:
-            serve(
-                self.job,
-                listening,
-                on_start=lambda: told.send(None),
-                on_note=self.on_note if number == 0 else lambda _: None,
-                supervisor=os.getppid(),
-            )
-        except VitrailError as error:
-            told.send(error)
-            raise SystemExit(error.exit_code) from None
+def serve_as_worker(
+    job: ServeJob, on_note: Callable[[str], None], number: int, listening: socket.socket, told: Connection
+) -> None:
+    """Serve in one of several processes that serve the same models, with a part of the compute threads. The first
+    worker alone reports notes, which are the same for all. `functools.partial` of the first two arguments is the
+    function of a `Supervisor`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the server has its own rule
+    torch.set_num_threads(max(1, torch.get_num_threads() // job.settings.workers))
+    try:
+        serve(
+            job,
+            listening,
+            on_start=lambda: told.send(None),
+            on_note=on_note if number == 0 else lambda _: None,
+            supervisor=os.getppid(),
+        )
+    except VitrailError as error:
+        told.send(error)
+        raise SystemExit(error.exit_code) from None
 
 
 def _load(job: ServeJob, files: Mapping[str, ModelFiles], on_note: Callable[[str], None]) -> dict[str, Bundle]:

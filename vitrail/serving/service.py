@@ -89,10 +89,8 @@ class Service:
     async def stop(self) -> None:
         """End the threads, after all requests are answered."""
         self.is_ready = False
-        self._decode.shutdown()
-        self._answer.shutdown()
-        self._draw.shutdown()
-        self._parse.shutdown()
+        for threads in (self._decode, self._answer, self._draw, self._parse):
+            threads.shutdown()
         self._compute.stop()
 
     def drain(self) -> None:

@@ -23,12 +23,10 @@ from typing import Literal, Protocol, runtime_checkable
 MAX_LOG = 700.0
 """Largest logarithm of a ratio that is shown as a number."""
 
-Line = Sequence[tuple[float, float]]
-"""Points of compute and error."""
 
-
-def frontier(points: Line) -> list[tuple[float, float]]:
-    """Return the points with a smaller error than every point of less compute, in the order of compute."""
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points of compute and error that have a smaller error than every point of less compute, in the order
+    of compute."""
     found: list[tuple[float, float]] = []
     for x, error in sorted(points):
         if not found or error < found[-1][1]:

@@ -26,7 +26,7 @@ from vitrail.report.charts import (
     vertical_text,
 )
 from vitrail.report.page import escape, write_page
-from vitrail.studies.claims import Estimate, Finding, PointResult, Results
+from vitrail.studies.claims import Estimate, PointResult, Results
 from vitrail.studies.engine import RECORD, StudyRun
 
 WIDTH, ROW, TOP, BOTTOM = 640.0, 24.0, 12.0, 40.0
@@ -259,31 +259,10 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
             if figure:
                 path = FIGURE if metric == next(iter(study.metrics)) else f"figure-{metric}.svg"
                 (folder / path).write_text(standalone(figure), encoding="utf-8")
-    _write_page(folder / PAGE, run, results, findings, figures, plain)
-    return plain
-
-
-def estimate_text(found: Estimate | None) -> str:
-    """Return a mean in percent with its deviation, or an empty text if no seed has the metric."""
-    if found is None:
-        return ""
-    return f"{100 * found.mean:.2f}" if found.count < 2 else f"{100 * found.mean:.2f} ± {100 * found.deviation:.2f}"
-
-
-def _write_page(
-    path: Path,
-    run: StudyRun,
-    results: Results,
-    findings: Sequence[Finding],
-    figures: Sequence[str],
-    plain: Mapping[str, Any],
-) -> None:
-    study = run.study
     has_stages = any(trial.stage for trial in results.trials)
-    stage = ["stage"] if has_stages else []
     write_page(
         "the results",
-        path,
+        folder / PAGE,
         "studies/study.html",
         title=f"Study: {study.name}",
         style=Markup(STYLE),
@@ -296,7 +275,7 @@ def _write_page(
         figures=figures,
         heads=("", "learning rate", *study.metrics.values(), "GFLOP", "diverged"),
         rows=[_row(point, study.metrics) for point in results.points],
-        trial_heads=("", *stage, "learning rate", "validation accuracy", ""),
+        trial_heads=("", *(["stage"] if has_stages else []), "learning rate", "validation accuracy", ""),
         trials=[
             (
                 trial.tuning,
@@ -308,6 +287,14 @@ def _write_page(
             for trial in results.trials
         ],
     )
+    return plain
+
+
+def estimate_text(found: Estimate | None) -> str:
+    """Return a mean in percent with its deviation, or an empty text if no seed has the metric."""
+    if found is None:
+        return ""
+    return f"{100 * found.mean:.2f}" if found.count < 2 else f"{100 * found.mean:.2f} ± {100 * found.deviation:.2f}"
 
 
 def _row(point: PointResult, metrics: Mapping[str, str]) -> tuple[str, ...]:

@@ -45,6 +45,10 @@ class Settings:
         """Return the value for the scale."""
         return quick if self.scale == "quick" else default
 
+    def part(self, fraction: float) -> int:
+        """Return the number of images that are a fraction of the training images."""
+        return round(fraction * self.images)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:

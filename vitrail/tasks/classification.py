@@ -16,7 +16,7 @@ from vitrail.data.splits import Splits, check_classes
 from vitrail.data.targets import class_indices
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
-from vitrail.evaluation.head import Accuracy
+from vitrail.evaluation.streaming import Accuracy
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 from vitrail.weights.answers import OutputKind

@@ -18,7 +18,7 @@ from vitrail.data.source import Source
 from vitrail.data.splits import Splits, check_numbers
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import Evaluator
-from vitrail.evaluation.head import NumberErrors
+from vitrail.evaluation.streaming import NumberErrors
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 

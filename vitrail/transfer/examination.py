@@ -99,8 +99,10 @@ def examine(
     if "flip" not in explicit:
         adapted_model = adapted(model, image_size=explicit.get("image_size", size))
         outputs = Outputs(adapted_model, batch_size=None, readers=readers, precision=precision)
-        result = mirror_test(outputs.features, division, bundle.preprocess.channels)
-        found = _mirrored(found, result)
+        mirrored = mirror_test(outputs.features, division, bundle.preprocess.channels)
+        if mirrored is not None:
+            reason = mirrored_reason(mirrored, "features")
+            found = replace(found, flip=not mirroring_hurts(mirrored), flip_reason=reason)
     return found
 
 
@@ -132,12 +134,6 @@ def _sized(found: Findings, result: FormsCompared | None, size: tuple[int, int],
     return replace(found, image_size=chosen, size_reason=reason)
 
 
-def _mirrored(found: Findings, result: FormsCompared | None) -> Findings:
-    if result is None:
-        return found
-    return replace(found, flip=not mirroring_hurts(result), flip_reason=mirrored_reason(result, "features"))
-
-
 def mirrored_reason(result: FormsCompared, features: str) -> str:
     """Return the decision about mirroring with its evidence, for a linear model of these features."""
     evidence = _evidence(result, "if they are mirrored")
@@ -157,14 +153,6 @@ EVIDENCE: dict[TargetKind, str] = {
 def _evidence(result: FormsCompared, condition: str) -> str:
     """Return the errors in words. `condition` is the form of the images for which the second error was measured."""
     return f"{EVIDENCE[result.kind].format(**result._asdict())} {condition}"
-
-
-FeaturesOf = Callable[[Source], FeatureSet]
-"""Function that returns the features of every sample that can be decoded."""
-
-
-ErrorsOf = Callable[[FeatureSet], Float64[np.ndarray, " n"]]
-"""Function that returns the error of a fitted model for every image."""
 
 
 class FormsCompared(NamedTuple):
@@ -244,12 +232,13 @@ def _drawn(groups: Int64[np.ndarray, " n"], most: int, seed: int) -> Int64[np.nd
     return np.sort(rows[np.argsort(ranks, kind="stable")[:most]])
 
 
-def mirror_test(features_of: FeaturesOf, division: Division, channels: int) -> FormsCompared | None:
+def mirror_test(features_of: Callable[[Source], FeatureSet], division: Division, channels: int) -> FormsCompared | None:
     """Return the errors of a linear model of features on images, and on the same images mirrored.
 
-    `features_of` returns the features of all samples of a source: those of a model, or `pixel_features`. `channels` is
-    the number of channels to which images are decoded. Return None if too few images can be decoded, or if the linear
-    model is hardly better than a constant prediction on the images themselves. Raise the errors of `features_of`.
+    `features_of` returns the features of all samples of a source that can be decoded: those of a model, or
+    `pixel_features`. `channels` is the number of channels to which images are decoded. Return None if too few images
+    can be decoded, or if the linear model is hardly better than a constant prediction on the images themselves. Raise
+    the errors of `features_of`.
     """
     before, after = features_of(division.tested), features_of(Mirrored(division.tested, channels))
     if len(before) != len(after) or len(before) < MIN_TESTED:
@@ -327,8 +316,8 @@ def compare(
     return FormsCompared(float(before.mean()), float(after.mean()), ratio, len(before), kind)
 
 
-def fit(found: FeatureSet) -> ErrorsOf:
-    """Fit a linear model to features, and return the function that returns its error for other images.
+def fit(found: FeatureSet) -> Callable[[FeatureSet], Float64[np.ndarray, " n"]]:
+    """Fit a linear model to features, and return the function that returns its error for each of other images.
 
     The model has outputs only for the classes of its own images, because the data can have many more.
     """

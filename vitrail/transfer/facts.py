@@ -73,9 +73,6 @@ class Findings:
     size_reason: str = ""
 
 
-NO_FINDINGS = Findings()
-
-
 class Candidate(NamedTuple):
     """Settings that a trial tries."""
 
@@ -228,23 +225,19 @@ def choose_length(choices: Choices, steps: int, batch_size: int) -> int:
 
 
 def choose_accumulation(choices: Choices, network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> None:
-    """Choose the number of parts of a batch so that a training step fits into the memory."""
-    parts = accumulation_parts(network, size, batch, memory)
-    reason = f"each batch in {parts} parts, to fit into {memory / 1e9:.3g} GB of memory" if parts > 1 else ""
-    choices.add(reason, accumulation=parts)
-
-
-def accumulation_parts(network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> int:
-    """Return the number of parts of a batch with which a training step needs at most 0.7 of the memory.
+    """Choose the number of parts of a batch so that a training step needs at most `MEMORY_FRACTION` of the memory.
 
     The estimate is the formula for CPUs. If nothing fits, every part is a single image.
     """
     config = network.with_image_size(size)
-    for parts in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-        needed = training_bytes(config, math.ceil(batch / parts), size, "bf16")
-        if parts >= batch or needed <= MEMORY_FRACTION * memory:
-            return min(parts, batch)
-    return batch
+    fitting = (
+        min(parts, batch)
+        for parts in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        if parts >= batch or training_bytes(config, math.ceil(batch / parts), size, "bf16") <= MEMORY_FRACTION * memory
+    )
+    parts = next(fitting, batch)
+    reason = f"each batch in {parts} parts, to fit into {memory / 1e9:.3g} GB of memory" if parts > 1 else ""
+    choices.add(reason, accumulation=parts)
 
 
 def exact_size(network: AnyConfig, longest: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from vitrail.data.source import Source, truth_of
 from vitrail.data.sources import OpenedData
@@ -33,6 +33,7 @@ from vitrail.transfer.dense_rules import NOUNS, TASKS_OF_TARGETS, TIMES_OF_USUAL
 from vitrail.transfer.examination import examine
 from vitrail.transfer.facts import (
     NO_SETTINGS,
+    Choices,
     DataFacts,
     Explicit,
     FinetunePlan,
@@ -220,11 +221,11 @@ def _with_rates(chosen: FinetunePlan, rates: tuple[float, ...], facts: DataFacts
         return chosen
     shown = ", ".join(f"{rate:g}" for rate in rates)
     reason = f"the best learning rate of {shown} on held-out images; the model then learns from all training images"
-    settings: dict[str, Any] = {"evaluations": 10, "keep": "last"}
+    choices = Choices(explicit)
+    choices.add(evaluations=10, keep="last")
     if not facts.has_test:
-        settings["validation"] = "train"
-    settings = {name: value for name, value in settings.items() if name not in explicit}
-    return FinetunePlan(chosen.config.override(**settings), (*chosen.reasons, reason), rates)
+        choices.add(validation="train")
+    return FinetunePlan(chosen.config.override(**choices.settings), (*chosen.reasons, reason), rates)
 
 
 def starting_from_words(bundle: Bundle, data: OpenedData) -> Bundle:

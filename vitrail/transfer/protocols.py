@@ -73,11 +73,6 @@ CROP_AREA = (0.05, 1.0)
 """Range of the area of random crops, as a fraction of the image, as in the original code."""
 
 
-def row_for(images: int) -> Row:
-    """Return the row of Table 4 for this many training images."""
-    return next(row for row in TABLE_4.values() if images < row.max_images)
-
-
 def plan_by_paper(
     base: TrainConfig,
     network: AnyConfig,
@@ -101,7 +96,8 @@ def plan_by_paper(
     check_images(base.data.spec, facts)
     if rates is None:
         check_rate(base.override(**explicit).optimizer, explicit, "sgd")
-    found, choices = row_for(facts.images) if row is None else TABLE_4[row], Choices(explicit)
+    usual = next(name for name, one in TABLE_4.items() if facts.images < one.max_images)
+    found, choices = TABLE_4[row or usual], Choices(explicit)
     why = f"the data has {facts.images:,} training images" if row is None else "as chosen"
     choices.reasons.append(f"the paper's settings for {found.data}: {why}")
     size = explicit.get("image_size", exact_size(network, LONGEST_SIDE))
@@ -221,11 +217,6 @@ box that is cut out of the scaled image. They are those of the original code. Th
 and 448 and 384 for large images with its other networks."""
 
 
-def schedule_for(images: int) -> StepSchedule:
-    """Return the row for this many training images."""
-    return next(row for row in SCHEDULES if images < row.max_images)
-
-
 def plan_by_hyperrule(
     base: TrainConfig,
     network: AnyConfig,
@@ -248,7 +239,7 @@ def plan_by_hyperrule(
         )
     check_images(base.data.spec, facts)
     check_rate(base.override(**explicit).optimizer, explicit, "sgd")
-    row, choices = schedule_for(facts.images), Choices(explicit)
+    row, choices = next(one for one in SCHEDULES if facts.images < one.max_images), Choices(explicit)
     choices.reasons.append(f"BiT-HyperRule for {facts.images:,} training images")
     size = _choose_images(choices, facts)
     batch = choose_length(choices, row.steps, HYPERRULE_BATCH_SIZE)

@@ -26,7 +26,6 @@ from vitrail.evaluation.metrics.report import (
     ClassRow,
     LargeError,
     Mistake,
-    OutputRow,
     RegressionReport,
     absent_note,
     interval_text,
@@ -86,7 +85,7 @@ def write_report(
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     events = read_journal(folder / "journal.jsonl")
     metric = config.task.selection(Splits(source, None, None))
-    main, interval = _headline(report)
+    main, interval = headline(report)
     results = _results(report, source, bundle)
     path = folder / "report.html"
     write_page(
@@ -117,49 +116,62 @@ def write_report(
 
 def summary_rows(report: AnyReport) -> list[tuple[str, str, str]]:
     """Return table rows with the names, values and intervals of the metrics over all images."""
-    if isinstance(report, PlacedReport):
-        return [_row(name, metric, ".2%") for name, metric in report.metrics.items()]
-    return number_rows(report) if isinstance(report, RegressionReport) else class_rows(report)
+    match report:
+        case ClassificationReport():
+            return [(one.name, one.value, one.interval or UNDEFINED) for one in named_metrics(report)]
+        case RegressionReport():
+            return number_rows(report)
+        case PlacedReport():
+            return [_row(name, metric, ".2%") for name, metric in report.metrics.items()]
 
 
-def _headline(report: AnyReport) -> tuple[str, str]:
+def headline(report: AnyReport) -> tuple[str, str]:
     """Return the text of the main metric and of its interval."""
-    if isinstance(report, PlacedReport):
-        name, metric = next(iter(report.metrics.items()))
-        return f"{name} {metric.value:.2%}", interval_text(metric, ".1%")
-    return number_headline(report) if isinstance(report, RegressionReport) else headline(report)
+    match report:
+        case ClassificationReport(has_several_labels=True):
+            metric = report.metrics["exact_match"]
+            return f"{metric.value:.2%} all labels right", interval_text(metric, ".1%")
+        case ClassificationReport():
+            metric = report.metrics["accuracy"]
+            return f"{metric.value:.2%} accuracy", interval_text(metric, ".1%")
+        case RegressionReport():
+            metric = report.metrics["r2"]
+            name = "R²" if len(report.names) == 1 else "mean R²"
+            return f"{name} {metric.value:.3f}", interval_text(metric, ".3f")
+        case PlacedReport():
+            name, metric = next(iter(report.metrics.items()))
+            return f"{name} {metric.value:.2%}", interval_text(metric, ".1%")
 
 
 def untrained_note(config: TrainConfig, bundle: Bundle) -> str:
     """Return a note if the model of a run is the one at the start of training, and an empty text otherwise."""
     if bundle.provenance.get("step") != 0:
         return ""
-    if config.start.linear_head:
-        start = "is the linear model of the frozen features with which training began"
-    else:
-        start = "has the initial weights"
+    linear = "is the linear model of the frozen features with which training began"
+    start = linear if config.start.linear_head else "has the initial weights"
     return f"training did not improve the initial model, so the saved model {start}"
 
 
 def _results(report: AnyReport, source: Source, bundle: Bundle) -> dict[str, Section]:
     """Return the sections with detailed metrics and the largest errors, in their order on the page."""
     found: dict[str, Section | None]
-    if isinstance(report, RegressionReport):
-        found = {"scatters": scatters(report), "residuals": residuals(report), "errors": errors(report, source)}
-    elif isinstance(report, PlacedReport):
-        found = {
-            "classes": placed_classes(report),
-            "places": places(report),
-            "sizes": sizes(report),
-            "errors": worst_images(report, source, bundle),
-        }
-    else:
-        found = {
-            "confusion": confusion(report),
-            "classes": classes(report),
-            "calibration": calibration(report),
-            "errors": mistakes(report, source),
-        }
+    match report:
+        case ClassificationReport():
+            found = {
+                "confusion": confusion(report),
+                "classes": classes(report),
+                "calibration": calibration(report),
+                "errors": mistakes(report, source),
+            }
+        case RegressionReport():
+            found = {"scatters": scatters(report), "residuals": residuals(report), "errors": errors(report, source)}
+        case PlacedReport():
+            found = {
+                "classes": placed_classes(report),
+                "places": places(report),
+                "sizes": sizes(report),
+                "errors": worst_images(report, source, bundle),
+            }
     return {name: section for name, section in found.items() if section is not None}
 
 
@@ -174,10 +186,8 @@ def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[Hel
 
 def _images(report: AnyReport, split: str) -> str:
     """Return the number of images and outputs as the end of a sentence."""
-    if isinstance(report, RegressionReport):
-        outputs = plural(len(report.names), "number")
-    else:
-        outputs = plural(len(report.names) if isinstance(report, PlacedReport) else report.num_classes, "class")
+    count = report.num_classes if isinstance(report, ClassificationReport) else len(report.names)
+    outputs = plural(count, "number" if isinstance(report, RegressionReport) else "class")
     skipped = f"; {plural(len(report.skipped), 'image')} could not be decoded" if report.skipped else ""
     return f"on {plural(report.images, f'{split} image')} of {outputs}{skipped}"
 
@@ -322,13 +332,6 @@ MAX_PLOTS = 12
 """Maximum number of outputs that get a scatter plot."""
 
 
-def number_headline(report: RegressionReport) -> tuple[str, str]:
-    """Return the text of the main metric and of its interval."""
-    r2 = report.metrics["r2"]
-    name = "R²" if len(report.names) == 1 else "mean R²"
-    return f"{name} {r2.value:.3f}", interval_text(r2, ".3f")
-
-
 def number_rows(report: RegressionReport) -> list[tuple[str, str, str]]:
     """Return table rows with the name, value and interval of each metric of each number.
 
@@ -353,13 +356,14 @@ def number_rows(report: RegressionReport) -> list[tuple[str, str, str]]:
 
 def scatters(report: RegressionReport) -> Section:
     """Return a scatter plot of predicted over true values for each number, at most 12."""
-    known = [output for output in report.per_output if output.metrics is not None]
+    known = [(output, output.metrics) for output in report.per_output if output.metrics is not None]
     charts = []
-    for output in known[:MAX_PLOTS]:
+    for output, metrics in known[:MAX_PLOTS]:
         shown, images = len(output.points), output.images
         caption = output.name if shown == images else f"{output.name}, {shown:,} of {images:,} images"
         titles = [f"true {true:.4g}, predicted {predicted:.4g}" for true, predicted in output.points]
-        label = f"Predicted over true values of {output.name}. {_description(output)}"
+        r2, error = metrics["r2"].value, metrics["mean_absolute_error"].value
+        label = f"Predicted over true values of {output.name}. R² {r2:.3f}, mean absolute error {error:.4g}."
         charts.append(Chart(caption, scatter_plot(output.points, titles, label=label)))
     return {"charts": charts, "hidden": len(known[MAX_PLOTS:])}
 
@@ -393,25 +397,17 @@ def errors(report: RegressionReport, source: Source) -> Section:
 
 
 def _error(error: LargeError) -> list[str]:
-    lines = [
+    off = [] if error.deviations is None else [f"{error.deviations:.1f} standard deviations off"]
+    return [
         f"true {shorten(error.name, MAX_NAME)}: {error.true:.4g}",
         f"predicted: {error.predicted:.4g}",
+        *off,
         shorten(error.key, MAX_NAME),
     ]
-    if error.deviations is not None:
-        lines.insert(2, f"{error.deviations:.1f} standard deviations off")
-    return lines
 
 
 def _row(name: str, metric: Metric, form: str) -> tuple[str, str, str]:
     return name, f"{metric.value:{form}}", interval_text(metric, form) or UNDEFINED
-
-
-def _description(output: OutputRow) -> str:
-    """Return a sentence that describes a scatter plot to screen readers."""
-    assert output.metrics is not None, "only outputs with known numbers are drawn"
-    r2, error = output.metrics["r2"].value, output.metrics["mean_absolute_error"].value
-    return f"R² {r2:.3f}, mean absolute error {error:.4g}."
 
 
 # Sections of the report for boxes and masks: classes, confusion, sizes and the worst images.
@@ -479,18 +475,6 @@ MAX_MISTAKES = 20
 
 UNDEFINED = "-"
 """Text for a metric that was not computed or whose denominator is 0."""
-
-
-def headline(report: ClassificationReport) -> tuple[str, str]:
-    """Return the text of the main metric and of its interval."""
-    key, name = ("exact_match", "all labels right") if report.has_several_labels else ("accuracy", "accuracy")
-    metric = report.metrics[key]
-    return f"{metric.value:.2%} {name}", interval_text(metric, ".1%")
-
-
-def class_rows(report: ClassificationReport) -> list[tuple[str, str, str]]:
-    """Return table rows with the names, values and intervals of the metrics over all images."""
-    return [(one.name, one.value, one.interval or UNDEFINED) for one in named_metrics(report)]
 
 
 def picture_of(index: int, source: Source) -> Image.Image | None:

@@ -22,7 +22,6 @@ from vitrail.training.optimizer import OptimizerConfig
 from vitrail.transfer.facts import (
     FEW,
     MANY,
-    NO_FINDINGS,
     NO_SETTINGS,
     SMALL_SIDE,
     Candidate,
@@ -95,7 +94,7 @@ def plan_by_rule(
     device: torch.device,
     memory: int,
     explicit: Explicit = NO_SETTINGS,
-    findings: Findings = NO_FINDINGS,
+    findings: Findings,
     seconds: float | None = None,
 ) -> FinetunePlan:
     """Return the settings for fine-tuning a network with this config and preprocessing on data with these properties.
@@ -126,20 +125,17 @@ def plan_by_rule(
         evaluations=10 if facts.has_validation else 0,
         checkpoints=5,
     )
-    choices.add(_linear_start(facts), linear_head=True)
+    kept = ", which is kept unless training improves it" if facts.has_validation else ""
+    choices.add(f"the head starts as a linear model of the model's features{kept}", linear_head=True)
     start = replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment())
     chosen = choices.plan(start)
-    if _has_fixed_features(chosen.config) and not {"steps", "epochs", "linear_head"} & explicit.keys():
+    has_fixed_features = chosen.config.start.train_blocks == 0 and not chosen.config.augment.is_random
+    if has_fixed_features and not {"steps", "epochs", "linear_head"} & explicit.keys():
         choices.add("one step: without random augmentation, the linear model is the best head already", steps=1)
         chosen = choices.plan(start)
     return (
         chosen if seconds is None else replace(chosen, search=_search(chosen.config, network, facts, explicit, seconds))
     )
-
-
-def _has_fixed_features(config: TrainConfig) -> bool:
-    """Return True if only the head is trained, on features that are the same in every epoch."""
-    return config.start.train_blocks == 0 and not config.augment.is_random
 
 
 def image_size_for(network: AnyConfig, facts: DataFacts, *, gpu: bool) -> tuple[tuple[int, int], str]:
@@ -206,11 +202,6 @@ def enough_validation(data: Splits, splits: Splits, share: float) -> float | Non
     most = max(ENOUGH_VALIDATION, round(share * len(splits.train)))
     held_out = len(splits.validation)
     return float(f"{share * most / held_out:.2g}") if held_out > 1.5 * most else None
-
-
-def _linear_start(facts: DataFacts) -> str:
-    start = "the head starts as a linear model of the model's features"
-    return f"{start}, which is kept unless training improves it" if facts.has_validation else start
 
 
 def _search(config: TrainConfig, network: AnyConfig, facts: DataFacts, explicit: Explicit, seconds: float) -> Search:

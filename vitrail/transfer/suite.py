@@ -207,7 +207,7 @@ def read_suite(name: str | Path) -> Suite:
     names = [task.name for task in suite.tasks]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{path}: two tasks have the name {repeated[0]!r}; give each task its own name")
-    return replace(suite, tasks=tuple(_resolved(task, path.parent) for task in suite.tasks))
+    return suite
 
 
 def run_suite(
@@ -290,7 +290,8 @@ def open_task(task: SuiteTask, folder: Path | None, note: Callable[[str], None])
 
 
 def _tasks(path: Path, suite: Suite, tables: Any) -> Iterator[SuiteTask]:
-    """Yield the tasks of a file. Raise `ConfigError` with the name of the first invalid task."""
+    """Yield the tasks of a file. Their data can be in the folder of the file. Raise `ConfigError` with the name of the
+    first invalid task."""
     if not tables or not isinstance(tables, list):
         raise ConfigError(f"{path}: the suite has no tasks; add tables [[tasks]] with a name, a group and data")
     for number, table in enumerate(tables, start=1):
@@ -305,13 +306,8 @@ def _tasks(path: Path, suite: Suite, tables: Any) -> Iterator[SuiteTask]:
                 )
         except ConfigError as error:
             raise ConfigError(f"{path}: task {name}: {error}") from None
-        yield task
-
-
-def _resolved(task: SuiteTask, folder: Path) -> SuiteTask:
-    """Return the task with the path of its data, if the data exists in the folder of the suite's file."""
-    path = folder / task.data
-    return replace(task, data=str(path)) if task.data and path.exists() else task
+        beside = path.parent / task.data
+        yield replace(task, data=str(beside)) if task.data and beside.exists() else task
 
 
 # Fine-tuning of a model on every task of a suite, such as VTAB-1k (1910.04867).

@@ -127,9 +127,8 @@ def search_settings(
     trials = _Trials(config, data, initial, trials_folder(folder), on_trial)
     trials.measure_start(on_progress)
     placed = on_device(adapted(initial, image_size=config.images.image_size), device)
-    forward = in_float32 = forward_seconds(placed, "float32")
-    if config.run.precision != "float32":
-        forward = forward_seconds(placed, "bf16")
+    in_float32 = forward_seconds(placed, "float32")
+    forward = in_float32 if config.run.precision == "float32" else forward_seconds(placed, "bf16")
     budget = _Budget(
         search,
         started,
@@ -187,9 +186,18 @@ class _Budget:
         of steps of the final run, and `images` the number of images that measure a trial."""
         if most < 2 * MIN_TRIAL_STEPS:  # trials would cost more than the run itself
             return 1, 0
-        affordable, cost = self.left * TRIAL_FRACTION / self.step, images * self.evaluation / self.step
-        count, steps = _trial_lengths(len(self.search.candidates), affordable, cost)
-        return count, min(steps, max(MIN_TRIAL_STEPS, most // 4))
+        # the steps that all trials together may take, and the cost of a trial's evaluation in steps
+        affordable, evaluation = self.left * TRIAL_FRACTION / self.step, images * self.evaluation / self.step
+        candidates = len(self.search.candidates)
+        for count in range(candidates, max(2, min(candidates, MIN_CANDIDATES)) - 1, -1):
+            left, factor, weight, runs = count, 1, 0, 0
+            while left > 1:
+                weight, runs = weight + left * factor, runs + left
+                left, factor = left // 2, factor * 2
+            steps = int((affordable - runs * evaluation) / weight)
+            if steps >= MIN_TRIAL_STEPS:
+                return count, min(steps, max(MIN_TRIAL_STEPS, most // 4))
+        return 1, 0
 
     def final_steps(self, most: int, held_out: int) -> int:
         """Return the number of steps of the final run, at most `most`."""
@@ -238,25 +246,6 @@ def _median_rate(place: Path) -> float | None:
     """Return the median of the images per second in the journal of a run, without the first, which has the start-up."""
     rates = [event["images_per_second"] for event in read_journal(place / "journal.jsonl") if event["event"] == "step"]
     return float(np.median(rates[1:])) if len(rates) > 1 else None
-
-
-def _trial_lengths(candidates: int, affordable: float, evaluation: float) -> tuple[int, int]:
-    """Return the number of candidates to try, and the number of steps of the shortest trials.
-
-    `affordable` is the number of steps that all trials together may take, and `evaluation` the cost of a trial's
-    evaluation in steps.
-    """
-    for count in range(candidates, min(candidates, MIN_CANDIDATES) - 1, -1):
-        if count < 2:
-            break
-        left, factor, weight, runs = count, 1, 0, 0
-        while left > 1:
-            weight, runs = weight + left * factor, runs + left
-            left, factor = left // 2, factor * 2
-        steps = int((affordable - runs * evaluation) / weight)
-        if steps >= MIN_TRIAL_STEPS:
-            return count, steps
-    return 1, 0
 
 
 def _with_fewer(spec: str, splits: Splits) -> OpenedData:
@@ -368,7 +357,6 @@ class _Trials:
         self.on_trial(f"{trial.name}{steps}: {split}{trial.text(self.metric)}")
         if trial.steps:
             with saving("the trials", self.place):
-                self.place.mkdir(parents=True, exist_ok=True)
                 write_json(
                     self.place / RESULTS,
                     {

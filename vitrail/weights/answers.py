@@ -98,8 +98,10 @@ class Detections:
 
     @property
     def text(self) -> str:
-        """The numbers of objects of each class, such as "dog: 1, cat: 3"."""
-        return counted_objects(self.names, self.labels)
+        """The numbers of objects of each class, such as "dog: 1, cat: 3", or "nothing"."""
+        counts = np.bincount(self.labels, minlength=len(self.names)).tolist()
+        found = [f"{name}: {count}" for name, count in zip(self.names, counts, strict=True) if count]
+        return ", ".join(found) or "nothing"
 
     def coco(self, ids: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Return the objects in the form of COCO's results. `ids` are the numbers of the classes (`Bundle.class_ids`).
@@ -157,12 +159,6 @@ class MaskPrediction:
 
 LARGEST_PARTS = 4
 """Number of classes that a short text about a mask names."""
-
-
-def counted_objects(names: Sequence[str], labels: Int64[np.ndarray, " n"]) -> str:
-    """Return the number of objects of each class, such as "dog: 1, cat: 3", or "nothing"."""
-    counts = np.bincount(labels, minlength=len(names)).tolist()
-    return ", ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True) if count) or "nothing"
 
 
 AnyPrediction = Prediction | NumberPrediction | Detections | MaskPrediction

@@ -158,11 +158,12 @@ class Bundle:
         none."""
         return self.metrics.get("validation_score_threshold")
 
-    def shown(self, found: AnyPrediction) -> AnyPrediction:
-        """Return a prediction without the objects whose score is below the threshold."""
+    def shown(self, found: AnyPrediction, threshold: float | None = None) -> AnyPrediction:
+        """Return a prediction without the objects whose score is below a threshold, by default that of the model."""
         if not isinstance(found, Detections):
             return found
-        return found.above(USUAL_THRESHOLD if self.score_threshold is None else self.score_threshold)
+        usual = USUAL_THRESHOLD if self.score_threshold is None else self.score_threshold
+        return found.above(usual if threshold is None else threshold)
 
     @overload
     def predict(
@@ -303,9 +304,8 @@ class Bundle:
             return [NumberPrediction(self.classes, tuple(row)) for row in outputs.tolist()]
         if self.output in DENSE:
             config: Any = self.network.config
-            if self.output == "boxes":
-                return found_objects(config.dense_head, outputs, self.classes, placements, config.grid)
-            return class_masks(config.dense_head, outputs, self.classes, placements, config.grid)
+            read = found_objects if self.output == "boxes" else class_masks
+            return read(config.dense_head, outputs, self.classes, placements, config.grid)
         return rank(self.probabilities(outputs), self.classes, count)
 
     def save(self, path: str | Path, *, overwrite: bool = False, stored: StoredFormat = "float32") -> Path:

@@ -6,7 +6,6 @@ changed after it was written. While the hash is computed, its place in the file 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import io
@@ -15,6 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -34,7 +34,7 @@ from vitrail.registry import optional_module
 from vitrail.settings import to_plain
 from vitrail.weights.answers import DENSE, OutputKind
 from vitrail.weights.bundle import Bundle, read_described, weights_sha256
-from vitrail.weights.words import read_contents, stored_words
+from vitrail.weights.words import read_contents, words_of
 
 # --- the hash
 
@@ -83,16 +83,11 @@ FORMAT = 2
 
 FIELDS = (
     "format", "architecture", "config", "contents", "output", "classes", "preprocess", "weights_sha256", "precision",
-    "resizes", "any_size",
+    "resizes", "any_size", "words", "rows", "class_ids", "score_threshold",
 )  # fmt: skip
-"""Fields of the description, in their order."""
-
-DENSE_FIELDS = ("rows", "class_ids", "score_threshold")
-"""Further fields of a file of boxes or masks: what a row of the output has, `Bundle.class_ids`, and
-`Bundle.score_threshold`."""
-
-TEXT_FIELDS = ("words",)
-"""Further field of a file of a text tower: that of a saved model, with the hash of the tokenizer's file."""
+"""Fields of the description, in their order. The file of a text tower has `words`, which is that of a saved model with
+the hash of the tokenizer's file. A file of boxes or masks has the last three: what a row of the output has,
+`Bundle.class_ids`, and `Bundle.score_threshold`."""
 
 Contents = Literal["logits", "embedding", "tokens", "text_embedding"]
 """Result of an exported network. "logits" is the head's output, with probabilities beside it for classes of images.
@@ -156,18 +151,15 @@ def text_of(bundle: Bundle, interface: Interface) -> str:
     if interface.contents != "logits":
         values |= {"config": to_plain(bundle.network.config.with_head(0)), "classes": []}
     values |= {"format": 1, "weights_sha256": weights_sha256(bundle.network)}
-    names: tuple[str, ...] = FIELDS
     if interface.reads_texts:
         words = bundle.reader_of_texts()
         name, content = FILES[words.tokenizer.kind], words.tokenizer.content
         values |= {"format": FORMAT, "words": words.described({name: content})}
-        names = (*FIELDS, *TEXT_FIELDS)
     if output_names(interface.contents, bundle.output) == ("rows",):
         config: Any = bundle.network.config
         values["rows"] = inspect.getdoc(config.dense_head)
         values |= {"class_ids": list(bundle.class_ids), "score_threshold": bundle.score_threshold}
-        names = (*FIELDS, *DENSE_FIELDS)
-    return json.dumps({name: values[name] for name in names}, ensure_ascii=False)
+    return json.dumps({name: values[name] for name in FIELDS if name in values}, ensure_ascii=False)
 
 
 # --- the network
@@ -322,7 +314,7 @@ def open_onnx(path: Path) -> Loaded:
     return text, seal, lambda inputs: dict(zip(names, session.run(names, {input_name: inputs}), strict=True))
 
 
-@functools.cache
+@cache
 def openvino_core() -> Any:
     """Return the one `openvino.Core` of this process. Raise `ConfigError` if OpenVINO is not installed.
 
@@ -390,8 +382,7 @@ def open_pt2(path: Path) -> Loaded:
     text, seal = _described(path, texts)
     if digest(parts) != seal:
         raise altered(str(path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own deprecated calls
         module = torch.export.load(path).module()
     names = texts.get(OUTPUTS, "").split()
 
@@ -457,9 +448,8 @@ def load_exported(path: Path) -> Bundle:
             others["metrics"] = {"validation_score_threshold": float(values["score_threshold"])}
         if interface.reads_texts:
             contents = read_contents(values["words"], path, lambda name: tokenizer_file(path, name))
-            stored = stored_words(values["words"], path, contents)
-            tower: Any = ExportedTower(stored.config, run)
-            others["words"] = stored.with_tower(tower)
+            make_tower: Any = partial(ExportedTower, run=run)
+            others["words"] = words_of(values["words"], path, contents, make_tower)
             seal = values["weights_sha256"]  # features of the image tower are compared with its texts
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, BundleError):

@@ -12,14 +12,22 @@ import torch
 from vitrail.errors import BundleError, ConfigError, nearest
 from vitrail.files import check_new_file, check_new_folder
 from vitrail.machine import pick_device
-from vitrail.models.variants import AnyConfig
 from vitrail.registry import Registry
 from vitrail.weights.adapt import adapted
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.exported import exported_file, load_exported
-from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, StoresTexts, assemble
-from vitrail.weights.locate import SHIPPED, download, looks_like_hub_name, shipped_folder
+from vitrail.weights.layouts.layout import (
+    PRODUCER,
+    Checkpoint,
+    Description,
+    Hints,
+    Layout,
+    StoresTexts,
+    assemble,
+    check_heads,
+)
+from vitrail.weights.locate import PREFERRED, SHIPPED, download, looks_like_hub_name, shipped_folder
 from vitrail.weights.saved import check_model_folder, is_bundle, read_object
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 from vitrail.weights.words import Words
@@ -97,9 +105,9 @@ def load(
                 f"tokenizer={str(tokenizer)!r} does not fit {source}: a model that Vitrail saved has its own tokenizer"
             )
         bundle = load_bundle(source, device="cpu")
-        _check_heads(source, bundle.network.config, hints)
+        check_heads(hints, bundle.network.config, source)
     else:
-        bundle = _read(source, _layout(layout), hints, None if tokenizer is None else Path(tokenizer).expanduser())
+        bundle = _read(source, layout, hints, None if tokenizer is None else Path(tokenizer).expanduser())
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
     preprocess = replace(bundle.preprocess, **colours)
     if preprocess != bundle.preprocess:
@@ -164,18 +172,15 @@ def _is_ours(folder: Path) -> bool:
     return any(_json(folder / name).get("producer") == PRODUCER for name in ("config.json", "open_clip_config.json"))
 
 
-def _layout(name: str | None) -> Layout | None:
+def _read(path: Path, name: str | None, hints: Hints, tokenizer: Path | None) -> Bundle:
+    """Return the model in a file or folder of another library, whose layout has this name."""
     if name is not None and name not in LAYOUTS:
         raise BundleError(f"layout={name!r} does not exist; {nearest(name, LAYOUTS)}")
-    return None if name is None else LAYOUTS[name]
-
-
-def _read(path: Path, layout: Layout | None, hints: Hints, tokenizer: Path | None) -> Bundle:
     if tokenizer is not None and not tokenizer.exists():
         raise BundleError(f"tokenizer={str(tokenizer)!r} does not exist: there is no such file or folder")
     checkpoint = replace(open_checkpoint(path), tokenizer=tokenizer)
-    if layout is None:
-        layout = next((item for item in LAYOUTS.values() if item.recognises(checkpoint)), None)
+    known = (layout for layout in LAYOUTS.values() if layout.recognises(checkpoint))
+    layout = next(known, None) if name is None else LAYOUTS[name]
     if layout is None and "patches.projection.weight" in checkpoint.tensors:
         raise BundleError(
             f"{checkpoint.tensors.path} holds the weights of a Vitrail network without its config: patch size, heads, "
@@ -194,7 +199,7 @@ def _read(path: Path, layout: Layout | None, hints: Hints, tokenizer: Path | Non
         network, words = network.image, Words.of(network, description.tokenizer)
     elif tokenizer is not None:
         raise BundleError(f"tokenizer={str(tokenizer)!r}: {checkpoint.tensors.path} has no text tower; leave it out")
-    _check_heads(checkpoint.tensors.path, network.config, hints)
+    check_heads(hints, network.config, checkpoint.tensors.path)
     notes = (*checkpoint.tensors.notes, *description.notes)
     classes = description.classes
     if classes is None:
@@ -234,12 +239,6 @@ def _described(checkpoint: Checkpoint, layout: Layout, hints: Hints) -> Descript
         raise BundleError(f"{path} does not have the shapes of a {layout.name} model: {error}") from None
 
 
-def _check_heads(path: Path, config: AnyConfig, hints: Hints) -> None:
-    found = config.heads if config.architecture == "ViT" else None
-    if hints.heads not in (None, found):
-        raise BundleError(f"heads={hints.heads} does not agree with {path}, which has {found or 'no attention'}")
-
-
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a file of weights, or a folder with `config.json` and a file of weights. Raise `BundleError`."""
     if not path.exists():
@@ -257,12 +256,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _weights_file(folder: Path) -> Path:
-    for name in (
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    ):
+    for name in PREFERRED:
         if (folder / name).is_file():
             return folder / name
     found = sorted(file for file in folder.iterdir() if file.name.endswith(SUFFIXES))

@@ -51,7 +51,10 @@ def download(name: str) -> Path:
     Raise `BundleError` if the repository or revision does not exist, access is refused, there are no weights, or the
     hub cannot be reached and the cache is incomplete. Raise `SaveError` if the cache cannot be written.
     """
-    model = _parsed(name)
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    model = parse("model", name, name.removeprefix(prefix))
+    if model is None:
+        raise BundleError(f"model {name!r} is not a name on the hub, which has the form org/name or org/name@revision")
     found = listing(model)
     if isinstance(found, str):
         return _cached(model, found)
@@ -67,14 +70,6 @@ def download(name: str) -> Path:
         get(shard)
     keep_branch(model, commit, (*descriptions, weights)[0])
     return path.parent
-
-
-def _parsed(name: str) -> Repository:
-    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-    model = parse("model", name, name.removeprefix(prefix))
-    if model is None:
-        raise BundleError(f"model {name!r} is not a name on the hub, which has the form org/name or org/name@revision")
-    return model
 
 
 def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:

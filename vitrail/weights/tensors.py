@@ -110,7 +110,7 @@ def _opened(path: Path) -> TensorFile:
         raise
     except Exception as error:  # parsers can raise any exception for bytes of another format
         raise BundleError(
-            f"{path} is damaged, cut short or of another format than its suffix: {_line(error)}"
+            f"{path} is damaged, cut short or of another format than its suffix: {first_line(error)}"
         ) from None
     if not file.shapes:
         raise BundleError(f"{path} holds no tensors")
@@ -321,5 +321,6 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if there is none."""
     return next(iter(str(error).splitlines()), type(error).__name__)

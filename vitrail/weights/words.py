@@ -129,25 +129,17 @@ class Words:
         }
 
 
-class StoredWords(NamedTuple):
-    """The text tower of a file without its weights."""
-
-    config: TextConfig
-    tokenizer: TextTokenizer
-    scale: float
-    bias: float | None
-
-    def with_tower(self, tower: LoadedTower) -> Words:
-        return Words(tower, self.tokenizer, self.scale, self.bias)
-
-
 def read_words(folder: Path, values: Mapping[str, Any]) -> Words:
     """Return the text tower and the tokenizer in a model's folder. `values` is the field "words" of its description.
 
     Raise `BundleError` for a file that is missing or altered, and for values that this version does not know.
     """
     contents = read_contents(values, folder, lambda name: folder / name)
-    stored = stored_words(values, folder, contents)
+    return words_of(values, folder, contents, lambda config: _read_tower(config, folder, contents))
+
+
+def _read_tower(config: TextConfig, folder: Path, contents: Mapping[str, bytes]) -> TextTower:
+    """Return a text tower with the weights among the contents of a model's files."""
     if TEXT_WEIGHTS not in contents:
         raise BundleError(f"{folder} is incomplete: {TEXT_WEIGHTS} is missing")
     try:
@@ -155,12 +147,12 @@ def read_words(folder: Path, values: Mapping[str, Any]) -> Words:
     except SafetensorError as error:
         raise BundleError(f"{folder}: the text tower cannot be read: {error}") from error
     with torch.device("meta"):  # no random weights are drawn, because the file has the weights
-        tower = TextTower(stored.config)
+        tower = TextTower(config)
     try:
         tower.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     except RuntimeError as error:
         raise BundleError(f"{folder / TEXT_WEIGHTS} does not fit its config: {error}") from None
-    return stored.with_tower(tower.eval())
+    return tower.eval()
 
 
 def read_contents(values: Mapping[str, Any], model: Path, place: Callable[[str], Path]) -> dict[str, bytes]:
@@ -176,8 +168,14 @@ def read_contents(values: Mapping[str, Any], model: Path, place: Callable[[str],
     return contents
 
 
-def stored_words(values: Mapping[str, Any], model: Path, contents: Mapping[str, bytes]) -> StoredWords:
-    """Return what `Words.described` described. Raise `BundleError` for values that this version does not know."""
+def words_of(
+    values: Mapping[str, Any],
+    model: Path,
+    contents: Mapping[str, bytes],
+    make_tower: Callable[[TextConfig], LoadedTower],
+) -> Words:
+    """Return what `Words.described` described, with the tower that `make_tower` makes from its config. Raise
+    `BundleError` for values that this version does not know."""
     described = _part(values, "tokenizer", dict, model)
     names = {item.name for item in fields(TextTokenizer)} - {"content"}
     if described.keys() - names or described.get("kind") not in FILES or not {"context", "end_token"} <= set(described):
@@ -192,7 +190,7 @@ def stored_words(values: Mapping[str, Any], model: Path, contents: Mapping[str, 
     scale, bias = _part(values, "scale", (int, float), model), values.get("bias")
     if not math.isfinite(scale) or not isinstance(bias, int | float | None):
         raise BundleError(f"{model}: words.scale={scale!r} and words.bias={bias!r} must be numbers")
-    return StoredWords(config, tokenizer, float(scale), bias if bias is None else float(bias))
+    return Words(make_tower(config), tokenizer, float(scale), bias if bias is None else float(bias))
 
 
 def _part(values: Mapping[str, Any], name: str, kind: type | tuple[type, ...], model: Path) -> Any:

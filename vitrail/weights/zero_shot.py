@@ -8,34 +8,24 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
 
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
 from vitrail.models.network import with_weights
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.words import TextEmbeddings
 
 PLACE = "{}"
 """Place of the name of a class in a template."""
 
 USUAL_TEMPLATES = ("a photo of a {}.",)
 """Templates that are used unless others are chosen."""
-
-
-@dataclass(frozen=True)
-class ClassTexts:
-    """The embeddings of classes, and notes on texts that were cut."""
-
-    vectors: Float[Tensor, "classes embed_width"]
-    """Mean of the embeddings of all templates of a class, scaled to length 1."""
-    notes: tuple[str, ...]
 
 
 def zero_shot(
@@ -76,8 +66,9 @@ def zero_shot(
     )  # fmt: skip
 
 
-def embed_classes(bundle: Bundle, names: Sequence[str], templates: Sequence[str]) -> ClassTexts:
-    """Return the embeddings of classes, averaged over all templates. Raise the errors of `zero_shot`."""
+def embed_classes(bundle: Bundle, names: Sequence[str], templates: Sequence[str]) -> TextEmbeddings:
+    """Return an embedding for each class: the mean of the embeddings of all templates, scaled to length 1. Raise the
+    errors of `zero_shot`."""
     words = bundle.reader_of_texts()
     if not names or any(not name.strip() for name in names):
         raise ConfigError(f"classes={list(names)[:5]}: the name of a class is empty; name what the images show")
@@ -90,7 +81,7 @@ def embed_classes(bundle: Bundle, names: Sequence[str], templates: Sequence[str]
     texts = [template.replace(PLACE, name.strip()) for name in names for template in templates]
     vectors, notes = words.embed(texts)
     mean = vectors.view(len(names), len(templates), -1).mean(dim=1)
-    return ClassTexts(F.normalize(mean, dim=-1), notes)
+    return TextEmbeddings(F.normalize(mean, dim=-1), notes)
 
 
 def readable_name(name: str) -> str:

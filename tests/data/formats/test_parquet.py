@@ -569,7 +569,7 @@ assert "pyarrow" not in sys.modules
 
 def test_without_pyarrow(tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(pictures), "label": [0] * 30})
-    parquet._pyarrow.cache_clear()
+    parquet.pyarrow.cache_clear()
     with monkeypatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
             patch.setitem(sys.modules, name, None)

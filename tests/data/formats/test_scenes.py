@@ -23,7 +23,8 @@ def test_combinations_of_the_test_split_are_new() -> None:
     known = {text for index in range(60) for text in opened.train.target(index)}
     assert known.isdisjoint(text for index in range(60) for text in opened.test.target(index))
     source = SceneSource(60, 3, new=True)
-    assert all(source.groups(index)[0].is_new and not source.groups(index)[1].is_new for index in range(60))
+    pairs = [[(group.colour, group.shape) for group in source.groups(index)] for index in range(60)]
+    assert all(first in NEW and second in KNOWN for first, second in pairs)
 
 
 def test_sentences_describe_the_pictures() -> None:

@@ -13,6 +13,7 @@ import pytest
 from vitrail.data.formats.table import open_table
 from vitrail.data.source import Source, target_kind
 from vitrail.data.sources import open_data, open_whole, with_choice
+from vitrail.data.splits import Request
 from vitrail.errors import ConfigError, DataError, UserError
 from vitrail.testing import check_source
 
@@ -231,9 +232,13 @@ def test_columns_of_numbers_are_targets(table: Callable[..., Path]) -> None:
 def test_json_lines_have_numbers_too(table: Callable[..., Path]) -> None:
     lines = ('{"path": "4.jpg", "age": 3}', '{"path": "a/1.jpg", "AGE": null}', '{"path": "a/2.jpg", "size": 0.5}')
     path = table(*lines, name="metadata.jsonl")
-    assert numbers_of(open_table([path], None, numbers=("age", "size")).train) == [(3.0, "?"), None, ("?", 0.5)]
+    assert numbers_of(open_table(Request(str(path), numbers=("age", "size")), [path]).train) == [
+        (3.0, "?"),
+        None,
+        ("?", 0.5),
+    ]
     with pytest.raises(DataError, match=r"metadata\.jsonl has no column 'ages' of numbers; nearest: age"):
-        open_table([path], None, numbers=("ages",))
+        open_table(Request(str(path), numbers=("ages",)), [path])
 
 
 @pytest.mark.parametrize("cell", ["old", "1 2", "inf", "1_0", "true"])
@@ -244,7 +249,7 @@ def test_text_is_not_a_number(table: Callable[..., Path], cell: str) -> None:
         open_data(str(path), validation_share=0.0, numbers=("age",))
     path = table('{"path": "4.jpg", "age": "old"}', name="metadata.jsonl")
     with pytest.raises(DataError, match=r"metadata\.jsonl, line 1: column 'age' holds 'old', which is not a finite"):
-        open_table([path], None, numbers=("age",))
+        open_table(Request(str(path), numbers=("age",)), [path])
 
 
 def test_numbers_that_cannot_be_are_named(table: Callable[..., Path]) -> None:
@@ -438,4 +443,4 @@ def test_files_that_are_elsewhere_are_named(tree: Trees) -> None:
 @pytest.mark.parametrize("word", ["nan", "None", "NA", "<NA>", "null", ""])
 def test_a_word_for_a_missing_number_is_an_unknown_number(table: Callable[..., Path], word: str) -> None:
     path = table("path,age", "4.jpg,3", f"a/1.jpg,{word}")
-    assert numbers_of(open_table([path], None, numbers=("age",)).train) == [(3.0,), None]
+    assert numbers_of(open_table(Request(str(path), numbers=("age",)), [path]).train) == [(3.0,), None]

@@ -102,6 +102,9 @@ def test_held_out_shards_without_labels_or_images_are_skipped(tmp_path: Path) ->
     assert (splits.validation, splits.test) == (None, None)
     assert any("validation split is skipped" in note for note in splits.notes)
     assert any("test split is skipped" in note for note in splits.notes)
+    numbers = {"1.jpg": b"", "1.json": b'{"__numbers__": [1.5]}', "2.jpg": b"", "2.json": b'{"__numbers__": [2]}'}
+    write(tmp_path / "train.tar", numbers)
+    assert any("validation split is skipped" in note for note in open_shards(str(tmp_path), None).notes)
 
 
 def test_shards_of_splits_are_chosen(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -133,29 +134,26 @@ def test_the_window_lies_in_the_middle(old: tuple[int, int], new: tuple[int, int
 small = st.integers(1, 23)
 cases = st.tuples(
     st.tuples(small, small), st.tuples(small, small), st.sampled_from(["squash", "crop", "pad"]), st.floats(0.3, 1),
-    st.none() | st.tuples(small, small, small, small), st.booleans(), st.tuples(st.integers(-3, 3), st.integers(-3, 3)),
+    st.none() | st.tuples(small, small, small, small), st.tuples(st.integers(-3, 3), st.integers(-3, 3)),
 )  # fmt: skip
-"""Random cases: sizes of the image and of the result, resize, crop_share, numbers for a box, mirroring and a shift."""
+"""Random cases: sizes of the image and of the result, resize, crop_share, numbers for a box, and a shift."""
 
 
 def placed(case: tuple[Any, ...]) -> Placement:
-    """Return a placement of an image of odd size, by squashing, cropping, padding or a box, and perhaps mirrored and
-    moved.
-    """
-    old, new, resize, share, numbers, mirrored, shift = case
+    """Return a placement of an image of odd size, by squashing, cropping, padding or a box, and perhaps moved."""
+    old, new, resize, share, numbers, (down, right) = case
     box = None
     if numbers is not None:
         top, left = numbers[0] % old[0], numbers[1] % old[1]
         box = (top, left, 1 + numbers[2] % (old[0] - top), 1 + numbers[3] % (old[1] - left))
     placement = Preprocess(image_size=new, resize=resize, crop_share=share).placement(old, box)
-    return (placement.flipped() if mirrored else placement).shifted(*shift)
+    return replace(placement, top=placement.top + down, left=placement.left + right)
 
 
 def forwards(placement: Placement, axis: int, at: Fraction) -> Fraction:
-    """Return the position of an image's coordinate by the definition: cut the box, scale it, cut the window, mirror."""
+    """Return the position of an image's coordinate by the definition: cut the box, scale it, cut the window."""
     scaled = (at - placement.box[axis]) * placement.scaled[axis] / placement.box[2 + axis]
-    window = scaled - (placement.top, placement.left)[axis]
-    return placement.size[axis] - window if axis == 1 and placement.mirrored else window
+    return scaled - (placement.top, placement.left)[axis]
 
 
 def under(placement: Placement, axis: int) -> list[int]:
@@ -166,7 +164,7 @@ def under(placement: Placement, axis: int) -> list[int]:
     for pixel in range(placement.size[axis]):
         centre = pixel + Fraction(1, 2)
         holding = [at for at in box if min(edges[at : at + 2]) <= centre <= max(edges[at : at + 2])]
-        # On the edge between two pixels, it is the pixel that begins there in the image, even if the image is mirrored.
+        # On the edge between two pixels, it is the pixel that begins there in the image.
         found.append(max(holding) if holding else -1)
     return found
 
@@ -219,30 +217,10 @@ def test_boxes_enclose_the_pixels_of_their_masks(case: tuple[Any, ...], corners:
         assert back[0] >= left - 1e-9 and back[1] >= top - 1e-9 and back[2] <= right + 1e-9 and back[3] <= bottom + 1e-9
 
 
-def test_boxes_are_clipped_and_mirrored() -> None:
+def test_boxes_are_clipped() -> None:
     placement = Placement((10, 20), (0, 0, 10, 20), (20, 40), (20, 20), 0, 10)
     boxes = np.array([[5.0, 1.0, 9.0, 4.0], [0.0, 0.0, 6.0, 10.0], [0.0, 0.0, 2.0, 2.0]])
     assert placement.boxes(boxes).tolist() == [[0, 2, 8, 8], [0, 0, 2, 20], [0, 0, 0, 4]]
-    assert placement.flipped().boxes(boxes).tolist() == [[12, 2, 20, 8], [18, 0, 20, 20], [20, 0, 20, 4]]
-    assert placement.flipped().flipped() == placement and hash(placement) != hash(placement.flipped())
-
-
-@given(cases)
-def test_maps_are_filtered_as_pillow_does(case: tuple[Any, ...]) -> None:
-    placement = placed(case)
-    height, width = placement.image
-    values = np.random.default_rng(height * 31 + width).normal(size=(height, width)).astype(np.float32)
-    top, left, h, w = placement.box
-    part = Image.fromarray(values[top : top + h, left : left + w])
-    scaled = part.resize(placement.scaled[::-1], Image.Resampling.BILINEAR)
-    window = np.full(placement.size, -7.0)
-    for row in range(placement.size[0]):
-        for column in range(placement.size[1]):
-            y, x = row + placement.top, column + placement.left
-            if 0 <= y < placement.scaled[0] and 0 <= x < placement.scaled[1]:
-                window[row, column] = np.asarray(scaled)[y, x]
-    expected = window[:, ::-1] if placement.mirrored else window
-    np.testing.assert_allclose(placement.map(values, fill=-7.0), expected, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -296,12 +274,11 @@ def test_pixels_are_where_the_placement_says(
         )  # Pillow's sums may fall to either side of a tie
 
 
-def test_a_map_of_another_image_is_refused() -> None:
+def test_a_mask_of_another_image_is_refused() -> None:
     placement = Preprocess(image_size=(4, 4)).placement((5, 7))
     message = r"values of shape \(7, 5\) do not belong to an image of 5 x 7 \(height, width\); their last two"
-    for method in (placement.mask, placement.map):
-        with pytest.raises(ConfigError, match=message):
-            method(np.zeros((7, 5)))
+    with pytest.raises(ConfigError, match=message):
+        placement.mask(np.zeros((7, 5)))
 
 
 @pytest.mark.parametrize(("old", "new", "resize", "share", "scaled", "start"), [

@@ -13,8 +13,8 @@ from tests.targets import multi_labels, single_labels
 from vitrail.errors import DataError
 from vitrail.evaluation.classifiers import logistic as arrays
 from vitrail.evaluation.classifiers.logistic import (
+    check_both,
     check_pair,
-    check_same_kind,
     check_truth,
     class_ranks,
     moments,
@@ -90,8 +90,9 @@ def test_pairs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DataError, match="training features have 2 columns, but test features have 3"):
         check_pair(np.zeros((4, 2), np.float32), np.zeros((4, 3), np.float32))
     one, other = single_labels(np.zeros(4, np.int64), 3), multi_labels(np.zeros((4, 3), np.uint8))
+    features = np.zeros((4, 2), np.float32)
     with pytest.raises(DataError, match="are class with 3 columns, and test targets are classes with 3; both"):
-        check_same_kind(one, other)
+        check_both(features, one, features, other)
     with pytest.raises(DataError, match="class with 3 columns, and test targets are class with 4; both need the"):
-        check_same_kind(one, single_labels(one.values, 4))
-    check_same_kind(other, other)
+        check_both(features, one, features, single_labels(one.values, 4))
+    check_both(features, other, features, other)

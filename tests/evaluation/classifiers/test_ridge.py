@@ -79,9 +79,9 @@ def test_the_objective_is_the_minimum() -> None:
         errors = (x @ weight + bias - torch.from_numpy(truth.values)).square().mean(dim=0)
         return float(errors.sum() + 0.1 * weight.square().sum())
 
-    assert fit.objective == pytest.approx(objective(fit.weight, fit.bias), rel=1e-9)
+    least = objective(fit.weight, fit.bias)
     for _ in range(5):
-        assert objective(fit.weight + 1e-3 * torch.randn(5, 2), fit.bias) > fit.objective
+        assert objective(fit.weight + 1e-3 * torch.randn(5, 2), fit.bias) > least
 
 
 def test_parts_and_numbers_that_are_never_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from tests.targets import multi_labels, number_targets, single_labels
 from vitrail.data.batch import Skipped
+from vitrail.data.formats import parquet
 from vitrail.errors import DataError, SaveError
 from vitrail.evaluation.features import feature_files
 from vitrail.evaluation.features.extract import FeatureSet
-from vitrail.evaluation.features.feature_files import load_features, parquet_library, save_features, save_parquet
+from vitrail.evaluation.features.feature_files import load_features, save_features, save_parquet
 
 CLASSES = ("rose", "daisy", "oak")
 
@@ -147,7 +148,7 @@ def test_parquet_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypat
     with pytest.raises(SaveError, match=r"could not save features to .*folder.parquet"):
         save_parquet(make([1]), tmp_path / "folder.parquet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.parquet"]
-    parquet_library.cache_clear()
+    parquet.pyarrow.cache_clear()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"writing Parquet needs pyarrow: pip install 'vitrail\[parquet\]'"):
         save_parquet(make([1]), tmp_path / "train.parquet")

@@ -349,7 +349,7 @@ def test_real_labels_need_an_image_that_has_one_and_imagenets_head() -> None:
     with pytest.raises(DataError, match="none of 1 images has a ReaL label, so there is nothing to measure"):
         real_accuracy(predicting([0], [1]), [()])
     with pytest.raises(DataError, match="the model has 3 outputs, but ImageNet's labels need a model with its 1,000"):
-        real_accuracy(predicting([0], [1]).restricted((0, 1, 2)), [(0,)])
+        real_accuracy(predicting([0], [1], ["a", "b", "c"]), [(0,)])
 
 
 @pytest.mark.slow

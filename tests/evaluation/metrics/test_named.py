@@ -8,7 +8,7 @@ import pytest
 
 from tests.evaluation.metrics.test_report import make_predictions, several
 from vitrail.evaluation.metrics.intervals import Metric
-from vitrail.evaluation.metrics.report import NamedMetric, interval_text, named_metrics, report
+from vitrail.evaluation.metrics.report import named_metrics, report
 
 
 def test_metrics_of_one_label_are_those_of_the_report() -> None:
@@ -44,14 +44,13 @@ def test_metrics_of_several_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "form", "value", "interval"),
+    ("name", "metric", "value", "interval"),
     [
-        (Metric(0.51239, 0.4, 0.6251), ".2%", "51.24%", "40.00% to 62.51%"),
-        (Metric(1.23456, 1.0, 2.0), ".4f", "1.2346", "1.0000 to 2.0000"),
-        (Metric(0.5), ".2%", "50.00%", ""),
+        ("accuracy", Metric(0.51239, 0.4, 0.6251), "51.24%", "40.00% to 62.51%"),
+        ("cross_entropy", Metric(1.23456, 1.0, 2.0), "1.2346", "1.0000 to 2.0000"),
+        ("accuracy", Metric(0.5), "50.00%", ""),
     ],
 )
-def test_texts_have_the_format_of_the_metric(metric: Metric, form: str, value: str, interval: str) -> None:
-    one = NamedMetric("any", metric, form)
-    assert (one.value, one.interval) == (value, interval)
-    assert interval_text(metric, form) == interval
+def test_texts_have_the_format_of_the_metric(name: str, metric: Metric, value: str, interval: str) -> None:
+    found = replace(report(make_predictions(), bootstrap=0), metrics={name: metric})
+    assert [(one.value, one.interval) for one in named_metrics(found)] == [(value, interval)]

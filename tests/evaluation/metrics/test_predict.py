@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.evaluation.memory import MemorySource
-from tests.targets import multi_labels, single_labels
+from tests.targets import single_labels
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError
-from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.streaming import Accuracy
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 
@@ -136,16 +136,3 @@ def test_unlabelled_samples_can_be_left_out(predictions: Callable[..., Predictio
     assert np.array_equal(kept.logits, made.logits[[0, 2]])
     full = predictions([2, 1])
     assert full.labelled() is full
-
-
-def test_restricting_to_some_outputs(predictions: Callable[..., Predictions]) -> None:
-    targets = np.array([[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]], np.uint8)
-    made = predictions([3, 0, -1])
-    kept = made.restricted((3, 1))
-    assert kept.classes == ("d", "b") and kept.truth.dense.tolist() == [0, -1, -1]
-    assert np.array_equal(kept.logits, made.logits[:, [3, 1]])
-    several = predictions([3, 0, -1], truth=multi_labels(targets)).restricted((3, 1))
-    assert several.truth.dense.tolist() == [[0, 1], [1, 0], [0, 0]]
-    for columns in ((0, 0), (4,), (-1,)):
-        with pytest.raises(ConfigError, match="must be distinct numbers from 0 to 3"):
-            made.restricted(columns)

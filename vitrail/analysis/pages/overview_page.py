@@ -35,8 +35,9 @@ from vitrail.analysis.images import (
     overlay,
 )
 from vitrail.analysis.overview import Answers, ColouredPatches, EmbeddingMap, Overview
+from vitrail.data.formats.parquet import pyarrow
 from vitrail.errors import DataError, plural
-from vitrail.evaluation.features.feature_files import parquet_library, printable_key
+from vitrail.evaluation.features.feature_files import printable_key
 from vitrail.evaluation.metrics.intervals import LEVEL, Metric
 from vitrail.evaluation.metrics.report import absent_note, named_metrics
 from vitrail.files import write_json
@@ -316,7 +317,7 @@ def write_tables(found: Overview, folder: Path) -> tuple[str, ...]:
     columns = _embedding_columns(found)
     _write_csv(folder / "embedding.csv", tuple(columns), zip(*columns.values(), strict=True))
     try:
-        parquet_library()
+        pyarrow("writing")
     except DataError as reason:
         return (f"{PARQUET} was not written: {reason}",)
     _write_parquet(folder / PARQUET, columns, found.embedding.features)
@@ -337,7 +338,7 @@ def _embedding_columns(found: Overview) -> dict[str, Sequence[Any]]:
 
 def _write_parquet(path: Path, columns: dict[str, Sequence[Any]], features: np.ndarray) -> None:
     """Write the columns and the features: a list of float32 of fixed length for each image."""
-    arrow = parquet_library()
+    arrow = pyarrow("writing")
     texts = {"key", "class", "predicted"}
     arrays = {
         name: arrow.array(list(map(printable_key, values)) if name in texts else values)

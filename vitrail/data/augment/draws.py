@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Int64, UInt64
@@ -133,19 +133,6 @@ TENSORFLOW_RATIO = (0.75, 1.33)
 """Range of the aspect ratio that TensorFlow uses by default. It is not exactly 3/4 to 4/3."""
 
 
-class RandomCrop(Protocol):
-    """A rule that draws a box. The box is a pure function of the arguments."""
-
-    def __call__(
-        self, seed: int, epoch: int, sample: int, height: int, width: int, *, area: tuple[float, float], view: int = 0
-    ) -> Box:
-        """Return top, left, height and width of a box inside an image of `height` x `width` pixels.
-
-        The box covers a fraction of the image's area within `area`.
-        """
-        ...
-
-
 def torchvision_crop(
     seed: int,
     epoch: int,
@@ -253,5 +240,5 @@ def _draws(seed: int, epoch: int, sample: int, view: int, tries: int, first: int
     return keyed_uniform(seed, *key, draws=4 * tries, first=first).reshape(tries, 4)
 
 
-CROPS: dict[CropRule, RandomCrop] = {"torchvision": torchvision_crop, "tensorflow": tensorflow_crop}
-"""Rules by name."""
+CROPS: dict[CropRule, Callable[..., Box]] = {"torchvision": torchvision_crop, "tensorflow": tensorflow_crop}
+"""Rules by name. The box of a rule is a pure function of its arguments."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -24,7 +24,6 @@ from vitrail.data.augment.mixing import MixupPer
 from vitrail.data.augment.operations import JITTER_DRAWS, colour_jitter, on_device
 from vitrail.data.augment.randaugment import RandAugmentRule
 from vitrail.data.batch import Batch, Crop
-from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.settings import Effect, problems, raise_problems, setting
@@ -293,28 +292,6 @@ class Augment:
             )
         resampler = "pillow" if preprocess.resampler == "torch" else preprocess.resampler
         return replace(preprocess, interpolation="bilinear", antialias=False, resampler=resampler)
-
-    def placements(
-        self, batch: Batch, placements: Sequence[Placement], *, seed: int, size: tuple[int, int] | None = None
-    ) -> list[Placement]:
-        """Return the placements of the images after cutting to `size`, mirroring and shifting.
-
-        `placements` are the placements before these changes. Geometric operations of RandAugment are not included.
-        """
-        key = (batch.epochs.numpy(), batch.samples.numpy(), batch.views.numpy())
-        if self.crop_from is not None and size is not None:
-            corners = self._corners(keyed_uniform(seed, *key, draws=2, first=Slot.WINDOW), size)
-            placements = [
-                replace(placement, top=placement.top + top, left=placement.left + left, size=size)
-                for placement, (top, left) in zip(placements, corners.tolist(), strict=True)
-            ]
-        moved = []
-        for placement, draws in zip(placements, keyed_uniform(seed, *key, draws=3, first=Slot.MOVE), strict=True):
-            reach = 2 * self.shift + 1
-            down, right = ((draws[1:] * reach).astype(np.int64) - self.shift).tolist()
-            turned = placement.flipped() if self.flip and draws[0] < 0.5 else placement
-            moved.append(turned.shifted(down, right))
-        return moved
 
     def _corners(self, draws: Float32[np.ndarray, "b 2"], size: tuple[int, int]) -> Int64[np.ndarray, "b 2"]:
         """Return the top and the left of the box that is cut out of each image. All positions have the same

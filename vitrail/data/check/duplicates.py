@@ -103,8 +103,7 @@ def same(values: UInt64[np.ndarray, " n"]) -> list[Int64[np.ndarray, " _"]]:
     """Return the indices of equal values, one group for every value that occurs more than once."""
     order = np.argsort(values, kind="stable")
     edges = np.flatnonzero(np.diff(values[order])) + 1
-    starts, ends = np.append(0, edges), np.append(edges, len(order))
-    return [order[start:end] for start, end in zip(starts, ends, strict=True) if end - start > 1]
+    return [group for group in np.split(order, edges) if len(group) > 1]
 
 
 def neighbours(thumbnails: UInt8[np.ndarray, "n 8 8"], radius: float = RADIUS) -> Neighbours:

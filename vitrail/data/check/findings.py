@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, islice
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -48,7 +48,8 @@ class FaultExample:
 @dataclass(frozen=True)
 class Finding(Fault):
     """A fact about a data set that matters for training. `kind` is the same in every report, and docs/data.md
-    lists all kinds. `count` can also be that of images."""
+    lists all kinds. `count` can also be that of images. A finding with a count of 0 is about nothing, and is not
+    reported (`most_severe_first`)."""
 
     groups: tuple[tuple[FaultExample, ...], ...] = ()
     """The first images that the finding is about. Images that are copies of each other form a group. Any other image is
@@ -164,12 +165,7 @@ def names_of(label: Target, classes: Sequence[str]) -> str | None:
 
 def first(groups: Iterable[Iterable[FaultExample]]) -> tuple[tuple[FaultExample, ...], ...]:
     """Return the first groups and the first members of each group, up to the limits of a report."""
-    found: list[tuple[FaultExample, ...]] = []
-    for group in groups:
-        if len(found) == MOST_GROUPS:
-            break
-        found.append(tuple(member for member, _ in zip(group, range(MOST_MEMBERS), strict=False)))
-    return tuple(found)
+    return tuple(tuple(islice(group, MOST_MEMBERS)) for group in islice(groups, MOST_GROUPS))
 
 
 MANY = 20
@@ -181,25 +177,12 @@ UNEVEN = 10
 
 def count(name: str, source: Source, looked_at: int) -> SplitCounts:
     """Count the samples of a split per class, and the samples without a target."""
-    kind = target_kind(source)
-    if kind == "boxes":
-        objects = np.bincount(truth_of(source).values, minlength=len(source.classes))
-        return SplitCounts(name, len(source), looked_at, tuple(objects.tolist()), 0)
-    if kind == "class":
-        found = np.bincount(truth_of(source).values + 1, minlength=len(source.classes) + 1).tolist()
-        return SplitCounts(name, len(source), looked_at, tuple(found[1:]), found[0])
-    has_classes = kind not in ("numbers", "mask", "texts")
-    per_class = [0] * len(source.classes) if has_classes else []
-    unlabelled = 0
-    for index in range(len(source)):
-        label = source.target(index)
-        if label is None:
-            unlabelled += 1
-        if label is None or not has_classes:
-            continue
-        for one in class_indices(label):
-            per_class[one] += 1
-    return SplitCounts(name, len(source), looked_at, tuple(per_class), unlabelled)
+    truth = truth_of(source)
+    per_class: tuple[int, ...] = ()
+    if truth.kind not in ("numbers", "mask", "texts"):
+        labels = truth.values[truth.values >= 0]
+        per_class = tuple(np.bincount(labels, minlength=truth.columns).tolist())
+    return SplitCounts(name, len(source), looked_at, per_class, int((~truth.known).sum()))
 
 
 def count_masks(counts: SplitCounts, looks: Looks, split: int, classes: int) -> SplitCounts:
@@ -249,13 +232,12 @@ def text_findings(train: Source, splits: Mapping[str, SplitCounts]) -> Iterator[
             "Give images texts that distinguish them, or learn classes instead.",
         )  # fmt: skip
     long = sum(len(targets.texts[row].split()) > MOST_WORDS for row in rows.tolist())
-    if long:
-        yield Finding(
-            "long-texts", "note", long,
-            f"{plural(long, 'text')} {'has' if long == 1 else 'have'} more than {MOST_WORDS} words",
-            "A text that is longer than the context of the model is cut.",
-            "Put what matters at the beginning of the texts.",
-        )  # fmt: skip
+    yield Finding(
+        "long-texts", "note", long,
+        f"{plural(long, 'text')} {'has' if long == 1 else 'have'} more than {MOST_WORDS} words",
+        "A text that is longer than the context of the model is cut.",
+        "Put what matters at the beginning of the texts.",
+    )  # fmt: skip
 
 
 def balance_of(train: SplitCounts) -> Balance | None:
@@ -284,14 +266,13 @@ def label_findings(
     yield from _missing(classes, splits)
     yield from _numbers(classes, train)
     single = [name for name, number in zip(classes, train.per_class, strict=True) if number == 1]
-    if single:
-        yield Finding(
-            "single-image-class", "warning", len(single),
-            f"{plural(len(single), 'class')} with only one training image: {listed(single)}",
-            "The class is trained on its only image. A validation split that is cut off never contains that image, so "
-            "no metric covers the class.",
-            "Add images, or remove the class.",
-        )  # fmt: skip
+    yield Finding(
+        "single-image-class", "warning", len(single),
+        f"{plural(len(single), 'class')} with only one training image: {listed(single)}",
+        "The class is trained on its only image. A validation split that is cut off never contains that image, so "
+        "no metric covers the class.",
+        "Add images, or remove the class.",
+    )  # fmt: skip
     balance = balance_of(train)
     if balance is not None and balance.largest >= UNEVEN * balance.smallest:
         yield Finding(
@@ -321,26 +302,24 @@ def _numbers(classes: Sequence[str], train: SplitCounts) -> Iterator[Finding]:
 
 def _unlabelled(splits: Mapping[str, SplitCounts], noun: str = "label") -> Iterator[Finding]:
     without = {name: split.unlabelled for name, split in splits.items() if split.unlabelled}
-    if without:
-        yield Finding(
-            "unlabelled", "warning", sum(without.values()),
-            f"without a {noun}: " + ", ".join(plural(number, f"{name} image") for name, number in without.items()),
-            "These images are skipped, both in training and in evaluation.",
-            f"Give these images a {noun}, or remove them.",
-        )  # fmt: skip
+    yield Finding(
+        "unlabelled", "warning", sum(without.values()),
+        f"without a {noun}: " + ", ".join(plural(number, f"{name} image") for name, number in without.items()),
+        "These images are skipped, both in training and in evaluation.",
+        f"Give these images a {noun}, or remove them.",
+    )  # fmt: skip
 
 
 def _few(classes: Sequence[str], train: SplitCounts, noun: str) -> Iterator[Finding]:
     """Yield a finding about classes of boxes or masks with few training examples."""
     counts = zip(classes, train.per_class, strict=False)
     few = [f"{name} ({number})" for name, number in counts if 0 < number < FEW]
-    if few:
-        yield Finding(
-            "few-examples", "warning", len(few),
-            f"{plural(len(few), 'class')} with fewer than {FEW} training {noun}s: {listed(few)}",
-            "The network hardly learns these classes, and their metrics vary strongly.",
-            "Annotate more of them, or remove these classes.",
-        )  # fmt: skip
+    yield Finding(
+        "few-examples", "warning", len(few),
+        f"{plural(len(few), 'class')} with fewer than {FEW} training {noun}s: {listed(few)}",
+        "The network hardly learns these classes, and their metrics vary strongly.",
+        "Annotate more of them, or remove these classes.",
+    )  # fmt: skip
 
 
 def target_findings(examined: Examined, kind: TargetKind) -> Iterator[Finding]:
@@ -385,12 +364,9 @@ def amounts_of(looks: Looks, classes: Sequence[str], kind: TargetKind) -> dict[s
 def _missing(classes: Sequence[str], splits: Mapping[str, SplitCounts], noun: str = "images") -> Iterator[Finding]:
     for name, split in splits.items():
         missing = [one for one, number in zip(classes, split.per_class, strict=False) if not number]
-        if not missing:
-            continue
+        consequence = f"The {name} accuracy does not cover such a class."
         if name == "train":
             consequence = "The network learns never to predict such a class."
-        else:
-            consequence = f"The {name} accuracy does not cover such a class."
         yield Finding(
             f"missing-in-{name}", "warning", len(missing),
             f"{plural(len(missing), 'class')} without {name} {noun}: {listed(missing)}",
@@ -450,9 +426,6 @@ class Examined:
         split = self.split(row)
         return example(split, self.sources[split], int(self.looks.index[row]), detail)
 
-    def in_split(self, name: str) -> np.ndarray:
-        return self.looks.split == tuple(self.sources).index(name)
-
 
 def image_findings(examined: Examined) -> Iterator[Finding]:
     yield from _broken(examined)
@@ -461,12 +434,12 @@ def image_findings(examined: Examined) -> Iterator[Finding]:
     yield from _blank(examined)
     yield from _different(examined)
     for oddity, kind, description, consequence in CONVERTED:
-        if len(rows := np.flatnonzero(examined.looks.oddities & oddity)):
-            yield Finding(
-                kind, "note", len(rows), f"{plural(len(rows), 'image')} {description}", consequence,
-                "Nothing needs to be done, unless you want another conversion; then convert the images yourself.",
-                _singles(examined, rows),
-            )  # fmt: skip
+        rows = np.flatnonzero(examined.looks.oddities & oddity)
+        yield Finding(
+            kind, "note", len(rows), f"{plural(len(rows), 'image')} {description}", consequence,
+            "Nothing needs to be done, unless you want another conversion; then convert the images yourself.",
+            _singles(examined, rows),
+        )  # fmt: skip
 
 
 def sizes_of(looks: Looks) -> Sizes | None:
@@ -499,12 +472,9 @@ def _singles(
 
 def _broken(examined: Examined) -> Iterator[Finding]:
     looks = examined.looks
-    for name, source in examined.sources.items():
-        mine = examined.in_split(name)
+    for number, (name, source) in enumerate(examined.sources.items()):
         for state in (State.UNREADABLE, State.UNDECODABLE):
-            rows = np.flatnonzero(mine & (looks.state == state))
-            if not len(rows):
-                continue
+            rows = np.flatnonzero((looks.split == number) & (looks.state == state))
             limit = skips_allowed(len(source), examined.max_skipped)
             severity, consequence = _effect_of_broken(name, state, len(rows), limit)
             yield Finding(
@@ -534,36 +504,33 @@ def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> 
     """
     prefix, how = ("near-", "near duplicates") if near else ("", "identical pixels")
     across = [group for group in groups if any(_across(examined, [group], near=near).values())]
-    if across:
-        between = _across(examined, across, near=near)
-        yield Finding(
-            f"{prefix}leak", "warning", _held_out(examined, across, near=near), _leak_text(between, near=near),
-            "The accuracy on these images is too high: it measures memorisation, not generalisation.",
-            "Delete all copies but one, or move all copies into one split.",
-            first((examined.example(row) for row in _mixed(examined, group)) for group in across),
-        )  # fmt: skip
+    between = _across(examined, across, near=near)
+    yield Finding(
+        f"{prefix}leak", "warning", _held_out(examined, across, near=near), _leak_text(between, near=near),
+        "The accuracy on these images is too high: it measures memorisation, not generalisation.",
+        "Delete all copies but one, or move all copies into one split.",
+        first((examined.example(row) for row in _mixed(examined, group)) for group in across),
+    )  # fmt: skip
     unlike = [group for group in groups if len({examined.label(row) for row in group.tolist()} - {None}) > 1]
-    if unlike:
-        images = sum(len(group) for group in unlike)
-        yield Finding(
-            f"{prefix}contradiction", "warning", images,
-            f"{plural(images, 'image')} in {plural(len(unlike), 'group')} of copies with different labels ({how})",
-            "The network sees the same picture with different labels, so some of these images always count as wrong.",
-            "Find out which label is right, and delete the other copies.",
-            first((examined.example(row) for row in group.tolist()) for group in unlike),
-        )  # fmt: skip
+    images = sum(len(group) for group in unlike)
+    yield Finding(
+        f"{prefix}contradiction", "warning", images,
+        f"{plural(images, 'image')} in {plural(len(unlike), 'group')} of copies with different labels ({how})",
+        "The network sees the same picture with different labels, so some of these images always count as wrong.",
+        "Find out which label is right, and delete the other copies.",
+        first((examined.example(row) for row in group.tolist()) for group in unlike),
+    )  # fmt: skip
     alike = [group for group in groups if not any(group is other for other in unlike)]
     within = list(_within(examined, alike, near=near))
-    if within:
-        spare = sum(len(np.unique(examined.looks.pixels[group])) if near else len(group) for group in within)
-        spare -= len(within)
-        yield Finding(
-            f"{prefix}duplicates", "note", spare,
-            f"{plural(spare, 'redundant image')}: copies of other images in the same split ({how})",
-            "A picture that occurs twice has twice the weight.",
-            "Delete the redundant copies, unless they are intended.",
-            first((examined.example(row) for row in group.tolist()) for group in within),
-        )  # fmt: skip
+    different = (len(np.unique(examined.looks.pixels[group])) if near else len(group) for group in within)
+    spare = sum(different) - len(within)
+    yield Finding(
+        f"{prefix}duplicates", "note", spare,
+        f"{plural(spare, 'redundant image')}: copies of other images in the same split ({how})",
+        "A picture that occurs twice has twice the weight.",
+        "Delete the redundant copies, unless they are intended.",
+        first((examined.example(row) for row in group.tolist()) for group in within),
+    )  # fmt: skip
 
 
 def _within(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> Iterator[np.ndarray]:
@@ -631,13 +598,12 @@ def _mixed(examined: Examined, group: np.ndarray) -> list[int]:
 
 def _blank(examined: Examined) -> Iterator[Finding]:
     rows = np.flatnonzero(examined.looks.oddities & Oddity.BLANK)
-    if len(rows):
-        yield Finding(
-            "blank", "warning", len(rows), f"{plural(len(rows), 'image')} with a single colour",
-            "The network learns to assign a label to a blank picture.",
-            "Look at these images, and delete those that show nothing.",
-            _singles(examined, rows, lambda row: f"grey level {examined.looks.mean[row]:.0f}"),
-        )  # fmt: skip
+    yield Finding(
+        "blank", "warning", len(rows), f"{plural(len(rows), 'image')} with a single colour",
+        "The network learns to assign a label to a blank picture.",
+        "Look at these images, and delete those that show nothing.",
+        _singles(examined, rows, lambda row: f"grey level {examined.looks.mean[row]:.0f}"),
+    )  # fmt: skip
 
 
 def _different(examined: Examined) -> Iterator[Finding]:
@@ -650,27 +616,25 @@ def _different(examined: Examined) -> Iterator[Finding]:
     size = _far("area", np.log(width * height)) | _far("shape", np.log(width / height))
     light = (_far("brightness", looks.mean[ok]) | _far("contrast", looks.contrast[ok])) & ~blank
     usual = f"{np.median(width):.0f} x {np.median(height):.0f}"
-    if size.any():
-        rows = ok[size]
-        yield Finding(
-            "unusual-size", "note", len(rows),
-            f"{plural(len(rows), 'image')} much larger, smaller or more elongated than the rest (median {usual}, "
-            "width x height)",
-            "All images are scaled to the same size, so the content of these images is smaller, coarser or distorted.",
-            "Look at these images: thumbnails, scans and screenshots among photographs are often mistakes.",
-            _singles(examined, rows, lambda row: f"{looks.width[row]} x {looks.height[row]}"),
-        )  # fmt: skip
-    if light.any():
-        rows = ok[light]
-        usual = f"{np.median(looks.mean[ok]):.0f} and {np.median(looks.contrast[ok]):.0f}"
-        yield Finding(
-            "unusual-light", "note", len(rows),
-            f"{plural(len(rows), 'image')} much darker, brighter, lower or higher in contrast than the rest (medians "
-            f"of mean and standard deviation of grey levels: {usual})",
-            "These images are used unchanged.",
-            "Look at these images: they may be failed exposures, masks or drawings.",
-            _singles(examined, rows, lambda row: f"{looks.mean[row]:.0f} and {looks.contrast[row]:.0f}"),
-        )  # fmt: skip
+    rows = ok[size]
+    yield Finding(
+        "unusual-size", "note", len(rows),
+        f"{plural(len(rows), 'image')} much larger, smaller or more elongated than the rest (median {usual}, "
+        "width x height)",
+        "All images are scaled to the same size, so the content of these images is smaller, coarser or distorted.",
+        "Look at these images: thumbnails, scans and screenshots among photographs are often mistakes.",
+        _singles(examined, rows, lambda row: f"{looks.width[row]} x {looks.height[row]}"),
+    )  # fmt: skip
+    rows = ok[light]
+    usual = f"{np.median(looks.mean[ok]):.0f} and {np.median(looks.contrast[ok]):.0f}"
+    yield Finding(
+        "unusual-light", "note", len(rows),
+        f"{plural(len(rows), 'image')} much darker, brighter, lower or higher in contrast than the rest (medians "
+        f"of mean and standard deviation of grey levels: {usual})",
+        "These images are used unchanged.",
+        "Look at these images: they may be failed exposures, masks or drawings.",
+        _singles(examined, rows, lambda row: f"{looks.mean[row]:.0f} and {looks.contrast[row]:.0f}"),
+    )  # fmt: skip
 
 
 def _far(quantity: str, values: np.ndarray) -> np.ndarray:
@@ -749,5 +713,6 @@ def _broken_now(source: Source, looks: Looks) -> list[Finding]:
     return [Finding("broken", severity, len(rows), text, "", "")]
 
 
-def most_severe_first(found: list[Finding]) -> tuple[Finding, ...]:
-    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+def most_severe_first(found: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return findings in the order of their severity, without those that are about nothing."""
+    return tuple(sorted((one for one in found if one.count), key=lambda one: SEVERITIES.index(one.severity)))

@@ -14,11 +14,10 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int, Integer, UInt8
 from PIL import Image
-from PIL.ImageFile import ImageFile
 
 from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import default_threads
-from vitrail.data.pixels.decode import open_file, open_image, to_pil
+from vitrail.data.pixels.decode import open_file, open_image, orientation_of, to_pil
 from vitrail.data.source import Source
 from vitrail.data.targets import Target
 from vitrail.errors import DataError, UndecodableImage, plural
@@ -46,9 +45,6 @@ FLAT = 4
 
 REASONS = 1000
 """Largest number of broken images for which the reason is kept. Further broken images are only counted."""
-
-ORIENTATION = 0x0112
-"""The EXIF tag for the orientation of a picture."""
 
 AREAS = (32**2, 96**2)
 """Areas in pixels from which COCO counts objects as medium and as large."""
@@ -208,8 +204,7 @@ def examine(source: Source, index: int) -> Seen | tuple[State, str]:
     """Return the result of examining an image of a source, or the reason why it failed."""
     try:
         sample = source[index]
-        seen = look(sample.image)
-        return _with_target(seen, sample.target, len(source.classes))
+        return _with_target(look(sample.image), sample.target, len(source.classes))
     except UndecodableImage as error:
         return State.UNDECODABLE, str(error)
     except DataError as error:
@@ -219,21 +214,18 @@ def examine(source: Source, index: int) -> Seen | tuple[State, str]:
 def _with_target(seen: Seen, target: Target, classes: int) -> Seen:
     """Return the result with what the image's boxes or mask add to it."""
     size = seen.height, seen.width
-    if isinstance(target, Mask):
-        try:
-            amounts = np.bincount(target.indices(size).ravel(), minlength=256)
-            return replace(seen, amounts=amounts[[*range(classes), -1]])
-        except UndecodableImage as error:
-            return replace(seen, misfit=str(error))
-    if not isinstance(target, Objects):
-        return seen
-    sides = (target.boxes[:, 2:] - target.boxes[:, :2]) * size[::-1]
-    amounts = np.bincount(np.searchsorted(AREAS, sides.prod(axis=1), side="right"), minlength=len(AREAS) + 1)
     try:
-        target.check_size(size)
+        if isinstance(target, Mask):
+            pixels = np.bincount(target.indices(size).ravel(), minlength=256)
+            seen = replace(seen, amounts=pixels[[*range(classes), -1]])
+        elif isinstance(target, Objects):
+            sides = (target.boxes[:, 2:] - target.boxes[:, :2]) * size[::-1]
+            sizes = np.searchsorted(AREAS, sides.prod(axis=1), side="right")
+            seen = replace(seen, amounts=np.bincount(sizes, minlength=len(AREAS) + 1))
+            target.check_size(size)
     except UndecodableImage as error:
-        return replace(seen, amounts=amounts, misfit=str(error))
-    return replace(seen, amounts=amounts)
+        return replace(seen, misfit=str(error))
+    return seen
 
 
 def look(image: bytes | np.ndarray) -> Seen:
@@ -288,31 +280,16 @@ def _header(data: bytes) -> tuple[str, Oddity]:
             odd |= Oddity.TRANSPARENT
         if picture.mode == "CMYK":
             odd |= Oddity.CMYK
-        if _is_deep(picture):
+        # Pillow opens colours of 16 bits per channel in the mode RGB, so the raw mode of the file decides.
+        if picture.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in picture.tile):
             odd |= Oddity.DEEP
         tagged = "exif" in picture.info or picture.format == "TIFF"  # for other files, Pillow would decode the pixels
-        if tagged and _says(lambda: picture.getexif().get(ORIENTATION, 1) != 1):
+        if tagged and orientation_of(picture) != 1:
             odd |= Oddity.TURNED
-        if _says(lambda: picture.format != "JPEG" and getattr(picture, "is_animated", False)):
-            odd |= Oddity.ANIMATED
+        with suppress(Exception):  # Pillow can raise anything for a damaged file, which can still be decoded
+            if picture.format != "JPEG" and getattr(picture, "is_animated", False):
+                odd |= Oddity.ANIMATED
         return f"{picture.format} {MODES.get(picture.mode, picture.mode)}", odd
-
-
-def _is_deep(picture: ImageFile) -> bool:
-    """Return True if an image file stores 16 bits per channel. Pillow opens such colours in the mode RGB, so the raw
-    mode of the file decides."""
-    return picture.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in picture.tile)
-
-
-def _says(question: Callable[[], bool]) -> bool:
-    """Return the result of `question`, which tests a field of a header. Return False if this field is damaged.
-
-    An image with a damaged field can still be decoded.
-    """
-    try:
-        return question()
-    except Exception:  # a hostile file can make Pillow raise any exception
-        return False
 
 
 MAX_LOOKS = 32
@@ -347,10 +324,8 @@ def has_colour(image: bytes | np.ndarray | Image.Image) -> bool:
 def images_of(source: Source) -> Iterator[bytes | np.ndarray]:
     """Yield up to 32 evenly spaced images of a source. Images that cannot be read are skipped."""
     for index in np.unique(np.linspace(0, len(source) - 1, min(MAX_LOOKS, len(source))).astype(np.int64)).tolist():
-        try:
+        with suppress(DataError):
             yield source[index].image
-        except DataError:
-            continue
 
 
 def colours_in(images: Iterable[bytes | np.ndarray | Image.Image]) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -124,7 +125,10 @@ def page(report: Report, splits: Splits, title: str) -> str:
     severities = [finding.severity for finding in report.findings]
     verdict = ", ".join(plural(severities.count(one), one) for one in ("error", "warning", "note") if one in severities)
     counted = bool(report.splits[0].per_class)
-    classes = _class_rows(report)
+    classes = [
+        (report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits))
+        for one in _largest_first(report)
+    ]
     if counted:
         counts_title = plural(len(report.classes), "class")
     else:
@@ -135,7 +139,8 @@ def page(report: Report, splits: Splits, title: str) -> str:
     has_classes = bool(splits.train.classes) and target_kind(splits.train) != "numbers" and not is_drawn
     examples: dict[str, list[FaultExample]] = {}
     if not is_drawn:
-        examples = _examples_of_classes(splits.train) if has_classes else {"": _examples(splits.train)}
+        every = (example("train", splits.train, index) for index in drawn(splits.train, MOST_CLASSES))
+        examples = _examples_of_classes(splits.train) if has_classes else {"": list(every)}
     return render(
         "data/check/report.html",
         title=f"Check of {title}",
@@ -199,11 +204,9 @@ def _drawn_examples(train: Source) -> Iterator[tuple[str, str]]:
         sample = train[index]
         if not isinstance(sample.target, Objects | Mask):
             continue
-        try:
+        with suppress(DataError):
             picture = drawn_on(to_pil(sample.image, 3), sample.target, train.classes)
-        except DataError:
-            continue
-        yield large_address(picture), printable(sample.key)
+            yield large_address(picture), printable(sample.key)
 
 
 def _counts(report: Report, classes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -222,13 +225,6 @@ def _largest_first(report: Report) -> list[int]:
     return sorted(range(len(counted)), key=lambda one: -counted[one])
 
 
-def _class_rows(report: Report) -> list[tuple[str, ...]]:
-    return [
-        (report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits))
-        for one in _largest_first(report)
-    ]
-
-
 def _size(size: tuple[int, int]) -> str:
     return f"{size[0]:,} x {size[1]:,}"
 
@@ -239,11 +235,6 @@ def _shown(one: FaultExample, source: Source) -> Shown:
     except DataError:
         picture = None
     return picture, [text for text in (f"{one.split}: {one.key}", one.label, one.detail) if text], one.key
-
-
-def _examples(train: Source) -> list[FaultExample]:
-    """Return training images of the whole split."""
-    return [example("train", train, index) for index in drawn(train, MOST_CLASSES)]
 
 
 def _examples_of_classes(train: Source) -> dict[str, list[FaultExample]]:

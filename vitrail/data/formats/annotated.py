@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.faults import Fault, Severity, is_system_folder, shown, unknown_class
+from vitrail.data.faults import Fault, Severity, first_bytes, is_system_folder, shown, unknown_class
 from vitrail.data.formats.folder import Scan
 from vitrail.data.objects import ObjectRows, Outline
 from vitrail.data.pixels.decode import open_image
@@ -86,11 +86,10 @@ FOREIGN = {
 def foreign_annotations(root: Path) -> str:
     """Return a sentence that names an annotation of one of the `FOREIGN` programs, or an empty text."""
     for path in files_beside_images(root):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            head = file.read(1 << 16)
-            program = next((name for name, pattern in FOREIGN.items() if pattern.search(head)), None)
-            if program is not None:
-                return f"{path.relative_to(root)} is an annotation of {program}, whose own format is not read"
+        head = first_bytes(path, 1 << 16)
+        program = next((name for name, pattern in FOREIGN.items() if pattern.search(head)), None)
+        if program is not None:
+            return f"{path.relative_to(root)} is an annotation of {program}, whose own format is not read"
     return ""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.faults import Fault, is_own_record
+from vitrail.data.faults import Fault, first_bytes, is_own_record
 from vitrail.data.formats.annotated import (
     AnnotatedImages,
     Annotation,
@@ -32,7 +32,7 @@ from vitrail.data.formats.annotated import (
     unlisted_images,
     unstated_sizes,
 )
-from vitrail.data.objects import Outline, Runs, packed_lengths
+from vitrail.data.objects import Outline, Runs, box_around, packed_lengths
 from vitrail.data.source import file_samples
 from vitrail.data.splits import (
     CHOICE,
@@ -71,11 +71,7 @@ def annotation_files(files: Iterable[Path]) -> list[Path]:
 def _is_coco(path: Path) -> bool:
     """Return True for a file with images, annotations or categories, but not with categories alone, which Label Studio
     writes beside YOLO's text."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEAD)
-    except OSError:
-        return False
+    head = first_bytes(path, HEAD)
     found = {match[1] for match in KEYS.finditer(head)}
     has_only_categories = found == {b"categories"} and len(head) < HEAD
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and bool(found) and not has_only_categories
@@ -314,17 +310,17 @@ def _annotation(
     if isinstance(box, list) and len(box) == 5:
         raise DataError(f"{where}: the box has five numbers, so it is rotated; only upright boxes are read")
     if not box and outline is not None:
-        left, top, right, bottom = _around(outline)
+        sides = box_around(outline)
     else:
         x, y, across, down = _four(box)
-        left, top, right, bottom = x / width, y / height, (x + across) / width, (y + down) / height
+        sides = x / width, y / height, (x + across) / width, (y + down) / height
     area = one.get("area")
     is_stated = isinstance(area, int | float) and math.isfinite(area) and area > 0
     category = one.get("category_id")
     return Annotation(
         row,
         places.get(category, -1) if type(category) is int else -1,
-        (left, top, right, bottom),
+        sides,
         where,
         one.get("iscrowd") in (1, "1"),  # True equals 1
         float(area) / (width * height) if is_stated and area is not None else math.nan,
@@ -368,16 +364,3 @@ def _outline(path: Path, where: str, value: Any, size: tuple[int, int]) -> Outli
         polygons = [np.array(part, np.float64).reshape(-1, 2) / size[::-1] for part in parts]
         return tuple(polygons) or None
     raise DataError(f"{where} of {path}: the segmentation is neither polygons [[x, y, ...], ...] nor run lengths")
-
-
-def _around(outline: Outline) -> tuple[float, float, float, float]:
-    """Return the smallest box around an outline."""
-    if isinstance(outline, Runs):
-        rows, columns = (np.flatnonzero(outline.mask().any(axis=axis)) for axis in (1, 0))
-        if not len(rows):
-            return 0.0, 0.0, 0.0, 0.0
-        height, width = outline.size
-        return columns[0] / width, rows[0] / height, (columns[-1] + 1) / width, (rows[-1] + 1) / height
-    corners = np.concatenate(outline)
-    (left, top), (right, bottom) = corners.min(axis=0).tolist(), corners.max(axis=0).tolist()
-    return left, top, right, bottom

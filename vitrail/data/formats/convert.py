@@ -21,7 +21,7 @@ from PIL import Image
 
 from vitrail.data.formats.masks import is_special
 from vitrail.data.formats.pack import encoded
-from vitrail.data.objects import IGNORED, Mask, Objects, Runs
+from vitrail.data.objects import IGNORED, Mask, Objects, Runs, box_around
 from vitrail.data.pixels.decode import image_size_of, without_suffix
 from vitrail.data.source import Samples, samples_of
 from vitrail.data.splits import Splits
@@ -118,10 +118,8 @@ class _Writer(ABC):
 
     def without_crowds(self, target: Objects) -> Objects:
         """Return the objects that are not crowds, which only COCO can express."""
-        if target.crowd.any():
-            self.lost["box", "around many objects (a crowd), skipped because only COCO can express it"] += int(
-                target.crowd.sum()
-            )
+        if crowds := int(target.crowd.sum()):
+            self.lost["box", "around many objects (a crowd), skipped because only COCO can express it"] += crowds
         kept = np.flatnonzero(~target.crowd)
         outlines = tuple(target.outlines[row] for row in kept) if target.outlines else ()
         return replace(
@@ -134,14 +132,9 @@ def objects_of_mask(mask: Mask, size: tuple[int, int]) -> Objects:
     """Return one object for each class in a mask, with the pixels of the class as its outline."""
     indices = mask.indices(size)
     labels = [int(label) for label in np.unique(indices) if label != IGNORED]
-    boxes, outlines = [], []
-    for label in labels:
-        pixels = indices == label
-        rows, columns = np.flatnonzero(pixels.any(axis=1)), np.flatnonzero(pixels.any(axis=0))
-        boxes.append((columns[0] / size[1], rows[0] / size[0], (columns[-1] + 1) / size[1], (rows[-1] + 1) / size[0]))
-        outlines.append(Runs.of(pixels))
+    outlines = tuple(Runs.of(indices == label) for label in labels)
     areas = np.array([float((indices == label).mean()) for label in labels], np.float64)
-    return Objects.of(labels, boxes, areas=areas, outlines=tuple(outlines), size=size)
+    return Objects.of(labels, list(map(box_around, outlines)), areas=areas, outlines=outlines, size=size)
 
 
 class CocoWriter(_Writer):
@@ -289,8 +282,7 @@ class MaskWriter(_Writer):
     background, and a smaller object covers a larger one."""
 
     def begin(self, sources: Mapping[str, Samples]) -> None:
-        kinds = {source.target_kind for source in sources.values()}
-        self.first = int("boxes" in kinds)
+        self.first = int(any(source.target_kind == "boxes" for source in sources.values()))
         names = [BACKGROUND] * self.first + list(self.names)
         if len(set(names)) < len(names) or len(names) > IGNORED:
             raise DataError(f"{plural(len(names), 'class')} with {BACKGROUND} cannot be written as masks; rename them")
@@ -305,7 +297,8 @@ class MaskWriter(_Writer):
         if isinstance(target, Mask):
             return target.indices(size)
         found = np.zeros(size, np.uint8)
-        found[_any(target, target.crowd, size)] = IGNORED
+        for row in np.flatnonzero(target.crowd).tolist():
+            found[target.mask(row, size)] = IGNORED
         areas = (target.boxes[:, 2:] - target.boxes[:, :2]).prod(axis=1)
         for row in np.argsort(-areas, kind="stable").tolist():
             if not target.crowd[row]:
@@ -318,14 +311,6 @@ class MaskWriter(_Writer):
         place = self.folder / "masks" / split / f"{path.stem}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(target).save(place)
-
-
-def _any(target: Objects, chosen: Any, size: tuple[int, int]) -> Any:
-    """Return the pixels of some objects."""
-    found = np.zeros(size, np.bool_)
-    for row in np.flatnonzero(chosen).tolist():
-        found |= target.mask(row, size)
-    return found
 
 
 WRITERS: dict[AnnotationFormat, type[_Writer]] = {

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitrail.data import formats
-from vitrail.data.faults import OWN_RECORDS, Fault, is_own_output, is_system_folder
+from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_own_output, is_system_folder
 from vitrail.data.pixels.decode import HEAD, SUFFIXES, is_image
 from vitrail.data.source import Samples, Source, file_samples, files_of, inode_of, inodes_in
 from vitrail.data.splits import (
@@ -215,7 +215,11 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
     for other in others:
         folder, _, name = other.rpartition("/")
         groups[folder, os.path.splitext(name)[1].lower()].append(other)  # noqa: PTH122 (thousands of names)
-    unread = {place: names for place, names in groups.items() if any(_looks(root / name) for name in names[:LOOKS])}
+    unread = {
+        place: names
+        for place, names in groups.items()
+        if any(is_image(first_bytes(root / name, HEAD)) for name in names[:LOOKS])
+    }
     if not unread:
         return
     files = [name for names in unread.values() for name in names]
@@ -234,20 +238,6 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
     )  # fmt: skip
 
 
-def _looks(path: Path) -> bool:
-    """Return True if a file is an image by its content."""
-    try:
-        with path.open("rb") as file:
-            return is_image(file.read(HEAD))
-    except OSError:
-        return False
-
-
-def other_folders(root: Path) -> Iterator[Fault]:
-    """Yield the faults of folders directly in `root` that are never data."""
-    return _other_folders(root, *_never_data(root))
-
-
 def _never_data(root: Path) -> tuple[list[str], list[str]]:
     """Return the names of the visible folders in `root` that are those of systems, and those that Vitrail wrote."""
     visible = [name for name in _subfolders(root) if not name.startswith(".")]
@@ -256,6 +246,7 @@ def _never_data(root: Path) -> tuple[list[str], list[str]]:
 
 
 def _other_folders(root: Path, system: list[str], own: list[str]) -> Iterator[Fault]:
+    """Yield the faults of folders in `root` that are never data: those of systems, and those that Vitrail wrote."""
     if system:
         yield Fault(
             "system-folder", "note", len(system),
@@ -370,7 +361,7 @@ def open_folders(request: Request) -> Splits:
     first = next(iter(places.values()))[0]
     plain = unlabelled and (len(class_folders(first)) < 2 or has_images(first))
     sources: dict[Split, Source] = {}
-    faults = [*(_ambiguous(root, places) if chosen is None else ()), *other_folders(root)]
+    faults = [*(_ambiguous(root, places) if chosen is None else ()), *_other_folders(root, *_never_data(root))]
     for split, folders in places.items():
         opened: list[Samples] = []
         for place in folders if chosen else folders[:1]:

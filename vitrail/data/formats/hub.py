@@ -260,9 +260,7 @@ def _by_folder(names: Iterable[str]) -> Configurations:
     For example, `plain/train/0000.parquet` belongs to the configuration `plain`, but `data/train-0.parquet` to none.
     """
     result: dict[str, list[str]] = {}
-    for name in names:
-        if not name.endswith(SUFFIX):
-            continue
+    for name in [name for name in names if name.endswith(SUFFIX)]:
         folder, _, rest = name.partition("/")
         is_own = rest and folder != "data" and split_of(folder) is None and split_of(_whole(rest)) is not None
         result.setdefault(folder if is_own else "default", []).append(name)

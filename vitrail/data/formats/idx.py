@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import math
 import urllib.request
 import zlib
@@ -89,13 +90,12 @@ def has_idx(folder: Path) -> bool:
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
     """Return the image file and the label file of a split ("train", "validation" or "test") in `folder`, or None."""
-    for prefix in SPLIT_PREFIXES[split]:
-        for suffix in (".gz", ""):
-            images = folder / f"{prefix}-images-idx3-ubyte{suffix}"
-            labels = folder / f"{prefix}-labels-idx1-ubyte{suffix}"
-            if images.is_file() and labels.is_file():
-                return images, labels
-    return None
+    endings = itertools.product(SPLIT_PREFIXES[split], (".gz", ""))
+    pairs = (
+        (folder / f"{prefix}-images-idx3-ubyte{suffix}", folder / f"{prefix}-labels-idx1-ubyte{suffix}")
+        for prefix, suffix in endings
+    )
+    return next((pair for pair in pairs if all(path.is_file() for path in pair)), None)
 
 
 def unlabelled_idx(folder: Path) -> Iterator[str]:

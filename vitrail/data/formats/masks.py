@@ -69,13 +69,9 @@ def _mask_folders(root: Path) -> list[Path]:
 def _first_of_masks(folders: Sequence[Path]) -> Path | None:
     for name in FOLDERS:
         for folder in folders:
-            if folder.name.lower() == name and any(map(_is_png, folder.rglob("*"))):
+            if folder.name.lower() == name and any(path.suffix.lower() == ".png" for path in folder.rglob("*")):
                 return folder
     return None
-
-
-def _is_png(path: Path) -> bool:
-    return path.suffix.lower() == ".png"
 
 
 def open_masks(request: Request) -> Splits:
@@ -124,9 +120,7 @@ def _images_of_masks(root: Path, folders: Sequence[Path], images: ImageFiles) ->
         start = f"{above}/" if above else ""
         tops = {key[len(start) :].split("/")[0] for key in images.inodes if key.startswith(start)}
         top = [name for name in sorted(tops) if name.lower() in (*IMAGES, "leftimg8bit")][:1]
-        for name in images.inodes:
-            if not (name.startswith(inside) and name.lower().endswith(".png")):
-                continue
+        for name in [key for key in images.inodes if key.startswith(inside) and key.lower().endswith(".png")]:
             folder, _, file = name.removeprefix(inside).rpartition("/")
             # The folder of images that is divided like the masks, such as images/train for masks/train.
             near = "/".join(part for part in (above, *top, folder) if part)

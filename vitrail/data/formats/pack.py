@@ -400,6 +400,4 @@ def _saved(picture: Image.Image, file_format: str, **options: int) -> bytes:
 def _suffix(key: str, image: bytes) -> str:
     """Return the suffix of the key, or else the suffix of the format that the image's first bytes show."""
     own = os.path.splitext(key)[1].lower()  # noqa: PTH122 (a key is not a path of this machine)
-    if own in SUFFIXES:
-        return own.removeprefix(".")
-    return ENDINGS.get(format_of(image), "jpg")
+    return own.removeprefix(".") if own in SUFFIXES else ENDINGS.get(format_of(image), "jpg")

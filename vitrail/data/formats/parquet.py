@@ -16,13 +16,13 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -61,6 +61,8 @@ from vitrail.errors import DataError, SaveError, listed, nearest, plural
 from vitrail.files import cache_folder, saving
 
 SUFFIX = ".parquet"
+
+T = TypeVar("T", LabelColumn, Targets)
 
 
 class ParquetFile(NamedTuple):
@@ -185,29 +187,25 @@ def open_files(
         notes += more
         if rows:
             files, opened = dict.fromkeys(rows, files["train"]), dict.fromkeys(rows, opened["train"])
-    targets: Mapping[Split, Targets]
     faults: tuple[Fault, ...] = ()
     if numbers:
-        targets, names = _number_targets(title, opened, rows, numbers, notes), numbers
-        kept = list(targets)
+        targets, used = _number_targets(title, opened, rows, numbers, notes), numbers
     elif text is not None:
-        targets, names, label = _text_targets(title, opened, rows, text, notes), (), text
-        kept = list(targets)
+        targets, used = _text_targets(title, opened, rows, text, notes), (text,)
     else:
-        targets, kept, names, faults = _label_targets(title, opened, rows, label, choice, classes, notes)
-    if label is not None or numbers:
-        used = {image, column, *(numbers or (label,))}
+        targets, faults = _label_targets(title, opened, rows, label, choice, classes, notes)
+        used = () if label is None else (label,)
+    if used:
         types = next(iter(opened.values()))[0].types
-        lower = {name.lower() for name in used if name is not None}
+        lower = {name.lower() for name in (image, column, *used) if name is not None}
         if rest := [name for name in types if name.lower() not in lower]:
             notes.append(f"{title}: {plural(len(rest), 'column')} not used: {listed(rest)}")
-    pairs = [pair for split in kept for pair in zip(files[split], opened[split], strict=True)]
+    pairs = [pair for split in targets for pair in zip(files[split], opened[split], strict=True)]
     blobs, unpacking_notes = _unpack(title, list(dict.fromkeys(pairs)), image)
     sources: dict[Split, Source] = {}
-    for split in kept:
+    for split, found in targets.items():
         reader = ParquetImages([file.name for file in files[split]], [blobs[file] for file in files[split]])
-        places = rows[split] if rows else range(len(reader))
-        sources[split] = Samples((reader,), places, targets.get(split) or Targets.unknown("none", names, len(places)))
+        sources[split] = Samples((reader,), rows[split] if rows else range(len(reader)), found)
     return splits_from(sources, (*notes, *unpacking_notes), faults)
 
 
@@ -228,6 +226,19 @@ def _divided(
     return column, {split: np.array(rows, np.int64) for split, rows in parts.items()}, [*notes, *skipped]
 
 
+def _of_splits(
+    opened: Mapping[Split, Sequence[ParquetColumns]],
+    rows: Mapping[Split, Int64[np.ndarray, " n"]],
+    read: Callable[[Sequence[ParquetColumns]], T],
+) -> dict[Split, T]:
+    """Return what `read` makes of the files of each split. If a column divides the rows, all splits have the same
+    files, which are read once."""
+    if not rows:
+        return {split: read(some) for split, some in opened.items()}
+    whole = read(next(iter(opened.values())))
+    return {split: whole.rows(chosen) for split, chosen in rows.items()}
+
+
 def _label_targets(
     title: str,
     opened: Mapping[Split, Sequence[ParquetColumns]],
@@ -236,25 +247,23 @@ def _label_targets(
     choice: Choice,
     classes: tuple[str, ...] | None,
     notes: list[str],
-) -> tuple[dict[Split, Targets], list[Split], tuple[str, ...], tuple[Fault, ...]]:
-    """Return the labels of each split, the splits that are not skipped, the classes, and faults. Notes are added to
-    `notes`."""
-    kept = list(opened)
-    labels: dict[Split, LabelColumn] = {}
+) -> tuple[dict[Split, Targets], tuple[Fault, ...]]:
+    """Return the labels of each split that is not skipped, and faults. Notes are added to `notes`."""
     reader = LabelReader(choice.separator, keep_missing=choice.keep_missing)
-    whole: LabelColumn | None = None
-    for split, some in opened.items():
-        if label is not None and label in some[0].types:
-            if whole is None or not rows:
-                whole = join([str(file.path) for file in some], [file.labels(label, reader) for file in some])
-            labels[split] = whole.rows(rows[split]) if rows else whole
-        count = len(rows[split]) if rows else sum(file.rows for file in some)
+    labels: dict[Split, LabelColumn] = {}
+    if label is not None:
+        labels = _of_splits(
+            {split: some for split, some in opened.items() if label in some[0].types},
+            rows,
+            lambda some: join([str(file.path) for file in some], [file.labels(label, reader) for file in some]),
+        )
+    counts = {split: len(rows[split]) if rows else sum(file.rows for file in some) for split, some in opened.items()}
+    for split, count in list(counts.items()):
         if split != "train" and (count == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
             reason = "none of its images has a label" if count else "it is empty"
             notes.append(f"{title}: the {split} split is skipped, because {reason}")
-            kept.remove(split)
-            labels.pop(split, None)
-    if not kept:
+            del counts[split]
+    if not counts:
         raise DataError("\n".join((*notes, f"{title} has no split with labels")))
     notes += reader.notes(title)
     if label is None:
@@ -262,13 +271,13 @@ def _label_targets(
             f"{title} has no column of labels, so its images are unlabelled; to use one of the columns "
             f"{next(iter(opened.values()))[0].described}, add ?label= and its name to the data's name"
         )
-        return {}, kept, classes or (), ()
-    counts = Counter[str]()
+        return {split: Targets.unknown("none", classes or (), count) for split, count in counts.items()}, ()
+    labels = {split: labels[split] for split in counts}
+    named = Counter[str]()
     for column in labels.values():
-        counts.update(column.counts())
-    refuse_joined(title, counts, choice.separator)
-    names, targets, faults = number(title, labels, classes)
-    return targets, kept, names, faults
+        named.update(column.counts())
+    refuse_joined(title, named, choice.separator)
+    return number(title, labels, classes)
 
 
 def _text_targets(
@@ -278,20 +287,16 @@ def _text_targets(
     text: str,
     notes: list[str],
 ) -> dict[Split, Targets]:
-    """Return the texts of each split. A split without texts is skipped, with one more of `notes`."""
-    values: dict[Split, Targets] = {}
+    """Return the texts of each split that is not skipped. Notes are added to `notes`."""
     reader = TextReader()
-    whole: Targets | None = None
-    for split, some in opened.items():
-        if whole is None or not rows:
-            cells = [cell for file in some for cell in (file.cells(text) if text in file.types else [None] * file.rows)]
-            whole = Targets.of(map(reader, cells), "texts", ())
-        values[split] = whole.rows(rows[split]) if rows else whole
-        if split != "train" and not values[split].known.any():
-            notes.append(f"{title}: the {split} split is skipped, because none of its images has a text")
-            values.pop(split)
+
+    def read(some: Sequence[ParquetColumns]) -> Targets:
+        cells = (cell for file in some for cell in (file.cells(text) if text in file.types else [None] * file.rows))
+        return Targets.of(map(reader, cells), "texts", ())
+
+    targets = _with_known(title, _of_splits(opened, rows, read), "text", notes)
     notes += reader.notes(title)
-    return values
+    return targets
 
 
 def _number_targets(
@@ -301,19 +306,29 @@ def _number_targets(
     numbers: tuple[str, ...],
     notes: list[str],
 ) -> dict[Split, Targets]:
-    """Return the numbers of each split. A split in which no number is known is skipped, with one more of `notes`."""
-    values: dict[Split, Targets] = {}
-    for split, some in opened.items():
+    """Return the numbers of each split that is not skipped. Notes are added to `notes`."""
+
+    def read(some: Sequence[ParquetColumns]) -> Targets:
         try:
-            found = np.concatenate([file.numbers(numbers) for file in some])
-            values[split] = Targets("numbers", numbers, found[rows[split]] if rows else found)
+            return Targets("numbers", numbers, np.concatenate([file.numbers(numbers) for file in some]))
         except MissingColumn:
-            if split == "train":
+            if some is opened.get("train"):
                 raise
-        if split != "train" and (split not in values or not values[split].known.any()):
-            notes.append(f"{title}: the {split} split is skipped, because none of its images has a number")
-            values.pop(split, None)
-    return values
+            return Targets.unknown("numbers", numbers, sum(file.rows for file in some))
+
+    return _with_known(title, _of_splits(opened, rows, read), "number", notes)
+
+
+def _with_known(title: str, found: Mapping[Split, Targets], noun: str, notes: list[str]) -> dict[Split, Targets]:
+    """Return the training split and the splits in which a target is known. The others are skipped, with one more of
+    `notes` for each."""
+    kept = {split: targets for split, targets in found.items() if split == "train" or targets.known.any()}
+    notes += [
+        f"{title}: the {split} split is skipped, because none of its images has a {noun}"
+        for split in found
+        if split not in kept
+    ]
+    return kept
 
 
 def _columns(
@@ -499,7 +514,7 @@ class ParquetColumns:
     def labels(self, column: str, reader: LabelReader) -> LabelColumn:
         """Return all labels of a column: class numbers, text, or lists of either. `reader` reads text. Raises
         `DataError`."""
-        arrow, compute = _pyarrow(), _pyarrow().compute
+        arrow, compute = pyarrow(), pyarrow().compute
         with self._file() as file:
             values = file.read(columns=[column], use_threads=False).column(column).combine_chunks()
             starts = None
@@ -549,12 +564,12 @@ class ParquetColumns:
                 f"{self.path}: column {column!r} holds {found[wrong.argmax()]}, which is not a whole number; labels "
                 f"are whole numbers, text, or lists of them; numbers to predict are named by --numbers {column}"
             )
-        return _pyarrow().array(np.where(np.isnan(found), -1, found).astype(np.int64))
+        return pyarrow().array(np.where(np.isnan(found), -1, found).astype(np.int64))
 
     def numbers(self, columns: Sequence[str]) -> Float64[np.ndarray, "n k"]:
         """Return the numbers in some columns, with NaN for null. Raise `DataError` if a column is missing or holds
         text."""
-        arrow = _pyarrow()
+        arrow = pyarrow()
         names = [list(self.types)[place] for place in places_of(str(self.path), columns, list(self.types))]
         for name in names:
             kind = self.types[name]
@@ -580,23 +595,17 @@ class ParquetColumns:
     def _first_value(self, column: str) -> str:
         """Return an example of a column's values for messages."""
         with self._file() as file:
-            for batch in file.iter_batches(64, columns=[column], use_threads=False):
-                for value in batch.column(0).to_pylist():
-                    if value is not None:
-                        return f", like {str(value)[:40]!r}"
-        return ""
+            batches = file.iter_batches(64, columns=[column], use_threads=False)
+            values = (value for batch in batches for value in batch.column(0).to_pylist() if value is not None)
+            return next((f", like {str(value)[:40]!r}" for value in values), "")
 
     def image_bytes(self, column: str) -> int:
         """Return approximately how many bytes the images take. Repeated images are counted once."""
-        total = 0
         with self._file() as file:
-            for group in range(file.metadata.num_row_groups):
-                chunks = file.metadata.row_group(group)
-                for number in range(chunks.num_columns):
-                    chunk = chunks.column(number)
-                    if f"{chunk.path_in_schema}.".startswith(f"{column}."):
-                        total += chunk.total_uncompressed_size
-        return total
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+            own = (chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
+            return sum(chunk.total_uncompressed_size for chunk in own)
 
     def images(self, column: str) -> Iterator[Any]:
         """Yield the bytes of each image as a buffer, in order. Yield None for a row without an image.
@@ -604,7 +613,7 @@ class ParquetColumns:
         At most two row groups are in memory. If a row has only a path, the image is read from that path, which is
         relative to the Parquet file and must lie inside its folder. Raises `DataError`.
         """
-        arrow, compute = _pyarrow(), _pyarrow().compute
+        arrow, compute = pyarrow(), pyarrow().compute
         rows = min(1024, max(1, BATCH_BYTES * self.rows // max(1, self.image_bytes(column))))
         row = 0
         with self._file() as file:
@@ -638,10 +647,10 @@ class ParquetColumns:
     def _is_image(self, name: str) -> bool:
         feature = self._features.get(name)
         stated = isinstance(feature, dict) and feature.get("_type") == "Image"
-        return stated or name in IMAGES or _pyarrow().types.is_struct(self.types[name])
+        return stated or name in IMAGES or pyarrow().types.is_struct(self.types[name])
 
     def _holds_bytes(self, name: str) -> bool:
-        types, kind = _pyarrow().types, self.types[name]
+        types, kind = pyarrow().types, self.types[name]
         if types.is_struct(kind):
             place = kind.get_field_index("bytes")
             if place < 0:
@@ -674,7 +683,7 @@ class ParquetColumns:
     @contextmanager
     def _file(self) -> Iterator[Any]:
         """Yield the open file. Every error in reading it becomes a `DataError`."""
-        arrow = _pyarrow()
+        arrow = pyarrow()
         try:
             # A buffer makes pyarrow read a few pages at a time instead of a whole row group.
             with arrow.parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=2**20) as file:
@@ -687,24 +696,25 @@ class ParquetColumns:
 
 
 @functools.cache
-def _pyarrow() -> ModuleType:
-    """Import pyarrow, and return it. It is imported at first use, because the import is slow."""
+def pyarrow(action: str = "reading") -> ModuleType:
+    """Import pyarrow for reading or writing Parquet, and return it. It is imported at first use, because the import is
+    slow. Raise `DataError` if it is not installed."""
     try:
         for part in ("compute", "parquet"):
             importlib.import_module(f"pyarrow.{part}")
         return importlib.import_module("pyarrow")
     except ImportError as error:
-        raise DataError(f"reading Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
+        raise DataError(f"{action} Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
 
 
 def _is_list(kind: Any) -> bool:
-    types = _pyarrow().types
+    types = pyarrow().types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _numbers(values: Any) -> Int64[np.ndarray, " n"]:
     """Return an array of whole numbers with -1 for null."""
-    arrow = _pyarrow()
+    arrow = pyarrow()
     filled = arrow.compute.fill_null(values.cast(arrow.int64()), -1)
     return np.asarray(filled.to_numpy(zero_copy_only=False), np.int64)
 

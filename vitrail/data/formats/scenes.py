@@ -43,11 +43,6 @@ class Group(NamedTuple):
     place: int
 
     @property
-    def is_new(self) -> bool:
-        """True if training scenes do not have this colour and shape."""
-        return is_new(self.colour, self.shape)
-
-    @property
     def text(self) -> str:
         noun = SHAPES[self.shape] + ("" if self.number == 0 else "es" if SHAPES[self.shape] == "cross" else "s")
         return f"{NUMBERS[self.number]} {[*COLOURS][self.colour]} {noun}"
@@ -103,7 +98,8 @@ class SceneSource:
     def groups(self, index: int) -> tuple[Group, Group]:
         """Return the groups of a scene."""
         draws = self._draws(index, 8)
-        places = _two_places(draws[6], draws[7])
+        first, step = int(draws[6] * len(PLACES)), 1 + int(draws[7] * (len(PLACES) - 1))
+        places = first, (first + step) % len(PLACES)
         tables = (NEW if self.new else KNOWN, KNOWN)
         found = []
         for number, table in enumerate(tables):
@@ -113,8 +109,7 @@ class SceneSource:
 
     def __getitem__(self, index: int) -> Sample:
         size, draws = self.size, self._draws(index, 64)
-        background = 20 + 60 * draws[8:11]
-        pixels = np.broadcast_to(background, (size, size, 3)).copy()
+        pixels = np.broadcast_to(20 + 60 * draws[8:11], (size, size, 3)).copy()
         for number, group in enumerate(self.groups(index)):
             shade = 0.8 + 0.2 * draws[12 + number]
             slots = draws[16 + 4 * number : 20 + 4 * number].argsort()[: group.number + 1]
@@ -132,12 +127,6 @@ class SceneSource:
     def _draws(self, index: int, count: int) -> np.ndarray:
         key = np.array([int(self.new)], np.int64), np.array([self._number(index)], np.int64)
         return keyed_uniform(self.seed, *key, draws=count)[0].astype(np.float64)
-
-
-def _two_places(first: float, second: float) -> tuple[int, int]:
-    """Return two different places."""
-    one, step = int(first * len(PLACES)), 1 + int(second * (len(PLACES) - 1))
-    return one, (one + step) % len(PLACES)
 
 
 def _shape(shape: int, row: int, column: int, size: int, moved: np.ndarray) -> Bool[np.ndarray, "size size"]:

@@ -35,6 +35,7 @@ from vitrail.data.splits import (
     NAMES,
     TRUE,
     Choice,
+    Request,
     Split,
     SplitNames,
     Splits,
@@ -92,27 +93,18 @@ def _tables(folder: Path) -> list[Path]:
     return sorted(useful + empty) if useful else found
 
 
-def open_table(
-    tables: list[Path],
-    classes: tuple[str, ...] | None,
-    *,
-    numbers: tuple[str, ...] = (),
-    unlabelled: bool = False,
-    choice: Choice | None = None,
-    is_folder: bool = False,
-) -> Splits:
+def open_table(request: Request, tables: Sequence[Path]) -> Splits:
     """Return the splits of one table, which a column or the folders of its paths can divide, or of one table per split.
 
-    If `is_folder` is true, the name of a single table also states its split. If `numbers` names columns, the numbers in
-    these columns are the targets. Otherwise the labels are the targets. If `unlabelled` is true, a table without labels
-    is accepted. Held-out splits without labels or without rows are skipped with a note. Rows whose file cannot be used
-    are left out, and are a fault. If `classes` is None, so are rows of held-out splits with a label that no training
-    row has. Raises `DataError`.
+    If the request names a folder, the name of a single table also states its split. If it names columns of numbers, the
+    numbers in these columns are the targets. Otherwise the labels are the targets. Held-out splits without labels or
+    without rows are skipped with a note. Rows whose file cannot be used are left out, and are a fault. If the request
+    has no classes, so are rows of held-out splits with a label that no training row has. Raises `DataError`.
     """
-    choice = choice or Choice()
+    classes, numbers, unlabelled = request.classes, request.numbers, request.unlabelled
     root = Path(os.path.commonpath([table.parent for table in tables]))
     where = str(root if len(tables) > 1 else tables[0])
-    parts, notes = _parts(root, where, tables, numbers, choice, unlabelled=unlabelled, is_folder=is_folder)
+    parts, notes = _parts(request, root, where, tables)
     for split, part in list(parts.items()):
         has_labels = numbers or unlabelled or any(row.label is not None or row.texts for row in part.rows)
         if split != "train" and len(parts) > 1 and not (part.rows and has_labels):
@@ -129,7 +121,7 @@ def open_table(
     parts = _renamed(parts)
     if not unlabelled:
         single = (row.label for part in parts.values() for row in part.rows if isinstance(row.label, str))
-        refuse_joined(where, Counter(single), choice.separator)
+        refuse_joined(where, Counter(single), request.choice.separator)
     files: dict[Split, dict[str, tuple[TableRow, int]]] = {}
     faults: list[Fault] = []
     for split, part in parts.items():
@@ -160,18 +152,12 @@ def open_table(
 
 
 def _parts(
-    root: Path,
-    where: str,
-    tables: list[Path],
-    numbers: tuple[str, ...],
-    choice: Choice,
-    *,
-    unlabelled: bool,
-    is_folder: bool,
+    request: Request, root: Path, where: str, tables: Sequence[Path]
 ) -> tuple[dict[Split, Table], tuple[str, ...]]:
     """Read the tables. Return the rows of each split, and notes."""
+    choice, numbers, unlabelled = request.choice, request.numbers, request.unlabelled
     names = [table.relative_to(root).as_posix() for table in tables]
-    if len(tables) == 1 and not (is_folder and (split_of(names[0], choice.splits) or split_of(root.name))):
+    if len(tables) == 1 and not (request.is_folder and (split_of(names[0], choice.splits) or split_of(root.name))):
         table = read(tables[0], choice, numbers, unlabelled=unlabelled)
         parts, notes = divided(table, choice.splits)
         return parts, (*table.notes, *notes)

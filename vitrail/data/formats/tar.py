@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def open_shards(
     located = locate(location, chosen)
     opened = _open(located)
     named = classes or located.classes
-    found: dict[Split, ShardSamples] = {}
+    found: dict[Split, Samples] = {}
     faults: list[Fault] = []
     notes = list(located.notes)
     for split in list(opened):
@@ -86,7 +86,7 @@ def open_shards(
     if count := sum(len(index.texts) for index in every):
         notes.append(f"{location}: {plural(count, 'text')} of its images not used, because they have labels")
     if any(map(is_numbers, labels)):
-        return _with_numbers(location, located, opened, labels, numbers)
+        return _with_numbers(location, located, opened, labels, numbers, notes)
     if numbers:
         raise DataError(
             f"data {location!r} has no numbers in its shards, but numbers={','.join(numbers)} asks for some"
@@ -94,17 +94,17 @@ def open_shards(
     for split in SPLITS:
         if split in opened:
             tolerant = split != "train" and classes is None and located.classes is None
-            one = shard_samples(opened[split], named, numbered=located.classes, tolerant=tolerant)
-            if one.unknown:
-                faults.append(unknown_class(split, one.unknown_images, one.unknown))
-            found[split], named = one, named or one.samples.classes
-    labelled = [one.samples.target_kind for one in found.values() if one.unlabelled < len(one.samples)]
-    if len(set(labelled)) > 1:
+            found[split], strange = shard_samples(
+                split, opened[split], named, numbered=located.classes, tolerant=tolerant
+            )
+            faults += strange
+            named = named or found[split].classes
+    if len({one.target_kind for one in found.values() if one.targets.known.any()}) > 1:
         raise DataError(
             f"data {location!r} has one label per image in one split and lists of labels in another; use the same "
             "form in all splits"
         )
-    return _splits(location, found, notes, faults)
+    return _splits(location, opened, found, notes, faults)
 
 
 def _with_texts(location: str, opened: Mapping[Split, list[Shard]], notes: list[str]) -> Splits:
@@ -133,10 +133,20 @@ def _ignored(location: str, split: Split, count: int) -> str:
 
 
 def _splits(
-    location: str, found: Mapping[Split, ShardSamples], notes: Sequence[str], faults: Sequence[Fault] = ()
+    location: str,
+    opened: Mapping[Split, list[Shard]],
+    found: Mapping[Split, Samples],
+    notes: Iterable[str],
+    faults: Sequence[Fault] = (),
 ) -> Splits:
-    more = [note for split, one in found.items() for note in _notes(location, split, one)]
-    return splits_from({split: one.samples for split, one in found.items()}, (*notes, *more), faults)
+    """Return the splits, with notes on files and images that are not used."""
+    notes = list(notes)
+    for split, samples in found.items():
+        if ignored := sum(shard.index.ignored for shard in opened[split]):
+            notes.append(_ignored(location, split, ignored))
+        if missing := int((~samples.targets.known).sum()):
+            notes.append(f"{location}, {split}: {missing:,} of {plural(len(samples), 'image')} without a label")
+    return splits_from(found, notes, faults)
 
 
 def _with_numbers(
@@ -145,6 +155,7 @@ def _with_numbers(
     opened: Mapping[Split, list[Shard]],
     labels: Sequence[RawLabel],
     numbers: tuple[str, ...],
+    notes: list[str],
 ) -> Splits:
     """Open shards whose samples have numbers as targets, which are the `labels` of all shards. `numbers` selects some
     of them. By default all are used."""
@@ -157,70 +168,58 @@ def _with_numbers(
         )
     places = places_of(f"data {location!r}", numbers, names) if numbers else list(range(len(names)))
     found = {
-        split: shard_samples(opened[split], numbers or names, columns=places) for split in SPLITS if split in opened
+        split: shard_samples(split, opened[split], numbers or names, columns=places)[0]
+        for split in SPLITS
+        if split in opened
     }
-    return _splits(location, found, located.notes)
-
-
-class ShardSamples(NamedTuple):
-    """The samples of tar shards, in the order of the shards and of the files in each tar."""
-
-    samples: Samples
-    ignored: int
-    """Number of files that are neither the image nor the label of a sample."""
-    unknown: str
-    """A message about the first label that is not among the classes, or an empty text."""
-    unknown_images: int
-    """Number of images with such labels."""
-
-    @property
-    def unlabelled(self) -> int:
-        """Number of samples without a label."""
-        return int((~self.samples.targets.known).sum())
+    return _splits(location, opened, found, notes)
 
 
 def shard_samples(
+    split: Split,
     shards: Sequence[Shard],
     classes: tuple[str, ...] | None = None,
     *,
     numbered: tuple[str, ...] | None = None,
     columns: Sequence[int] | None = None,
     tolerant: bool = False,
-) -> ShardSamples:
-    """Return the samples of tar shards.
+) -> tuple[Samples, list[Fault]]:
+    """Return the samples of the tar shards of a split, in the order of the shards and of the files in each tar, and
+    faults.
 
     `classes` holds the class names. By default they are collected from the labels. `numbered` holds the names of
     the numeric labels in the shards. Without it, a number is the class that is called by it. For regression,
     `columns` selects the numbers that are the targets, and `classes` holds the names of these numbers. Raises
     `DataError` if two samples have the same key, and if a label is not among the classes. If `tolerant` is true,
-    such labels count as missing.
+    such labels count as missing, and are a fault.
     """
-    ignored = sum(shard.index.ignored for shard in shards)
+    faults: list[Fault] = []
     distinct = _distinct(shards)
     names = _found(distinct) if classes is None else classes
-    unknown = ""
     if columns is None:
         resolved, strange = _resolve(distinct, names, numbered)
         if strange:
             label, one = next(iter(strange.items()))
             shard, code = distinct[label]
             unknown = f"{shard.path}: sample {_example(shard, code)!r} {_unknown(one, names, numbered)}"
-        if unknown and not tolerant:
-            raise DataError(unknown)
+            if not tolerant:
+                raise DataError(unknown)
+            faults.append(unknown_class(split, _count(shards, strange), unknown))
     else:
-        resolved, strange = {label: _picked(label, columns) for label in distinct}, {}
-    labels, codes = _codes(shards, resolved, numbers=columns is not None)
-    kind: TargetKind = "class" if names else "none"
-    if columns is not None or any(isinstance(label, tuple) for label in labels):
-        kind = "classes" if columns is None else "numbers"
-    if not len(codes):
+        resolved = {label: _picked(label, columns) for label in distinct}
+    if not sum(len(shard.index) for shard in shards):
         paths = ", ".join(shard.path for shard in shards[:3]) + (" and the others" if len(shards) > 3 else "")
+        ignored = sum(shard.index.ignored for shard in shards)
         other = f", but {plural(ignored, 'other file')}" if ignored else ""
         raise DataError(f"{paths}: there are no images{other}; a sample is an image such as 1.jpg, with 1.cls")
-    table = Targets.of([() if label is None and kind == "classes" else label for label in labels], kind, names)
+    kind: TargetKind = "numbers" if columns is not None else _label_kind(shards, resolved, names)
+    none: Target = () if kind == "classes" else None
+    parts = []
+    for shard in shards:
+        table = [*(resolved.get(label, none) for label in shard.index.labels), none]  # the last element is for code -1
+        parts.append(Targets.of(table, kind, names).rows(shard.index.codes))
     reader = ShardImages(shards)
-    samples = Samples((reader,), range(len(reader)), table.rows(codes))
-    return ShardSamples(samples, ignored, unknown, _count(shards, strange))
+    return Samples((reader,), range(len(reader)), Targets.joined(parts)), faults
 
 
 class ShardImages:
@@ -400,26 +399,16 @@ def _count(shards: Sequence[Shard], labels: Collection[RawLabel]) -> int:
     )
 
 
-def _codes(
-    shards: Sequence[Shard], resolved: dict[RawLabel, Target], *, numbers: bool
-) -> tuple[list[Target], np.ndarray]:
-    """Return the distinct labels, with None at the end, and the index of each sample's label among them (int32)."""
-    labels: list[Target] = [*(label for label in dict.fromkeys(resolved.values()) if label is not None), None]
-    places = {label: place for place, label in enumerate(labels)}
-    none = places[None]
-    parts = []
-    for shard in shards:
-        table = [places[resolved[label]] if label in resolved else none for label in shard.index.labels]
-        parts.append(np.array([*table, none], np.int32)[shard.index.codes])  # the last element is for code -1
-    codes = np.concatenate(parts)
-    kinds = {isinstance(label, tuple) for label in resolved}
-    if not numbers and (len(kinds) > 1 or (kinds == {True} and bool((codes == none).any()))):
+def _label_kind(shards: Sequence[Shard], labels: Iterable[RawLabel], classes: tuple[str, ...]) -> TargetKind:
+    """Return the kind of classes that labels state. Raise `DataError` if only some images have a list of labels."""
+    kinds = {isinstance(label, tuple) for label in labels}
+    if len(kinds) > 1 or (kinds == {True} and any((shard.index.codes < 0).any() for shard in shards)):
         where = f"{shards[0].path}" + (" and the others" if len(shards) > 1 else "")
         raise DataError(
             f"{where}: some images have a list of labels, others have one label or none; give every image a list, "
             "which can be empty"
         )
-    return labels, codes
+    return "classes" if kinds == {True} else "class" if classes else "none"
 
 
 def _meaning(label: int | str, numbered: tuple[str, ...] | None) -> int | str:
@@ -439,13 +428,6 @@ def _unknown(label: int | str, classes: tuple[str, ...], numbered: tuple[str, ..
         return f"has the label {label!r}; the {len(numbered or ()):,} classes are numbered from 0"
     meaning = f", which is {name!r}" if numbered and name != label else ""
     return f"has the label {label!r}{meaning}; it is not among the known classes ({nearest(name, classes)})"
-
-
-def _notes(location: str, split: Split, found: ShardSamples) -> Iterable[str]:
-    if found.ignored:
-        yield _ignored(location, split, found.ignored)
-    if missing := found.unlabelled:
-        yield f"{location}, {split}: {missing:,} of {plural(len(found.samples), 'image')} without a label"
 
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,10 +203,26 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
         if label is not None and (suffix == "cls" or (row, "cls") not in seen):
             codes[row] = labels.setdefault(label, len(labels))
     ignored += sum(row not in images for row, _ in seen)
-    keys = [names.get(row, key) for key, row in rows.items() if row in images]
-    kept = [row for row in rows.values() if row in images]
-    found = [(images[row], codes.get(row, -1), texts.get(row, ())) for row in kept]
-    return _collect(shard, keys, found, tuple(labels), (reader.empty, reader.broken), ignored)
+    kept = {row: names.get(row, key) for key, row in rows.items() if row in images}
+    encoded = [os.fsencode(key) for key in kept.values()]
+    if len(set(encoded)) < len(encoded):
+        repeated = next(key for key, count in Counter(kept.values()).items() if count > 1)
+        raise DataError(f"{shard} has two samples with the key {repeated!r}; keys must be unique")
+    digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in encoded)
+    of_images = [texts.get(row, ()) for row in kept]
+    return ShardIndex(
+        keys=np.frombuffer(b"".join(encoded), np.uint8),
+        key_ends=np.cumsum([len(key) for key in encoded], dtype=np.int64),
+        hashes=np.frombuffer(digests, np.uint64),
+        offsets=np.array([images[row].offset for row in kept], np.int64),
+        sizes=np.array([images[row].size for row in kept], np.int64),
+        codes=np.array([codes.get(row, -1) for row in kept], np.int32),
+        labels=tuple(labels),
+        text_counts=np.array(list(map(len, of_images)), np.int32),
+        texts=TextTable.of(text for some in of_images for text in some),
+        unread=(reader.empty, reader.broken),
+        ignored=ignored,
+    )
 
 
 def _parts(shard: str, read: Read, size: int, rows: Collection[str]) -> Iterator[tuple[Member, str | None, str]]:
@@ -233,34 +250,6 @@ def _parts(shard: str, read: Read, size: int, rows: Collection[str]) -> Iterator
 
 def _is_part(suffix: str) -> bool:
     return f".{suffix}" in SUFFIXES or suffix in ("cls", "json", "txt")
-
-
-def _collect(
-    shard: str,
-    keys: list[str],
-    found: list[tuple[Member, int, tuple[str, ...]]],
-    labels: tuple[RawLabel, ...],
-    unread: tuple[int, int],
-    ignored: int,
-) -> ShardIndex:
-    encoded = [os.fsencode(key) for key in keys]
-    if len(set(encoded)) < len(encoded):
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise DataError(f"{shard} has two samples with the key {repeated!r}; keys must be unique")
-    digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in encoded)
-    return ShardIndex(
-        keys=np.frombuffer(b"".join(encoded), np.uint8),
-        key_ends=np.cumsum([len(key) for key in encoded], dtype=np.int64),
-        hashes=np.frombuffer(digests, np.uint64),
-        offsets=np.array([member.offset for member, _, _ in found], np.int64),
-        sizes=np.array([member.size for member, _, _ in found], np.int64),
-        codes=np.array([code for _, code, _ in found], np.int32),
-        labels=labels,
-        text_counts=np.array([len(texts) for _, _, texts in found], np.int32),
-        texts=TextTable.of(text for _, _, texts in found for text in texts),
-        unread=unread,
-        ignored=ignored,
-    )
 
 
 def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | None, Any]:
@@ -325,9 +314,7 @@ def _save(shard: str, version: Version, index: ShardIndex) -> None:
     about["unread"] = index.unread
     columns = np.stack([getattr(index, name).astype(np.int64) for name in COLUMNS])
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-    for place in _places(shard):
-        if not _is_free(place):
-            continue
+    for place in filter(_is_free, _places(shard)):
         with contextlib.suppress(OSError), replacing_file(place) as partial:
             with partial.open("wb") as file:  # np.savez would append a suffix to a name
                 np.savez(

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import uuid
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,20 +99,14 @@ def write_blob(path: Path, pieces: Iterable[Any]) -> Blob:
 
 def _write(file: Any, pieces: Iterable[Any]) -> Int64[np.ndarray, " offsets"]:
     file.truncate(0)  # a killed process may have left bytes
-    offsets, end = [np.zeros(1, np.int64)], 0
-    lengths: list[int] = []
+    ends = array("q", [0])  # a list of a million numbers takes five times the memory
     for piece in pieces:
-        lengths.append(0 if piece is None else file.write(piece))
-        if len(lengths) == 65536:  # a list of a million numbers takes five times the memory of the array
-            offsets.append(end + np.cumsum(lengths, dtype=np.int64))
-            end = int(offsets[-1][-1])
-            lengths = []
-    offsets.append(end + np.cumsum(lengths, dtype=np.int64))
-    joined = np.concatenate(offsets)
-    file.write(joined.astype("<i8", copy=False))
-    file.write((len(joined) - 1).to_bytes(8, "little") + MAGIC)
+        ends.append(ends[-1] + (0 if piece is None else file.write(piece)))
+    offsets = np.array(ends, np.int64)
+    file.write(offsets.astype("<i8", copy=False))
+    file.write((len(offsets) - 1).to_bytes(8, "little") + MAGIC)
     file.flush()
-    return joined
+    return offsets
 
 
 @contextlib.contextmanager

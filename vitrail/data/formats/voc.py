@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from vitrail.data.faults import Fault
+from vitrail.data.faults import Fault, first_bytes
 from vitrail.data.formats.annotated import (
     AnnotatedImages,
     Annotation,
@@ -39,15 +39,8 @@ def holds_voc(files: Iterable[Path]) -> bool:
     for path in files:
         if path.suffix.lower() == ".xml" and not path.name.startswith("."):
             first.setdefault(path.parent, path)
-    return any(map(_is_annotation, first.values()))
-
-
-def _is_annotation(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return re.search(rb"<annotation[\s>]", file.read(1 << 12)) is not None  # <annotations> is CVAT's
-    except OSError:
-        return False
+    # CVAT's annotations begin with <annotations>.
+    return any(re.search(rb"<annotation[\s>]", first_bytes(path, 1 << 12)) for path in first.values())
 
 
 def open_voc(request: Request) -> Splits:

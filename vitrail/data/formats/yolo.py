@@ -21,6 +21,7 @@ import yaml  # type: ignore[import-untyped]
 
 from vitrail.data.faults import Fault, shown
 from vitrail.data.formats.annotated import (
+    IMAGES,
     AnnotatedImages,
     Annotation,
     ImageFiles,
@@ -30,6 +31,7 @@ from vitrail.data.formats.annotated import (
     lines_of,
     object_splits,
 )
+from vitrail.data.objects import box_around
 from vitrail.data.splits import SPLITS, Request, Split, SplitNames, Splits, left_out
 from vitrail.errors import DataError, listed, plural
 
@@ -207,7 +209,7 @@ def _label_of(key: str, texts: set[str]) -> str | None:
     stem = re.sub(r"\.[^./]*$", ".txt", key)
     parts = stem.split("/")
     for place in reversed(range(len(parts) - 1)):
-        if parts[place].lower() in ("images", "image", "imgs", "jpegimages"):
+        if parts[place].lower() in IMAGES:
             for word in ("labels", "label", "Labels", "LABELS"):
                 if (moved := "/".join([*parts[:place], word, *parts[place + 1 :]])) in texts:
                     return moved
@@ -256,7 +258,7 @@ def _annotation(path: Path, row: int, cells: Sequence[str], where: str, classes:
         x, y, width, height = values[1:]
         return Annotation(row, category, (x - width / 2, y - height / 2, x + width / 2, y + height / 2), where)
     corners = np.array(values[1:], np.float64).reshape(-1, 2)
-    (left, top), (right, bottom) = corners.min(axis=0).tolist(), corners.max(axis=0).tolist()
+    left, top, right, bottom = box_around((corners,))
     if not all(map(math.isfinite, values)):
         left = math.nan
     return Annotation(row, category, (left, top, right, bottom), where, outline=(corners,))

@@ -14,7 +14,7 @@ import re
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,23 +45,17 @@ def without_suffix(key: str) -> str:
 ALWAYS = FORMATS[:7]
 """Formats that every Pillow decodes."""
 
+OF_DECODERS = {"AVIF": ("AVIF",), "HEIC": ("HEIF",)}
+"""Pillow's names of the formats that not every machine can decode (`missing_decoder`)."""
+
 REGISTERING = threading.Lock()
 
 
-def pillow_formats(found: str) -> tuple[str, ...]:
-    """Return Pillow's names of the formats to try for a file that begins like the format `found`.
+def missing_decoder(found: str) -> str | None:
+    """Return the reason why this machine cannot decode the format `found`, with advice. Return None if it can.
 
     A HEIC file loads pillow-heif if it is installed. Nothing else does, because loading takes time.
     """
-    if found == "AVIF":
-        return ("AVIF",) if _has_avif() else ()
-    if found == "HEIC":
-        return ("HEIF",) if _has_heic() else ()
-    return ALWAYS
-
-
-def missing_decoder(found: str) -> str | None:
-    """Return the reason why this machine cannot decode the format `found`, with advice. Return None if it can."""
     if found == "AVIF" and not _has_avif():
         return "is an AVIF image, which the installed Pillow cannot decode: pip install --upgrade pillow"
     if found == "HEIC" and not _has_heic():
@@ -287,10 +281,10 @@ def jpeg_of_pixels(data: bytes) -> bytes | None:
     return found if len(found) < len(data) else None
 
 
-def with_end_marker(data: bytes, decoded: Callable[[bytes], np.ndarray]) -> bytes | None:
+def with_end_marker(data: bytes) -> bytes | None:
     """Return a JPEG file with the end marker that `data` lacks. Return None unless the rest of the file is complete.
 
-    `decoded` returns the pixels of a JPEG file. libjpeg fills missing compressed data with grey and does not report it,
+    libjpeg fills missing compressed data with grey and does not report it,
     so the file is decoded with different bytes in the place of missing data. Only if the pixels are the same each time,
     nothing is missing. Source: ITU-T T.81, annexes B and G.
     """
@@ -302,7 +296,7 @@ def with_end_marker(data: bytes, decoded: Callable[[bytes], np.ndarray]) -> byte
     following = bytes([0xFF, 0xD0 + (marks[-1][1] + 1) % 8 if marks else 0xD0])
     # If the data ends with a complete restart interval, only the data after the next restart marker changes pixels.
     ends = [fill and fill + following + fill for fill in FILLS]
-    first, *others = (decoded(data + end + END) for end in ends)
+    first, *others = (np.asarray(open_file(data + end + END)) for end in ends)
     return data + END if all(np.array_equal(first, other) for other in others) else None
 
 
@@ -409,16 +403,11 @@ class Opened:
     file: bytes = b""
     """The encoded file, or nothing for a picture that the caller opened."""
 
-    @property
-    def shrinks(self) -> bool:
-        """True for a JPEG that this module opened, so the settings of its decoder may be changed. False for other
-        formats and for a Pillow image from the caller."""
-        return bool(self.file) and self.picture.format in ("JPEG", "MPO")
-
     def shrink_for(self, most: float) -> int:
         """Return the largest of the factors 8, 4 and 2 that is at most `most`, or 1 if there is none or the image is
-        not a JPEG."""
-        most = min(most, *self.size) if self.shrinks else 1
+        not a JPEG. The decoder of a Pillow image from the caller may not be changed, either."""
+        is_jpeg = bool(self.file) and self.picture.format in ("JPEG", "MPO")
+        most = min(most, *self.size) if is_jpeg else 1
         return next((shrink for shrink in SHRINKS if shrink <= most), 1)
 
     def begin(self, shrink: int) -> tuple[float, float]:
@@ -439,7 +428,7 @@ class Opened:
             loaded = _loaded(self.picture, self.file, shrink)
             picture = _as_grey_of_16_bits(loaded)
             # The orientation is read after loading, because Pillow turns a TIFF upright when it loads the pixels.
-            turn = UPRIGHT.get(_orientation(loaded))
+            turn = UPRIGHT.get(orientation_of(loaded))
             return _plain(picture if turn is None else picture.transpose(turn), channels)
 
 
@@ -496,12 +485,12 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
         if isinstance(image, bytes):
             picture, orientation = open_file(image), 1
             if picture.format != "PNG":
-                orientation = _orientation(picture)
+                orientation = orientation_of(picture)
             elif any(mark in image for mark in PNG_ORIENTATION):
                 picture = _loaded(picture, image)
-                orientation = _orientation(picture)
+                orientation = orientation_of(picture)
         else:
-            picture, orientation = image, _orientation(image)
+            picture, orientation = image, orientation_of(image)
         width, height = picture.size
         if min(width, height) < 1:
             raise UndecodableImage(f"has no pixels: its header states a size of {width} x {height} (width x height)")
@@ -563,9 +552,10 @@ def open_file(data: bytes) -> ImageFile:
 
 def _opened(data: bytes, found: str) -> ImageFile:
     """Open a file that begins like the format `found`. Raise any exception of Pillow."""
-    _raise_limit_of_pillow()
+    if Image.MAX_IMAGE_PIXELS is not None:  # by default, Pillow refuses images of twice its own limit
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, pixel_limit())
     try:
-        return Image.open(io.BytesIO(data), formats=pillow_formats(found))
+        return Image.open(io.BytesIO(data), formats=OF_DECODERS.get(found, ALWAYS))
     except Image.DecompressionBombError:
         raise
     except Exception:  # a broken file can make Pillow raise any exception
@@ -587,7 +577,7 @@ def _loaded(picture: Image.Image, file: bytes, shrink: int = 1) -> Image.Image:
         if picture.format == "PNG":
             repaired: Image.Image | None = _repaired(file)
         else:
-            whole = with_end_marker(file, _rgb) if picture.format in ("JPEG", "MPO") else None
+            whole = with_end_marker(file) if picture.format in ("JPEG", "MPO") else None
             repaired = None if whole is None else _loaded(open_file(whole), b"", shrink)
         if repaired is None:
             raise
@@ -636,9 +626,8 @@ def _ends_with_zeros(picture: Image.Image) -> bool:
 def _repaired(file: bytes) -> ImageFile | None:
     """Return the picture of a PNG or JPEG file from the parts of the file that determine its pixels. Return None for
     another file, or if its pixels are damaged or too many. A PNG picture is loaded."""
-    for data in (png_of_pixels(file, keep_texts=True), png_of_pixels(file, keep_texts=False), jpeg_of_pixels(file)):
-        if data is None:
-            continue
+    parts = (png_of_pixels(file, keep_texts=True), png_of_pixels(file, keep_texts=False), jpeg_of_pixels(file))
+    for data in filter(None, parts):
         with contextlib.suppress(Exception):
             picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
             _check_size(*picture.size)
@@ -650,10 +639,6 @@ def _repaired(file: bytes) -> ImageFile | None:
     return None
 
 
-def _rgb(jpeg: bytes) -> np.ndarray:
-    return np.asarray(open_file(jpeg))
-
-
 def _check_size(width: int, height: int, of: str = "") -> None:
     if width * height > pixel_limit():
         raise UndecodableImage(f"claims {of}{width} x {height} pixels (width x height), more than {_limit_in_words()}")
@@ -661,12 +646,6 @@ def _check_size(width: int, height: int, of: str = "") -> None:
 
 def _limit_in_words() -> str:
     return f"the limit of {pixel_limit():,} pixels; a higher --max-pixels (or {LIMIT_VARIABLE}) allows it"
-
-
-def _raise_limit_of_pillow() -> None:
-    """Let Pillow open what the limit allows. By default, Pillow refuses images of twice its own limit."""
-    if Image.MAX_IMAGE_PIXELS is not None and pixel_limit() > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = pixel_limit()
 
 
 @functools.cache
@@ -677,7 +656,8 @@ def _hush() -> None:
         ctypes.CDLL(importlib.import_module("PIL._imaging").__file__).TIFFSetErrorHandler(None)
 
 
-def _orientation(picture: Image.Image) -> int:
+def orientation_of(picture: Image.Image) -> int:
+    """Return the EXIF orientation of a picture, 1 to 8."""
     try:
         return int(picture.getexif().get(ORIENTATION, 1))
     except Exception:  # broken EXIF is no reason to refuse the pixels

@@ -35,74 +35,14 @@ NEARLY_WHOLE = 1e-9
 exactly 232."""
 
 
-_Part = tuple[np.ndarray, np.ndarray]
-"""Two arrays with one entry per pixel along an axis. The first array contains the index of a source pixel, or the
-weights of several source pixels. The second array is False for pixels that become the fill value."""
-
-
-class _Axis(NamedTuple):
-    """A placement along one axis of the image."""
-
-    image: int
-    begin: int
-    """Index of the box's first pixel in the image."""
-    length: int
-    """Length of the box in pixels."""
-    scaled: int
-    """Length of the scaled box in pixels."""
-    start: int
-    """Index of the window's first pixel in the scaled box."""
-    size: int
-    """Length of the window, which is the result, in pixels."""
-    mirrored: bool
-
-    def forward(self, positions: Float64[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
-        found = (positions - self.begin) * self.scaled / self.length - self.start
-        return self.size - found if self.mirrored else found
-
-    def back(self, positions: Float64[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
-        window = self.size - positions if self.mirrored else positions
-        return (window + self.start) * self.length / self.scaled + self.begin
-
-    def pixels(self) -> tuple[Int64[np.ndarray, " size"], Bool[np.ndarray, " size"]]:
-        """Return two arrays with one entry per pixel of the result. The first array contains the index of the image
-        pixel under the centre of the result's pixel. The second array is False for pixels that are padding."""
-        places = np.arange(self.size)
-        scaled = (places[::-1] if self.mirrored else places) + self.start
-        inside = (scaled >= 0) & (scaled < self.scaled)
-        return self.begin + (2 * scaled + 1) * self.length // (2 * self.scaled), inside
-
-    def seen(self) -> Bool[np.ndarray, " image"]:
-        """Return True for each pixel of the image whose centre is in the box and in the result."""
-        pixels = np.arange(self.image)
-        doubled = (2 * (pixels - self.begin) + 1) * self.scaled - 2 * self.length * self.start
-        inside = (doubled >= 0) & (doubled < 2 * self.length * self.size)
-        return inside & (pixels >= self.begin) & (pixels < self.begin + self.length)
-
-    def filter(self) -> tuple[Float64[np.ndarray, "size image"], Bool[np.ndarray, " size"]]:
-        """Return the weights of Pillow's bilinear filter: one row per pixel of the result, one column per pixel of the
-        image."""
-        _, inside = self.pixels()
-        centres = self.back(np.arange(self.size) + 0.5) - self.begin
-        weights = np.zeros((self.size, self.image))
-        weights[:, self.begin : self.begin + self.length] = _triangles(centres, self.length, self.length / self.scaled)
-        return weights, inside
-
-    def filter_back(self, count: int) -> tuple[Float64[np.ndarray, "image count"], Bool[np.ndarray, " image"]]:
-        """Return interpolation weights: one row per pixel of the image, one column per cell. The result is divided into
-        `count` equal cells."""
-        centres = self.forward(np.arange(self.image) + 0.5) * count / self.size
-        return _triangles(centres, count, self.scaled / self.length * count / self.size), self.seen()
-
-
 @dataclass(frozen=True)
 class Placement:
     """The position of an image in the network's input. A box of the image is scaled, and a window of the scaled box is
-    kept and optionally mirrored.
+    kept.
 
     If `top` or `left` is negative, the window extends beyond the scaled box and is padded there. A placement converts
-    points, boxes, masks and maps from the image to the result and back. Points and boxes are in pixels from the top
-    left corner, so the centre of the first pixel is at (0.5, 0.5).
+    points, boxes and masks from the image to the result, and points, boxes and maps back. Points and boxes are in
+    pixels from the top left corner, so the centre of the first pixel is at (0.5, 0.5).
     """
 
     image: Size
@@ -114,17 +54,6 @@ class Placement:
     """Height and width of the window, which is the result."""
     top: int = 0
     left: int = 0
-    mirrored: bool = False
-    """True if the result is mirrored left to right."""
-
-    def flipped(self) -> Placement:
-        """Return the placement with its result mirrored left to right."""
-        return replace(self, mirrored=not self.mirrored)
-
-    def shifted(self, down: int, right: int) -> Placement:
-        """Return the placement with the window moved down and to the right, so that the content moves up and to the
-        left."""
-        return replace(self, top=self.top + down, left=self.left + (-right if self.mirrored else right))
 
     def part(self, box: Box) -> Placement:
         """Return the placement of a part of the image."""
@@ -133,13 +62,11 @@ class Placement:
 
     def points(self, points: Float[np.ndarray, "n 2"]) -> Float64[np.ndarray, "n 2"]:
         """Convert points (x, y) from the image to the result. A converted point can lie outside the result."""
-        rows, columns = self._axes
-        return np.stack([columns.forward(points[:, 0] * 1.0), rows.forward(points[:, 1] * 1.0)], axis=1)
+        return np.stack([self._forward(points[:, 1 - axis] * 1.0, axis) for axis in (1, 0)], axis=1)
 
     def points_back(self, points: Float[np.ndarray, "n 2"]) -> Float64[np.ndarray, "n 2"]:
         """Convert points (x, y) from the result to the image."""
-        rows, columns = self._axes
-        return np.stack([columns.back(points[:, 0] * 1.0), rows.back(points[:, 1] * 1.0)], axis=1)
+        return np.stack([self._back(points[:, 1 - axis] * 1.0, axis) for axis in (1, 0)], axis=1)
 
     def boxes(self, boxes: Float[np.ndarray, "n 4"]) -> Float64[np.ndarray, "n 4"]:
         """Convert boxes (left, top, right, bottom) from the image to the result, and clip them to the result.
@@ -154,18 +81,14 @@ class Placement:
 
     def mask(self, mask: Shaped[np.ndarray, "*c h w"], fill: float | int = 0) -> Shaped[np.ndarray, "*c height width"]:
         """Convert a mask from the image to the result, by nearest-neighbour interpolation. Padding becomes `fill`."""
-        self._check(mask)
-        rows, columns = self._axes
-        return _picked(mask, rows.pixels(), columns.pixels(), fill)
-
-    def map(self, values: Float[np.ndarray, "*c h w"], fill: float = 0.0) -> Float64[np.ndarray, "*c height width"]:
-        """Convert a map with one number per pixel from the image to the result, by Pillow's bilinear filter.
-
-        Padding becomes `fill`.
-        """
-        self._check(values)
-        rows, columns = self._axes
-        return _filtered(values, rows.filter(), columns.filter(), fill)
+        if mask.shape[-2:] != self.image:
+            raise ConfigError(
+                f"values of shape {mask.shape} do not belong to an image of {self.image[0]} x {self.image[1]} "
+                "(height, width); their last two dimensions must be its height and width"
+            )
+        (rows, is_row), (columns, is_column) = map(self._pixels, (0, 1))
+        found = mask[..., np.where(is_row, rows, 0)[:, None], np.where(is_column, columns, 0)]
+        return np.where(is_row[:, None] & is_column, found, np.asarray(fill, mask.dtype))
 
     def map_back(
         self, values: Float[np.ndarray, "*c h w"], fill: float = 0.0
@@ -175,23 +98,45 @@ class Placement:
         The map may have any number of rows and columns, such as one per patch; it always covers the whole result.
         Pixels of the image outside the result become `fill`.
         """
-        rows, columns = self._axes
-        return _filtered(values, rows.filter_back(values.shape[-2]), columns.filter_back(values.shape[-1]), fill)
+        down, across = (self._weights_back(axis, count) for axis, count in enumerate(values.shape[-2:]))
+        inside = self._seen(0)[:, None] & self._seen(1)
+        return np.where(inside, down @ values.astype(np.float64) @ across.T, fill)
 
-    @property
-    def _axes(self) -> tuple[_Axis, _Axis]:
-        top, left, height, width = self.box
-        return (
-            _Axis(self.image[0], top, height, self.scaled[0], self.top, self.size[0], mirrored=False),
-            _Axis(self.image[1], left, width, self.scaled[1], self.left, self.size[1], mirrored=self.mirrored),
-        )
+    # Along one axis: 0 converts rows, and 1 converts columns.
 
-    def _check(self, values: np.ndarray) -> None:
-        if values.shape[-2:] != self.image:
-            raise ConfigError(
-                f"values of shape {values.shape} do not belong to an image of {self.image[0]} x {self.image[1]} "
-                "(height, width); their last two dimensions must be its height and width"
-            )
+    def _along(self, axis: int) -> tuple[int, int, int, int]:
+        """Return the first pixel and the length of the box in the image, its length after scaling, and the first pixel
+        of the window in the scaled box."""
+        return self.box[axis], self.box[2 + axis], self.scaled[axis], (self.top, self.left)[axis]
+
+    def _forward(self, positions: Float[np.ndarray, " n"], axis: int) -> Float[np.ndarray, " n"]:
+        begin, length, scaled, start = self._along(axis)
+        return (positions - begin) * scaled / length - start
+
+    def _back(self, positions: Float[np.ndarray, " n"], axis: int) -> Float[np.ndarray, " n"]:
+        begin, length, scaled, start = self._along(axis)
+        return (positions + start) * length / scaled + begin
+
+    def _pixels(self, axis: int) -> tuple[Int64[np.ndarray, " size"], Bool[np.ndarray, " size"]]:
+        """Return two arrays with one entry per pixel of the result. The first array contains the index of the image
+        pixel under the centre of the result's pixel. The second array is False for pixels that are padding."""
+        begin, length, scaled, start = self._along(axis)
+        places = np.arange(self.size[axis]) + start
+        return begin + (2 * places + 1) * length // (2 * scaled), (places >= 0) & (places < scaled)
+
+    def _seen(self, axis: int) -> Bool[np.ndarray, " image"]:
+        """Return True for each pixel of the image whose centre is in the box and in the result."""
+        begin, length, scaled, start = self._along(axis)
+        pixels = np.arange(self.image[axis])
+        doubled = (2 * (pixels - begin) + 1) * scaled - 2 * length * start
+        inside = (doubled >= 0) & (doubled < 2 * length * self.size[axis])
+        return inside & (pixels >= begin) & (pixels < begin + length)
+
+    def _weights_back(self, axis: int, count: int) -> Float64[np.ndarray, "image count"]:
+        """Return interpolation weights: one row per pixel of the image, one column per cell. The result is divided into
+        `count` equal cells."""
+        centres = self._forward(np.arange(self.image[axis]) + 0.5, axis) * count / self.size[axis]
+        return _triangles(centres, count, self.scaled[axis] / self.box[2 + axis] * count / self.size[axis])
 
 
 def place_jittered(old: Size, new: Size, jitter: Jitter) -> Placement:
@@ -268,14 +213,3 @@ def _clipped(one: np.ndarray, other: np.ndarray, size: Size) -> Float64[np.ndarr
     limit = np.array(size[::-1], np.float64)
     corners = np.minimum(one, other).clip(0, limit), np.maximum(one, other).clip(0, limit)
     return np.concatenate(corners, axis=1)
-
-
-def _picked(values: np.ndarray, rows: _Part, columns: _Part, fill: float | int) -> np.ndarray:
-    inside = rows[1][:, None] & columns[1]
-    down, across = (np.where(part[1], part[0], 0) for part in (rows, columns))
-    return np.where(inside, values[..., down[:, None], across], np.asarray(fill, values.dtype))
-
-
-def _filtered(values: np.ndarray, rows: _Part, columns: _Part, fill: float | int) -> np.ndarray:
-    inside = rows[1][:, None] & columns[1]
-    return np.where(inside, rows[0] @ values.astype(np.float64) @ columns[0].T, fill)

@@ -176,7 +176,12 @@ class Preprocess:
         if box is None:
             found = place if self.resampler in WHOLE else place_like_big_vision
             return found(size, self.image_size, self.resize, self.crop_share)
-        _check_box(box, size)
+        top, left, height, width = box
+        if min(top, left) < 0 or min(height, width) < 1 or top + height > size[0] or left + width > size[1]:
+            raise ConfigError(
+                f"box={box} (top, left, height, width) is not a part of an image of {size[0]} x {size[1]} (height, "
+                "width)"
+            )
         return Placement(size, box, self.image_size, self.image_size)
 
     def normalise(self, images: UInt8[Tensor, "b c h w"] | Float32[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
@@ -192,7 +197,7 @@ class Preprocess:
         return (images.float() * scale + mean).round().clamp(0, 255).long()
 
     def _fit(self, opened: Opened, box: Box | Jitter | None) -> np.ndarray:
-        """Return the scaled and cropped image, or a box of it, with shape h w or h w c."""
+        """Return the scaled and cropped or padded image, or a box of it, with shape h w c."""
         placement = self.placement(opened.size, box)
         height, width = placement.scaled
         if height * width > pixel_limit():
@@ -204,39 +209,39 @@ class Preprocess:
         shrink = 1
         if self.scaled_decode:
             shrink = opened.shrink_for(min(taken[0] / height, taken[1] / width) / SPARE)
-        picture = opened.load(self.channels, shrink)
+        picture, part = opened.load(self.channels, shrink), None
         if shrink > 1:
             down, right = opened.begin(shrink)
             part = down + top / shrink, right + left / shrink, taken[0] / shrink, taken[1] / shrink
+        elif box is not None and not isinstance(box, Jitter):
+            picture = picture.crop((left, top, left + taken[1], top + taken[0]))
+        begin = placement.top, placement.left  # of the window in the scaled picture, which it can extend beyond
+        sides = zip(begin, self.image_size, placement.scaled, strict=True)
+        rows, columns = (slice(max(start, 0), min(start + size, scaled)) for start, size, scaled in sides)
+        if self.resampler in WHOLE:
             picture = self._scaled(picture, part, placement.scaled)
+            levels = self._array(picture.crop((columns.start, rows.start, columns.stop, rows.stop)))
         else:
-            if box is not None and not isinstance(box, Jitter):
-                picture = picture.crop((left, top, left + taken[1], top + taken[0]))
-            if self.resampler not in WHOLE:
-                return self._like_tensorflow(np.asarray(picture), placement)
-            picture = self._scaled(picture, None, placement.scaled)
-        return self._window(picture, placement)
-
-    def _like_tensorflow(self, picture: np.ndarray, placement: Placement) -> np.ndarray:
-        """Return the scaled picture or box, its window cut out or padded, with shape h w c."""
-        from vitrail.data.pixels.tensorflow import resize
-
-        picture = picture.reshape(*picture.shape[:2], self.channels)
-        inside, kept = [], []
-        for start, size, scaled in zip((placement.top, placement.left), self.image_size, placement.scaled, strict=True):
-            kept.append(slice(max(start, 0), min(start + size, scaled)))
-            inside.append(slice(max(-start, 0), max(-start, 0) + kept[-1].stop - kept[-1].start))
-        levels = resize(
-            picture, placement.scaled, self.interpolation, antialias=self.antialias, window=(kept[0], kept[1])
-        )
-        if self.resampler == "tensorflow-uint8":
-            levels = levels.clip(0, 255).astype(np.uint8)
+            levels = self._like_tensorflow(self._array(picture), placement.scaled, (rows, columns))
         if levels.shape[:2] == self.image_size:
             return levels
         canvas = np.empty((*self.image_size, self.channels), levels.dtype)
         canvas[:] = self.pad_value
-        canvas[inside[0], inside[1]] = levels
+        down_to, right_to = (max(-start, 0) for start in begin)
+        canvas[down_to : down_to + levels.shape[0], right_to : right_to + levels.shape[1]] = levels
         return canvas
+
+    def _array(self, picture: Image.Image) -> UInt8[np.ndarray, "h w c"]:
+        return np.asarray(picture).reshape(picture.height, picture.width, self.channels)
+
+    def _like_tensorflow(
+        self, picture: UInt8[np.ndarray, "h w c"], size: tuple[int, int], window: tuple[slice, slice]
+    ) -> np.ndarray:
+        """Return the window of the picture that is scaled to a height and width, with shape h w c."""
+        from vitrail.data.pixels.tensorflow import resize
+
+        levels = resize(picture, size, self.interpolation, antialias=self.antialias, window=window)
+        return levels.clip(0, 255).astype(np.uint8) if self.resampler == "tensorflow-uint8" else levels
 
     def _scaled(self, picture: Image.Image, part: Part | None, size: tuple[int, int]) -> Image.Image:
         """Return the picture, or the region `part` of it, scaled to a height and width."""
@@ -254,26 +259,6 @@ class Preprocess:
         inside = picture.crop((*first, math.ceil(right), math.ceil(bottom)))
         within = left - first[0], top - first[1], right - first[0], bottom - first[1]
         return inside.resize((width, height), FILTERS[self.interpolation], box=within)
-
-    def _window(self, picture: Image.Image, placement: Placement) -> np.ndarray:
-        height, width = self.image_size
-        top, left = placement.top, placement.left
-        if min(top, left) >= 0 and top + height <= picture.height and left + width <= picture.width:
-            return np.asarray(picture.crop((left, top, left + width, top + height)))
-        levels = self.pad_value * (self.channels // len(self.pad_value))
-        canvas = Image.new(picture.mode, (width, height), levels)
-        bottom, right = min(top + height, picture.height), min(left + width, picture.width)
-        kept = picture.crop((max(left, 0), max(top, 0), right, bottom))
-        canvas.paste(kept, (max(-left, 0), max(-top, 0)))
-        return np.asarray(canvas)
-
-
-def _check_box(box: Box, size: tuple[int, int]) -> None:
-    top, left, height, width = box
-    if min(top, left) < 0 or min(height, width) < 1 or top + height > size[0] or left + width > size[1]:
-        raise ConfigError(
-            f"box={box} (top, left, height, width) is not a part of an image of {size[0]} x {size[1]} (height, width)"
-        )
 
 
 def _scaled_by_torch(

@@ -13,9 +13,9 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from vitrail.data.targets import Targets
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, listed
 from vitrail.evaluation.classifiers.linear import LinearMap
-from vitrail.evaluation.classifiers.logistic import check_pair, check_same_kind, check_truth, moments, tensor
+from vitrail.evaluation.classifiers.logistic import check_both, moments, tensor
 
 CONSTANT = 100.0
 """Value of the constant feature that gives the intercept. A large constant needs only a small weight, so that
@@ -58,10 +58,7 @@ def few_shot(
     seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     check_settings(shots, seeds, l2)
     held = np.arange(len(train_truth)) if of_rows is None else of_rows
-    check_truth("training features", train_features, train_truth.rows(held))
-    check_truth("test features", test_features, test_truth)
-    check_pair(train_features, test_features)
-    check_same_kind(train_truth, test_truth)
+    check_both(train_features, train_truth.rows(held), test_features, test_truth)
     train_labels, num_classes = train_truth.values, train_truth.columns
     if not allow_fewer:
         check_counts(np.bincount(train_labels, minlength=num_classes), max(shots), class_names)
@@ -112,60 +109,42 @@ def fit_least_squares(
     scale = std + 1e-5
     x = F.pad((tensor(features) - mean) / scale, (0, 1), value=CONSTANT)
     y = 2 * F.one_hot(torch.from_numpy(labels), num_classes).double() - 1
-    system = _Tall(x, y) if x.shape[0] >= x.shape[1] else _Wide(x, y)
-    strength = _best(system) if isinstance(l2, str) else l2
+    system = _System(x, y)
+    strength = system.best_strength() if isinstance(l2, str) else l2
     w = system.solve(strength)
     weight = w[:-1] / scale[:, None]
     return LinearMap(weight.numpy(), (CONSTANT * w[-1] - mean @ weight).numpy()), strength
 
 
-def _best(system: _Tall | _Wide) -> float:
-    return min(LOO_GRID, key=lambda strength: float(system.left_out_errors(strength).square().sum()))
+class _System:
+    """The least-squares problem in the basis of eigenvectors.
 
-
-class _Tall:
-    """Solution for at least as many rows as features.
-
-    With X^T X = q diag(lambda) q^T, the weights are w = q (lambda + l2)^-1 q^T X^T y.
+    For at least as many rows as features, X^T X = q diag(lambda) q^T, and w = q (lambda + l2)^-1 q^T X^T y. For fewer
+    rows, X X^T = q diag(lambda) q^T, and w = X^T q (lambda + l2)^-1 q^T y.
     """
 
     def __init__(self, x: Float64[Tensor, "n d"], y: Float64[Tensor, "n classes"]) -> None:
-        self.y = y
-        values, self.vectors = torch.linalg.eigh(x.t() @ x)
+        self.x, self.y = x, y
+        self.is_tall = x.shape[0] >= x.shape[1]
+        values, self.vectors = torch.linalg.eigh(x.t() @ x if self.is_tall else x @ x.t())
         self.values = values.clamp(min=0)
-        self.rotated = x @ self.vectors
+        self.rotated = x @ self.vectors if self.is_tall else self.vectors
         self.projected = self.rotated.t() @ y
 
     def solve(self, l2: float) -> Float64[Tensor, "d classes"]:
-        return self.vectors @ (self.projected / (self.values + l2)[:, None])
+        found = self.vectors @ (self.projected / (self.values + l2)[:, None])
+        return found if self.is_tall else self.x.t() @ found
 
     def left_out_errors(self, l2: float) -> Float64[Tensor, "n classes"]:
         fitted = self.rotated @ (self.projected / (self.values + l2)[:, None])
         leverage = self.rotated.square() @ (1 / (self.values + l2))
-        return (self.y - fitted) / (1 - leverage)[:, None]
+        if self.is_tall:
+            return (self.y - fitted) / (1 - leverage)[:, None]
+        return fitted / leverage[:, None]  # here, these are residual / l2 and (1 - leverage) / l2
 
-
-class _Wide:
-    """Solution for fewer rows than features.
-
-    With X X^T = q diag(lambda) q^T, the weights are w = X^T q (lambda + l2)^-1 q^T y.
-    """
-
-    def __init__(self, x: Float64[Tensor, "n d"], y: Float64[Tensor, "n classes"]) -> None:
-        self.x = x
-        values, self.vectors = torch.linalg.eigh(x @ x.t())
-        self.values = values.clamp(min=0)
-        self.projected = self.vectors.t() @ y
-
-    def _dual(self, l2: float) -> Float64[Tensor, "n classes"]:
-        return self.vectors @ (self.projected / (self.values + l2)[:, None])
-
-    def solve(self, l2: float) -> Float64[Tensor, "d classes"]:
-        return self.x.t() @ self._dual(l2)
-
-    def left_out_errors(self, l2: float) -> Float64[Tensor, "n classes"]:
-        # The numerator is residual / l2, and the denominator is (1 - leverage) / l2.
-        return self._dual(l2) / (self.vectors.square() @ (1 / (self.values + l2)))[:, None]
+    def best_strength(self) -> float:
+        """Return the strength with the smallest squared leave-one-out error."""
+        return min(LOO_GRID, key=lambda strength: float(self.left_out_errors(strength).square().sum()))
 
 
 def check_settings(shots: Sequence[int], seeds: Sequence[int], l2: Strength) -> None:
@@ -183,9 +162,8 @@ def check_counts(counts: Int64[np.ndarray, " classes"], shots: int, names: Seque
     few = np.flatnonzero(counts < shots)
     if not len(few):
         return
-    named = ", ".join(f"{names[index] if names else f'class {index}'} ({counts[index]})" for index in few[:NAMED])
-    others = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
+    named = [f"{names[index] if names else f'class {index}'} ({counts[index]})" for index in few.tolist()]
     raise DataError(
-        f"{shots} shots need {shots} training images per class; these classes have fewer: {named}{others}. "
+        f"{shots} shots need {shots} training images per class; these classes have fewer: {listed(named, NAMED)}. "
         "Choose fewer shots, or use --allow-fewer to take all images of such classes"
     )

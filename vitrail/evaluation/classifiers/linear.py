@@ -18,9 +18,8 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.logistic import (
     Fit,
     LogisticRegression,
+    check_both,
     check_finite,
-    check_pair,
-    check_same_kind,
     check_truth,
     class_ranks,
     moments,
@@ -107,10 +106,7 @@ def linear_probe(
 
     Raise the errors of `fit_linear`, and `DataError` if the test features or targets do not fit the training features.
     """
-    check_truth("training features", train_features, train_truth)
-    check_truth("test features", test_features, test_truth)
-    check_pair(train_features, test_features)
-    check_same_kind(train_truth, test_truth)
+    check_both(train_features, train_truth, test_features, test_truth)
     fit = fit_linear(train_features, train_truth, penalties=penalties, held_out=held_out, seed=seed, device=device)
     return LinearResult(fit.penalty, fit.sweep, fit.model, fit.model.measure(test_features, test_truth))
 
@@ -140,10 +136,13 @@ def fit_linear(
     `ConfigError` for settings out of range.
     """
     check_truth("training features", features, truth)
-    if penalties is None and np.bincount(truth.groups()).max(initial=0) < 2:
-        penalties = (SINGLE_PENALTY,)
-    penalties = _penalties(penalties, truth)
-    _check_settings(penalties, held_out)
+    if penalties is None:
+        default = RIDGE_PENALTIES if truth.kind == "numbers" else PENALTIES
+        penalties = default if np.bincount(truth.groups()).max(initial=0) > 1 else (SINGLE_PENALTY,)
+    if not penalties or not all(0 < penalty < math.inf for penalty in penalties):
+        raise ConfigError(f"penalties={tuple(penalties)} must be one or more numbers above 0")
+    if not 0 < held_out < 1:
+        raise ConfigError(f"held_out={held_out} must be a fraction above 0 and below 1")
     train = partial(_Problem, features, truth, torch.device(device))
     falling = sorted(set(penalties), reverse=True)
     sweep: dict[float, dict[str, float]] = {}
@@ -153,13 +152,6 @@ def fit_linear(
         sweep, penalty, start = _sweep(train(fitted), falling, features[kept], truth.rows(kept))
     problem = train(np.arange(len(features)))
     return LinearFit(penalty, sweep, problem.model(problem.regression.fit(penalty, start=start)))
-
-
-def _penalties(penalties: Sequence[float] | None, truth: Targets) -> Sequence[float]:
-    """Return the penalties to try: those of the caller, or the default penalties for these targets."""
-    if penalties is not None:
-        return penalties
-    return RIDGE_PENALTIES if truth.kind == "numbers" else PENALTIES
 
 
 class _Problem:
@@ -177,17 +169,16 @@ class _Problem:
         standardised = torch.empty(len(rows), features.shape[1], device=device)
         for part in parts(len(rows), features.shape[1]):
             standardised[part] = ((tensor(features[rows[part]]) - self.mean) / self.std).float()
-        self.regression = _regression(standardised, truth.rows(rows))
+        fitted = truth.rows(rows)
+        self.regression = (
+            RidgeRegression(standardised, fitted)
+            if truth.kind == "numbers"
+            else LogisticRegression(standardised, fitted)
+        )
 
     def model(self, fit: Fit) -> LinearMap:
         weight = fit.weight / self.std[:, None]
         return LinearMap(weight.numpy(), (fit.bias - self.mean @ weight).numpy())
-
-
-def _regression(features: Float[Tensor, "n d"], truth: Targets) -> LogisticRegression | RidgeRegression:
-    if truth.kind == "numbers":
-        return RidgeRegression(features, truth)
-    return LogisticRegression(features, truth)
 
 
 def _sweep(
@@ -201,16 +192,13 @@ def _sweep(
     Each fit starts from the previous one.
     """
     found: dict[float, dict[str, float]] = {}
-    best: tuple[float, float, Fit] | None = None
+    fits: dict[float, Fit] = {}
     fit: Fit | None = None
     for penalty in penalties:
-        fit = problem.regression.fit(penalty, start=fit)
+        fit = fits[penalty] = problem.regression.fit(penalty, start=fit)
         found[penalty] = problem.model(fit).measure(features, truth)
-        score = found[penalty][SELECTING[truth.kind]]
-        if best is None or score > best[0]:
-            best = score, penalty, fit
-    assert best is not None
-    return found, best[1], best[2]
+    best = max(found, key=lambda penalty: found[penalty][SELECTING[truth.kind]])  # the first of equal ones
+    return found, best, fits[best]
 
 
 def _cut(truth: Targets, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
@@ -228,13 +216,6 @@ def _cut(truth: Targets, held_out: float, seed: int) -> tuple[Int64[np.ndarray, 
     return np.flatnonzero(~is_kept), np.flatnonzero(is_kept)
 
 
-def _check_settings(penalties: Sequence[float], held_out: float) -> None:
-    if not penalties or not all(0 < penalty < math.inf for penalty in penalties):
-        raise ConfigError(f"penalties={tuple(penalties)} must be one or more numbers above 0")
-    if not 0 < held_out < 1:
-        raise ConfigError(f"held_out={held_out} must be a fraction above 0 and below 1")
-
-
 # Ridge regression: least squares with a quadratic penalty. It is solved in closed form for every penalty.
 
 
@@ -250,7 +231,6 @@ class _System:
     vectors: Float64[Tensor, "d d"]
     projected: Float64[Tensor, "d k"]
     """Covariance of the features with the numbers, in the basis of the eigenvectors."""
-    variance: Float64[Tensor, " k"]
 
 
 class RidgeRegression:
@@ -278,14 +258,11 @@ class RidgeRegression:
         """
         weight = torch.zeros(self.width, self.columns, dtype=torch.float64)
         bias = torch.zeros(self.columns, dtype=torch.float64)
-        objective = 0.0
         for one in self.systems:
-            rotated = one.projected / (one.values + penalty)[:, None]
-            solution = one.vectors @ rotated
+            solution = one.vectors @ (one.projected / (one.values + penalty)[:, None])
             weight[:, one.outputs] = solution
             bias[one.outputs] = one.number_mean - one.feature_mean @ solution
-            objective += float((one.variance - (rotated * one.projected).sum(dim=0)).sum())
-        return Fit(weight, bias, objective, iterations=0, gradient=0.0)
+        return Fit(weight, bias, iterations=0, gradient=0.0)
 
 
 def _system(
@@ -309,4 +286,4 @@ def _system(
         products += x.t() @ y[part]
     values, vectors = torch.linalg.eigh(covariance / len(rows))
     projected = vectors.t() @ products / len(rows)
-    return _System(outputs, feature_mean, number_mean, values.clamp(min=0), vectors, projected, y.square().mean(dim=0))
+    return _System(outputs, feature_mean, number_mean, values.clamp(min=0), vectors, projected)

@@ -13,6 +13,7 @@ from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from vitrail.data.augment.draws import keyed_uniform
+from vitrail.data.splits import ranks_in_groups
 from vitrail.data.targets import Targets
 from vitrail.errors import DataError
 
@@ -32,8 +33,6 @@ class Fit:
 
     weight: Float64[Tensor, "d classes"]
     bias: Float64[Tensor, " classes"]
-    objective: float
-    """Value of the objective: mean cross-entropy in nats + penalty / 2 * sum of squared weights."""
     iterations: int
     gradient: float
     """The largest absolute derivative of the objective. If it exceeds the tolerance, the fit was ended by rounding
@@ -99,7 +98,7 @@ class LogisticRegression:
             iterations += 1
         if self.is_softmax:  # softmax ignores a constant added to all classes; the penalty is smallest at mean 0
             point = point - point.mean(dim=1, keepdim=True)
-        return Fit(point[:-1], point[-1], value.objective, iterations, float(value.gradient.abs().max()))
+        return Fit(point[:-1], point[-1], iterations, float(value.gradient.abs().max()))
 
     def _value(self, point: Vector, penalty: float) -> _Value:
         inner = point.to(self.features)
@@ -227,8 +226,14 @@ def check_pair(train: Float[np.ndarray, "n d"], test: Float[np.ndarray, "m e"]) 
         )
 
 
-def check_same_kind(train: Targets, test: Targets) -> None:
-    """Raise `DataError` if training and test targets are of different kinds or have different numbers of columns."""
+def check_both(
+    train_features: Float[np.ndarray, "n d"], train: Targets, test_features: Float[np.ndarray, "m e"], test: Targets
+) -> None:
+    """Raise `DataError` if a target of training or test features is unknown, or if features or targets of the two
+    differ in their widths or kinds."""
+    check_truth("training features", train_features, train)
+    check_truth("test features", test_features, test)
+    check_pair(train_features, test_features)
     if (train.kind, train.columns) != (test.kind, test.columns):
         raise DataError(
             f"training targets are {train.kind} with {train.columns} columns, and test targets are {test.kind} "
@@ -283,15 +288,5 @@ def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray,
 
     The order within a label depends only on the seed, the label and the number of rows with that label.
     """
-    ordinals = _places(labels, np.arange(len(labels)))
-    order = np.argsort(keyed_uniform(seed, labels, ordinals, draws=1)[:, 0], kind="stable")
-    return _places(labels, order)
-
-
-def _places(labels: Int64[np.ndarray, " n"], order: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    """Return, for each row, the number of rows with the same label that come earlier in `order`."""
-    grouped = order[np.argsort(labels[order], kind="stable")]
-    values, first = np.unique(labels[grouped], return_index=True)
-    places = np.empty(len(labels), np.int64)
-    places[grouped] = np.arange(len(labels)) - first[np.searchsorted(values, labels[grouped])]
-    return places
+    ordinals = ranks_in_groups(np.arange(len(labels)), labels)
+    return ranks_in_groups(keyed_uniform(seed, labels, ordinals, draws=1)[:, 0], labels)

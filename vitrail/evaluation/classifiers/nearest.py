@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
-from vitrail.evaluation.classifiers.logistic import check_finite, check_pair, check_same_kind, check_truth, tensor
-from vitrail.evaluation.metrics.numbers import streaming_metrics
+from vitrail.evaluation.classifiers.logistic import check_both, check_finite, check_pair, tensor
+from vitrail.evaluation.metrics.numbers import mean_of_known, streaming_metrics
 
 QUERIES = 8192
 """Number of queries per pass over the stored features."""
@@ -59,9 +59,7 @@ def knn(
     Raise `DataError` for unknown targets, different widths or features that are not finite.
     """
     check_settings(k, temperature)
-    check_truth("training features", train_features, train_truth)
-    check_truth("test features", test_features, test_truth)
-    check_same_kind(train_truth, test_truth)
+    check_both(train_features, train_truth, test_features, test_truth)
     found = nearest(train_features, test_features, max(k), device=device)
     return _vote(found, train_truth, test_truth, k, temperature)
 
@@ -94,12 +92,8 @@ def nearest(
 def lengths_of(stored: Float[np.ndarray, "n d"]) -> Float32[np.ndarray, " n"]:
     """Return the lengths of features, for several calls of `nearest` with the same stored features. Raise `DataError`
     for features that are not finite."""
-    parts = [_lengths(_view(stored[begin : begin + STORED]), begin) for begin in _begins(stored)]
+    parts = [_lengths(_view(stored[begin : begin + STORED]), begin) for begin in range(0, len(stored), STORED)]
     return torch.cat([torch.empty(0), *parts]).numpy()
-
-
-def _begins(stored: Float[np.ndarray, "n d"]) -> range:
-    return range(0, len(stored), STORED)
 
 
 def _lengths(rows: Float32[Tensor, "b d"], begin: int) -> Float32[Tensor, " b"]:
@@ -124,7 +118,7 @@ def _search(
     for first in range(0, len(asked), QUERIES):
         blocks = torch.split(_unit(asked, first, QUERIES, device), ROWS)
         found = [_Found.nothing(len(block), k, device) for block in blocks]
-        for begin in _begins(stored):
+        for begin in range(0, len(stored), STORED):
             if are_few:
                 part = _view(stored[begin : begin + STORED])
                 own = _lengths(part, begin) if lengths is None else torch.from_numpy(lengths[begin : begin + STORED])
@@ -244,32 +238,26 @@ def _vote(
 
 
 class _Sums:
-    """Weighted sums of the neighbours' targets for some queries."""
+    """Weighted sums of the neighbours' targets for some queries. All targets are known, or at least one number."""
 
     def __init__(self, truth: Targets, queries: int) -> None:
         self.truth = truth
         self.sums = np.zeros((queries, truth.columns))
-        self.weights: Float64[np.ndarray, "queries ..."] = np.zeros((queries, 1))
-        self.known: Targets | None = None
-        if truth.kind == "numbers":
-            is_known = ~np.isnan(truth.values)
-            self.known, self.weights = (
-                Targets("numbers", truth.names, is_known.astype(np.float64)),
-                np.zeros_like(self.sums),
-            )
-            self.mean = np.where(is_known, truth.values, 0).sum(axis=0) / np.maximum(is_known.sum(axis=0), 1)
+        self.weights = np.zeros((queries, truth.columns if truth.kind == "numbers" else 1))
 
     def add(self, rows: Int64[np.ndarray, " b"], weights: Float64[np.ndarray, " b"]) -> None:
         """Add one neighbour of each query."""
-        self.truth.add_to(self.sums, rows, weights)
-        if self.known is None:
-            self.weights += weights[:, None]
+        found, column = self.truth.rows(rows), weights[:, None]
+        if found.kind == "class":
+            self.sums[np.arange(len(rows)), found.values] += weights
         else:
-            self.known.add_to(self.weights, rows, weights)
+            self.sums += column * np.nan_to_num(found.dense)
+        self.weights += column * ~np.isnan(found.dense) if found.kind == "numbers" else column
 
     def means(self) -> Float64[np.ndarray, "b columns"]:
         """Return the weighted means. If an output is unknown for all neighbours, the mean of its known numbers in the
         stored rows is used."""
-        if self.known is None:
+        if self.truth.kind != "numbers":
             return self.sums / self.weights
-        return np.where(self.weights > 0, self.sums / np.where(self.weights > 0, self.weights, 1), self.mean)
+        mean = mean_of_known(self.truth.values, ~np.isnan(self.truth.values))
+        return np.where(self.weights > 0, self.sums / np.where(self.weights > 0, self.weights, 1), mean)

@@ -148,14 +148,12 @@ class Entry:
         with saving("features", self.folder):
             self.cache.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder.with_name(f"{self.folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        has_locks = True
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(lock, fcntl.LOCK_UN)
-            has_locks = True
-        except BlockingIOError:
-            has_locks = True
-        except OSError:
-            has_locks = False
+        except OSError as error:
+            has_locks = isinstance(error, BlockingIOError)  # another process has it
         try:
             yield Lock(lock) if has_locks else None
         finally:
@@ -225,15 +223,15 @@ class Entry:
             self.partial.rename(self.folder)
 
 
+@dataclass(frozen=True)
 class Lock:
     """A lock on an entry. It is released at the end of `Entry.locked` or of the process."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    descriptor: int
 
     def share(self) -> None:
         """Acquire the lock in shared mode. Several processes that fill the entry can hold the lock at once."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
     def alone(self, on_wait: Callable[[], None]) -> None:
         """Acquire the lock exclusively, and wait until all other processes have released it.
@@ -241,10 +239,10 @@ class Lock:
         `on_wait` is called once if another process holds the lock.
         """
         try:  # the system releases the shared lock first, so two processes with a shared lock do not deadlock
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             on_wait()
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX)
 
 
 def _parse(path: Path) -> _About:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
@@ -55,10 +56,6 @@ class FeatureSet:
     """Samples that could not be decoded. `features` has no row for a skipped sample."""
     precision: str = "float32"
     """Number format of the matrix products that computed the features."""
-
-    def __post_init__(self) -> None:
-        counts = {len(self.features), len(self.truth), len(self.keys)}
-        assert len(counts) == 1, f"{counts} rows"
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -129,19 +126,19 @@ class _Job:
             return self
         if resolve_precision("auto", self.how.bundle.device) == "float32":
             return replace(self, precision="float32")
-        found = compare_precisions(self.how.bundle, self.source, self.layer, at_most=self.batch_size)
-        if not found.images:
+        cosines = compare_precisions(self.how.bundle, self.source, self.layer, at_most=self.batch_size)
+        if not len(cosines):
             return replace(self, precision="float32")
-        images = plural(found.images, "image")
-        if not found.is_safe:
+        images, least = plural(len(cosines), "image"), float(cosines.min())
+        if not least >= SAFE_COSINE:  # a cosine that is not a number is not safe
             self.how.note(
                 f"features are computed in float32, because bf16 changes them too much: the smallest cosine of "
-                f"{images} is {found.cosine:.4f}, and {SAFE_COSINE} is needed"
+                f"{images} is {least:.4f}, and {SAFE_COSINE} is needed"
             )
             return replace(self, precision="float32")
         self.how.note(
             f"features are computed in bf16: the smallest cosine of {images} with their float32 features is "
-            f"{found.cosine:.4f}; use precision=float32 for the exact ones"
+            f"{least:.4f}; use precision=float32 for the exact ones"
         )
         return replace(self, precision="bf16")
 
@@ -172,7 +169,8 @@ class _Job:
                     how.progress(done + first, len(self.source))
                     seconds, begun = time.monotonic() - begun, time.monotonic()
                     if how.batch_size is None and size > 1 and seconds > feature_rows.RECORD_SECONDS:
-                        size = _smaller(size, seconds)
+                        # a batch that takes about half of the time
+                        size = max(1, min(size // 2, int(size * feature_rows.RECORD_SECONDS / (2 * seconds))))
                         break
 
     def reason(self, row: int) -> str:
@@ -182,11 +180,6 @@ class _Job:
         except UndecodableImage as error:
             return str(error)
         return "could not be decoded when its features were computed"
-
-
-def _smaller(size: int, seconds: float) -> int:
-    """Return a batch size that takes about half of `RECORD_SECONDS`, if a batch of `size` takes `seconds`."""
-    return max(1, min(size // 2, int(size * feature_rows.RECORD_SECONDS / (2 * seconds))))
 
 
 def _in_memory(job: _Job, chosen: Int64[np.ndarray, " n"] | None = None) -> Kept:
@@ -240,8 +233,7 @@ def _from_cache(job: _Job, cache: Path) -> tuple[_Job, Kept | None]:
         job = job.with_safe_precision()
     except KeyboardInterrupt:
         raise Interrupted("stopped before more features were computed") from None
-    entry = entries[str(job.precision)]
-    return job, _computed(job, entry)
+    return job, _computed(job, entries[str(job.precision)])
 
 
 def _computed(job: _Job, entry: Entry) -> Kept | None:
@@ -320,29 +312,16 @@ SAFE_COSINE = 0.999
 """Smallest cosine between the bfloat16 and float32 features of an image with which bfloat16 is used."""
 
 
-class FormatsCompared(NamedTuple):
-    """Comparison of bfloat16 features with float32 features."""
-
-    images: int
-    """Number of compared images. 0 if none could be decoded."""
-    cosine: float
-    """Smallest cosine over these images."""
-
-    @property
-    def is_safe(self) -> bool:
-        """True if bfloat16 features can replace float32 features. A cosine that is not a number is not safe."""
-        return self.cosine >= SAFE_COSINE
-
-
-def compare_precisions(bundle: Bundle, source: Source, layer: Layer, *, at_most: int) -> FormatsCompared:
-    """Compare the features of up to eight images that are evenly spaced in the source, and at most `at_most`."""
+def compare_precisions(bundle: Bundle, source: Source, layer: Layer, *, at_most: int) -> Float32[Tensor, " images"]:
+    """Return the cosines between bfloat16 and float32 features of up to eight images that are evenly spaced in the
+    source, and at most `at_most`. There are none if no image can be decoded."""
     pixels = list(islice(_decoded(source, bundle.preprocess), min(COMPARED, at_most)))
     if not pixels:
-        return FormatsCompared(0, 0.0)
+        return torch.empty(0)
     exact, rounded = (
         _vectors(Predictor(bundle.network, name), bundle.inputs(pixels), layer) for name in ("float32", "bf16")
     )
-    return FormatsCompared(len(pixels), float(cosine_similarity(exact, rounded, dim=1).min()))
+    return cosine_similarity(exact, rounded, dim=1)
 
 
 def _decoded(source: Source, preprocess: Preprocess) -> Iterator[Pixels]:
@@ -350,10 +329,8 @@ def _decoded(source: Source, preprocess: Preprocess) -> Iterator[Pixels]:
     spread = evenly(len(source), TRIED)
     first = spread[:: max(1, len(spread) // COMPARED)]
     for index in (*first.tolist(), *np.setdiff1d(spread, first).tolist()):
-        try:
+        with contextlib.suppress(UndecodableImage):
             yield preprocess.pixels(source[index].image)
-        except UndecodableImage:
-            continue
 
 
 def _vectors(predictor: Predictor, images: Float32[Tensor, "b c h w"], layer: Layer) -> Float32[Tensor, "b d"]:

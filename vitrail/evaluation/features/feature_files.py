@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from vitrail.data.batch import Skipped
-from vitrail.data.source import target_from_plain, truth_of_targets
-from vitrail.data.targets import Target, TargetKind, Targets
+from vitrail.data.formats.parquet import pyarrow
+from vitrail.data.source import target_from_plain
+from vitrail.data.targets import Target, TargetKind, Targets, numbered
 from vitrail.errors import DataError
 from vitrail.evaluation.features.cache import map_features
 from vitrail.evaluation.features.extract import FeatureSet
-from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
+from vitrail.files import check_new_folder, replacing_file, replacing_folder, saving
 from vitrail.settings import from_plain, to_plain
 
 FORMAT = 2
@@ -130,7 +128,7 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
     unknown number. Class names are in the schema's metadata, as JSON under "classes". Raise `SaveError`, and
     `DataError` if pyarrow is not installed.
     """
-    arrow = parquet_library()
+    arrow = pyarrow("writing")
     truth = features.truth
     value_types = {
         "class": arrow.int64(), "classes": arrow.list_(arrow.int64()), "numbers": arrow.list_(arrow.float64()),
@@ -141,33 +139,20 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
         "feature": arrow.list_(arrow.float32(), features.width),
     }
     schema = arrow.schema(list(kinds.items()), metadata={"classes": json.dumps(features.classes)})
-    partial = partial_path(path)
-    with saving("features", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with arrow.parquet.ParquetWriter(partial, schema, use_dictionary=False) as file:
-                for first in range(0, len(features), PARQUET_ROWS):
-                    rows = range(first, min(first + PARQUET_ROWS, len(features)))
-                    numbers = arrow.array(np.ascontiguousarray(features.features[rows.start : rows.stop]).reshape(-1))
-                    columns = [
-                        arrow.array([printable_key(features.keys[row]) for row in rows], kinds["key"]),
-                        arrow.array([truth.plain(row) for row in rows], value_types[truth.kind]),
-                        arrow.FixedSizeListArray.from_arrays(numbers, features.width),
-                    ]
-                    file.write_table(arrow.table(columns, schema=schema))
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-@functools.cache
-def parquet_library() -> ModuleType:
-    """Import pyarrow, and return it. Raise `DataError` if it is not installed."""
-    try:
-        importlib.import_module("pyarrow.parquet")
-        return importlib.import_module("pyarrow")
-    except ImportError as error:
-        raise DataError(f"writing Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
+    with (
+        saving("features", path),
+        replacing_file(path) as partial,
+        arrow.parquet.ParquetWriter(partial, schema, use_dictionary=False) as file,
+    ):
+        for first in range(0, len(features), PARQUET_ROWS):
+            rows = range(first, min(first + PARQUET_ROWS, len(features)))
+            numbers = arrow.array(np.ascontiguousarray(features.features[rows.start : rows.stop]).reshape(-1))
+            columns = [
+                arrow.array([printable_key(features.keys[row]) for row in rows], kinds["key"]),
+                arrow.array([truth.plain(row) for row in rows], value_types[truth.kind]),
+                arrow.FixedSizeListArray.from_arrays(numbers, features.width),
+            ]
+            file.write_table(arrow.table(columns, schema=schema))
 
 
 def _name_of(kind: TargetKind) -> str:
@@ -200,4 +185,5 @@ def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Targets]
         raise DataError(f"{path}, line {len(keys) + 1} cannot be used: {error}") from error
     if len(keys) != written.images:
         raise DataError(f"{path} has {len(keys):,} lines for {written.images:,} features")
-    return tuple(keys), truth_of_targets(targets, written.target_kind, len(written.classes))
+    kind = "class" if written.target_kind == "none" else written.target_kind
+    return tuple(keys), Targets.of(targets, kind, numbered(len(written.classes)))

@@ -1,7 +1,6 @@
 """Metrics of logits and labels: top-k accuracy, per-class and multi-label metrics.
 
-The likeliest class is the first one with the largest logit. A label that is not a column of the logits raises
-`DataError`.
+The likeliest class is the first one with the largest logit. Every sample has a label, which is a column of the logits.
 """
 
 from __future__ import annotations
@@ -14,20 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Float64, Int64, UInt8
 
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError
 from vitrail.weights.answers import OutputKind
-
-
-def check_labels(labels: Int64[np.ndarray, " n"], num_classes: int) -> None:
-    """Raise `DataError` unless there are labels and all of them are in [0, num_classes)."""
-    if not len(labels):
-        raise DataError("no sample has a label, so there is nothing to measure")
-    wrong = (labels < 0) | (labels >= num_classes)
-    if wrong.any():
-        raise DataError(
-            f"label {labels[wrong][0]} is not a class index from 0 to {num_classes - 1}; select the samples that have "
-            "the label of a class"
-        )
 
 
 def top_k(logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], k: int) -> Bool[np.ndarray, " n"]:
@@ -35,7 +22,6 @@ def top_k(logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"
 
     Of classes with equal logits, the first one counts as larger.
     """
-    check_labels(labels, logits.shape[1])
     own = np.take_along_axis(logits, labels[:, None], axis=1)
     earlier = np.arange(logits.shape[1]) < labels[:, None]
     rank = (logits > own).sum(axis=1) + ((logits == own) & earlier).sum(axis=1)
@@ -60,7 +46,6 @@ class ClassMetrics:
 
 def per_class(labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int) -> ClassMetrics:
     """Return the metrics of each class for samples with one label each."""
-    check_labels(labels, num_classes)
     counts = [np.bincount(some, minlength=num_classes) for some in (labels, predicted, labels[labels == predicted])]
     return _class_metrics(*counts)
 
@@ -100,13 +85,6 @@ def mean_average_precision(scores: Float[np.ndarray, "n classes"], truth: Bool[n
     0.
     """
     return float(np.nanmean(average_precision(scores, truth))) if truth.any() else 0.0
-
-
-def exact_match(
-    predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]
-) -> Bool[np.ndarray, " n"]:
-    """Return True for each sample whose predicted classes are exactly its true classes."""
-    return (predicted == (targets > 0)).all(axis=1)
 
 
 def f1_scores(predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]) -> tuple[float, float]:
@@ -182,9 +160,8 @@ def per_sample(
     """Return the likeliest class, confidence and losses of each sample. Probabilities are those of logits /
     temperature.
 
-    Raise `DataError` if a label is not a column of the logits, and `ConfigError` if the temperature is not positive.
+    Raise `ConfigError` if the temperature is not positive.
     """
-    check_labels(labels, logits.shape[1])
     if not (0 < temperature < math.inf):
         raise ConfigError(f"temperature={temperature} is not a positive number")
     n = len(labels)
@@ -269,7 +246,6 @@ def fit_temperature(
     inside a shrinking bracket find it to a relative error below 1e-9. The result is limited to [0.001, 1000], because
     the minimum is at 0 if every sample is correct, and at infinity if the logits are worse than chance.
     """
-    check_labels(labels, logits.shape[1])
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
     if _slope(logits, labels, low, scores)[0] >= 0:
         return TEMPERATURES[1]

@@ -24,6 +24,9 @@ from vitrail.evaluation.metrics.classes import BINS, balanced_accuracy, calibrat
 LEVEL = 0.95
 """Fraction of the resamples that an interval contains."""
 
+QUANTILE = NormalDist().inv_cdf((1 + LEVEL) / 2)
+"""Half of the width of an interval of a normal distribution, in standard deviations."""
+
 BLOCK = 16
 """Number of resamples that are drawn together."""
 
@@ -51,7 +54,6 @@ def with_intervals(metrics: Mapping[str, Metric], prefix: str = "") -> dict[str,
 def mean_interval(
     values: Float[np.ndarray, " n"] | Bool[np.ndarray, " n"],
     *,
-    level: float = LEVEL,
     resamples: int = 1000,
     seed: int = 0,
 ) -> Metric:
@@ -61,9 +63,9 @@ def mean_interval(
     bootstrap interval.
     """
     if values.dtype == bool and resamples > 0:
-        return wilson_interval(float(values.mean()), float(len(values)), level)
+        return wilson_interval(float(values.mean()), float(len(values)))
     means = resampled_means(values[:, None].astype(np.float64), resamples=resamples, seed=seed)
-    return interval(float(values.mean()), means[:, 0], level)
+    return interval(float(values.mean()), means[:, 0])
 
 
 def balanced_accuracy_interval(
@@ -71,7 +73,6 @@ def balanced_accuracy_interval(
     predicted: Int64[np.ndarray, " n"],
     num_classes: int,
     *,
-    level: float = LEVEL,
     resamples: int = 1000,
     seed: int = 0,
 ) -> Metric:
@@ -81,18 +82,15 @@ def balanced_accuracy_interval(
     all samples are right or all are wrong, the interval is Wilson's for as many samples as would give the variance of a
     mean over the classes.
     """
-    value = balanced_accuracy(labels, predicted, num_classes)
-    found = interval(value, _resampled_balanced_accuracy(labels, predicted, resamples, seed), level)
-    if found.low is None or found.low != found.high:
-        return found
+    resampled = _resampled_balanced_accuracy(labels, predicted, resamples, seed)
     counts = np.unique(labels, return_counts=True)[1]
-    return wilson_interval(value, float(len(counts) ** 2 / (1 / counts).sum()), level)
+    count = float(len(counts) ** 2 / (1 / counts).sum())
+    return interval_or_wilson(balanced_accuracy(labels, predicted, num_classes), resampled, count)
 
 
-def wilson_interval(fraction: float, count: float, level: float = LEVEL) -> Metric:
+def wilson_interval(fraction: float, count: float) -> Metric:
     """Return a fraction of `count` independent samples with Wilson's score interval (1927, equation 5)."""
-    _check_level(level)
-    square = NormalDist().inv_cdf((1 + level) / 2) ** 2 / count
+    square = QUANTILE**2 / count
     centre = (fraction + square / 2) / (1 + square)
     half = math.sqrt(square * fraction * (1 - fraction) + square**2 / 4) / (1 + square)
     return Metric(fraction, min(max(centre - half, 0.0), fraction), max(min(centre + half, 1.0), fraction))
@@ -103,7 +101,6 @@ def calibration_error_interval(
     correct: Bool[np.ndarray, " n"],
     *,
     bins: int = BINS,
-    level: float = LEVEL,
     resamples: int = 1000,
     seed: int = 0,
 ) -> Metric:
@@ -117,7 +114,7 @@ def calibration_error_interval(
     """
     means = resampled_means(calibration_gaps(confidence, correct, bins=bins), resamples=resamples, seed=seed)
     value = expected_calibration_error(confidence, correct, bins=bins)
-    found = interval(value, resampled := np.abs(means).sum(axis=1), level)
+    found = interval(value, resampled := np.abs(means).sum(axis=1))
     if found.low is None or found.high is None:
         return found
     median = float(np.median(resampled))
@@ -163,18 +160,18 @@ def _resampled_balanced_accuracy(
     return _in_blocks(draw, resamples, seed, max((1 << 20) // len(cells), 1))
 
 
-def interval(value: float, resampled: Float64[np.ndarray, " resamples"], level: float = LEVEL) -> Metric:
-    """Return a metric with its interval, which contains the fraction `level` of its values in resamples."""
-    _check_level(level)
+def interval(value: float, resampled: Float64[np.ndarray, " resamples"]) -> Metric:
+    """Return a metric with its interval, which contains the fraction `LEVEL` of its values in resamples."""
     if not len(resampled):
         return Metric(value)
-    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2]).tolist()
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
     return Metric(value, low, high)
 
 
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise ConfigError(f"level={level} is not between 0 and 1")
+def interval_or_wilson(value: float, resampled: Float64[np.ndarray, " resamples"], count: float) -> Metric:
+    """Return a metric with its interval, which is Wilson's for `count` samples if all resamples have the same value."""
+    found = interval(value, resampled)
+    return wilson_interval(value, count) if found.low is not None and found.low == found.high else found
 
 
 def _in_blocks(
@@ -226,7 +223,7 @@ def paired_difference(
     )
 
 
-def difference_interval(only_first: int, only_second: int, images: int, level: float = LEVEL) -> tuple[float, float]:
+def difference_interval(only_first: int, only_second: int, images: int) -> tuple[float, float]:
     """Return the ends of the interval of the accuracy of one model minus that of another on the same images.
 
     The interval is the adjusted Wald interval of Bonett & Price (2012): one image is added to each of the two counts
@@ -235,7 +232,7 @@ def difference_interval(only_first: int, only_second: int, images: int, level: f
     """
     first, second = ((count + 1) / (images + 2) for count in (only_first, only_second))
     centre = first - second
-    half = NormalDist().inv_cdf((1 + level) / 2) * math.sqrt((first + second - centre**2) / (images + 2))
+    half = QUANTILE * math.sqrt((first + second - centre**2) / (images + 2))
     return max(centre - half, -1.0), min(centre + half, 1.0)
 
 

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
 
 from vitrail.data.targets import TargetKind, Targets
-from vitrail.errors import DataError
 from vitrail.evaluation.metrics.classes import mean_average_precision
-from vitrail.evaluation.metrics.intervals import LEVEL, Metric, interval, resampled_means
+from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means
 
 MEANS = ("r2", "standardised_error")
 """Metrics without a unit, which are averaged over the outputs with known numbers."""
@@ -34,21 +32,18 @@ def number_metrics(
     predicted: Float[np.ndarray, "n outputs"],
     truth: Float64[np.ndarray, "n outputs"],
     *,
-    level: float = LEVEL,
     resamples: int = 1000,
     seed: int = 0,
 ) -> tuple[dict[str, Metric], tuple[dict[str, Metric] | None, ...]]:
     """Return `MEANS` over all outputs and `OF_EACH` output, with bootstrap intervals.
 
     NaN in `truth` marks an unknown number, which is skipped. The metrics of an output without known numbers are None,
-    and the means skip this output. Raise `DataError` if no number is known.
+    and the means skip this output. At least one number is known.
     """
     known = ~np.isnan(truth)
     there = known.any(axis=0)
-    if not there.any():
-        raise DataError("no true number is known, so there is nothing to measure")
     # Deviations from the mean keep the digits that squares of large numbers would lose.
-    mean = _mean(truth, known)
+    mean = mean_of_known(truth, known)
     deviations = np.where(known, truth - mean, 0)
     errors = np.where(known, predicted - truth, 0)
     columns = np.concatenate([known, np.abs(errors), errors**2, deviations, deviations**2], axis=1, dtype=np.float64)
@@ -59,7 +54,7 @@ def number_metrics(
     def metrics_of(names: tuple[str, ...], outputs: Bool[np.ndarray, " outputs"]) -> dict[str, Metric]:
         def metric(name: str) -> Metric:
             value, many = (np.nanmean(some[name][:, outputs], axis=1) for some in (values, spread))
-            return interval(float(value[0]), many[~np.isnan(many)], level)
+            return interval(float(value[0]), many[~np.isnan(many)])
 
         return {name: metric(name) for name in names}
 
@@ -79,11 +74,10 @@ class StreamingErrors:
 
     def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Targets) -> None:
         """Add a batch of samples: their predicted numbers and their true numbers."""
-        assert truth.kind == "numbers", "the accumulator is for numbers"
         self._names = truth.names
         known = ~np.isnan(truth.values)
         errors = np.where(known, outputs - truth.values, 0)
-        mean = _mean(truth.values, known)
+        mean = mean_of_known(truth.values, known)
         squares = np.where(known, truth.values - mean, 0) ** 2
         part = np.stack([known, np.abs(errors), errors**2, squares], dtype=np.float64).sum(axis=1)
         part = np.concatenate([part, mean[None]])
@@ -162,7 +156,7 @@ def _varies(
     return variance > (1e-13 * mean) ** 2
 
 
-def _mean(
+def mean_of_known(
     values: Float64[np.ndarray, "n outputs"], known: Bool[np.ndarray, "n outputs"]
 ) -> Float64[np.ndarray, " outputs"]:
     """Return the mean of the known numbers of each output, or 0 if there are none."""
@@ -193,17 +187,6 @@ def merit(value: float | None, loss: float | None, *, higher_is_better: bool = T
     equal values. None and NaN are worse than every number."""
     score = -math.inf if value is None or math.isnan(value) else value if higher_is_better else -value
     return score, -math.inf if loss is None or math.isnan(loss) else -loss
-
-
-@runtime_checkable
-class StreamingMetrics(Protocol):
-    """Adds up metrics batch by batch."""
-
-    def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Targets) -> None:
-        """Add a batch of samples: the model's outputs for them, and their targets."""
-
-    def result(self) -> dict[str, float]:
-        """Return the metrics of all samples so far, by name."""
 
 
 class StreamingAccuracy:
@@ -240,6 +223,6 @@ class StreamingAccuracy:
         return metrics
 
 
-def streaming_metrics(truth: Targets) -> StreamingMetrics:
+def streaming_metrics(truth: Targets) -> StreamingErrors | StreamingAccuracy:
     """Return an empty accumulator of the metrics for this kind of target."""
     return StreamingErrors() if truth.kind == "numbers" else StreamingAccuracy()

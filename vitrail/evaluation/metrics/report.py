@@ -21,7 +21,6 @@ from vitrail.evaluation.metrics.classes import (
     binary_cross_entropy,
     binary_logits,
     calibration_bins,
-    exact_match,
     f1_scores,
     per_class,
     per_class_of_targets,
@@ -158,7 +157,6 @@ def report(
     unlabelled = len(predictions) - len(labelled)
     if labelled.truth.kind == "classes":
         return _several_labels(labelled, labelled.truth, settings, worst)
-    assert labelled.truth.kind == "class"
     return _one_label(labelled, labelled.truth, unlabelled, settings, temperature, worst)
 
 
@@ -222,7 +220,7 @@ def _several_labels(
     predicted = logits > 0
     losses = binary_cross_entropy(logits, targets)
     likeliest = predictions.logits.argmax(axis=1)
-    exact = exact_match(predicted, targets)
+    exact = (predicted == (targets > 0)).all(axis=1)
     precisions = average_precision(logits, targets > 0)
     classes = per_class_of_targets(predicted, targets)
     micro, macro = f1_scores(predicted, targets)
@@ -469,22 +467,13 @@ def _largest_errors(
 
 
 class NamedMetric(NamedTuple):
-    """A metric with its name and number format."""
+    """A metric with its name and its texts."""
 
     name: str
     metric: Metric
-    form: str
-    """Format specification of the value, such as ".2%"."""
-
-    @property
-    def value(self) -> str:
-        """Text of the value."""
-        return f"{self.metric.value:{self.form}}"
-
-    @property
-    def interval(self) -> str:
-        """Text of the interval, or "" if there is none."""
-        return interval_text(self.metric, self.form)
+    value: str
+    interval: str
+    """Text of the interval, or "" if there is none."""
 
 
 def named_metrics(report: ClassificationReport) -> list[NamedMetric]:
@@ -492,9 +481,8 @@ def named_metrics(report: ClassificationReport) -> list[NamedMetric]:
     named = METRICS
     if report.has_several_labels:
         named = METRICS | {"accuracy": ("likeliest class is a label", ".2%")}
-    return [
-        NamedMetric(name, report.metrics[key], form) for key, (name, form) in named.items() if key in report.metrics
-    ]
+    found = [(name, report.metrics[key], form) for key, (name, form) in named.items() if key in report.metrics]
+    return [NamedMetric(name, one, f"{one.value:{form}}", interval_text(one, form)) for name, one, form in found]
 
 
 def interval_text(metric: Metric, form: str) -> str:

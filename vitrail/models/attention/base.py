@@ -44,35 +44,27 @@ def settings_of(text: str, settings: type[Any]) -> Any:
             known = ", ".join(f"{field.name}={_written(field.default)}" for field in fields(settings))
             choices = f"its settings and their defaults are {known}" if known else "it has no settings"
             raise ConfigError(f"attention={text!r}: {part!r} is not a setting of {name!r}; {choices}")
+        read, choices = _rule(hints[key])
         try:
-            found[key] = _reader(hints[key])(value)
+            found[key] = read(value)
         except (KeyError, ValueError):
             raise ConfigError(
-                f"attention={text!r}: {key}={value!r} is not {_described(hints[key])}; the default is "
+                f"attention={text!r}: {key}={value!r} is not {choices}; the default is "
                 f"{_written(getattr(settings, key))}{'; a colon separates settings' if ',' in value else ''}"
             ) from None
     return settings(**found)
 
 
-def _reader(hint: Any) -> Callable[[str], Any]:
-    """Return the function that reads a setting of this type. It raises `ValueError` or `KeyError` for other texts."""
+def _rule(hint: Any) -> tuple[Callable[[str], Any], str]:
+    """Return the function that reads a setting of this type, and the texts that it reads in words. The function raises
+    `ValueError` or `KeyError` for other texts."""
     if get_origin(hint) is Literal:
-        return lambda text: {name: name for name in get_args(hint)}[text]
+        return {name: name for name in get_args(hint)}.__getitem__, f"one of {', '.join(map(repr, get_args(hint)))}"
     if hint is bool:
-        return lambda text: SWITCHES[text]
+        return SWITCHES.__getitem__, "on or off"
     if get_origin(hint) is tuple:
-        return lambda text: tuple(int(part) for part in text.split("/"))
-    return int if hint is int else float
-
-
-def _described(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, get_args(hint)))}"
-    if hint is bool:
-        return "on or off"
-    if get_origin(hint) is tuple:
-        return "one or several whole numbers, such as 4 or 4/8"
-    return "a whole number" if hint is int else "a number"
+        return lambda text: tuple(map(int, text.split("/"))), "one or several whole numbers, such as 4 or 4/8"
+    return (int, "a whole number") if hint is int else (float, "a number")
 
 
 def _written(value: Any) -> str:
@@ -231,6 +223,8 @@ class AttentionKind:
     that tokens can be merged or pruned in inference."""
     needs_grid: ClassVar[bool] = False
     """True if the layer needs all patches of the grid, so that training cannot drop patches."""
+    depends_on_grid: ClassVar[bool] = False
+    """True if some weights are made for one grid of patches and resized for others."""
     takes_offsets: ClassVar[bool] = False
     """True if the layer reads a bias of offsets from `AttentionPositions.offset_bias` instead of a bias for every
     pair of tokens."""
@@ -245,11 +239,6 @@ class AttentionKind:
     def blocks_per_layer(self) -> int:
         """Number of blocks for each layer of `ViTConfig.depth`."""
         return 1
-
-    @property
-    def depends_on_grid(self) -> bool:
-        """True if some weights are made for one grid of patches and resized for others."""
-        return False
 
     def problems(self) -> list[str]:
         """Return a message for every field of the config that does not fit this attention."""

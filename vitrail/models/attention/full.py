@@ -114,14 +114,13 @@ class SelfAttention(AttentionLayer):
         # Keys of offsets make a bias as large as the logits, so a fused kernel would save no memory, and PyTorch 2.13
         # cannot write it as ONNX.
         plain = positions is not None and positions.offset_keys is not None
-        mixed = (attend_plainly if plain else attend)(q, k, v, bias)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return self.combine((attend_plainly if plain else attend)(q, k, v, bias))
 
     def weights(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
     ) -> Float[Tensor, "b heads n n"]:
         """Return `softmax(q k^T / sqrt(d) + bias)` of every head, in float32 (equation 6)."""
-        q, k, _, bias = self._operands(tokens, positions, None)
+        q, k, _, bias = self.operands(tokens, positions)
         logits = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-1, -2)
         return (logits if bias is None else logits + bias).softmax(dim=-1)
 

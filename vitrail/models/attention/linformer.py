@@ -39,11 +39,8 @@ class LinformerAttention(FullAttention):
     Settings = LinformerSettings
     can_reduce = False
     needs_grid = True
+    depends_on_grid = True
     settings: LinformerSettings
-
-    @property
-    def depends_on_grid(self) -> bool:
-        return True
 
     def problems(self) -> list[str]:
         found, name = super().problems(), f"attention={self.config.attention!r}"

@@ -11,7 +11,6 @@ itself only if it sees nothing else, because the product of a vector with itself
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import ceil, inf, prod
 
@@ -25,6 +24,7 @@ from vitrail.models.attention.full import rotate
 from vitrail.models.linear.dense import Linear, initialise_parts
 from vitrail.models.network import FootprintPrecision, bytes_each
 from vitrail.models.positions.embedding import AttentionPositions, ViTConfig
+from vitrail.models.reduction import exact, without_autocast
 
 SELF = -1e5
 """Logit that is added for the pair of a token with itself, as in the paper."""
@@ -178,14 +178,14 @@ class LshSelfAttention(AttentionLayer):
             plan.taken(F.pad(x, (0, 0, 0, 1)), table)
             for x, table in zip(patches, (plan.queries, plan.keys, plan.keys), strict=True)
         )
-        logits = _exact(queries @ keys.transpose(-1, -2))
+        logits = exact(queries @ keys.transpose(-1, -2))
         logits = logits + plan.bias(buckets, logits.dtype)
         mass = logits.logsumexp(dim=-1, keepdim=True)
         found = (logits - mass).exp().to(v.dtype) @ values  # b heads rounds chunks chunk d
         parts = [plan.restored(found)]
         masses = [plan.restored(mass)]
         if prefix:
-            logits = _exact(patches[0] @ k[:, :, :prefix].transpose(-1, -2))
+            logits = exact(patches[0] @ k[:, :, :prefix].transpose(-1, -2))
             masses.append(logits.logsumexp(dim=-1, keepdim=True)[:, :, None])
             parts.append((logits.softmax(dim=-1).to(v.dtype) @ v[:, :, :prefix])[:, :, None])
         fractions = torch.cat(masses, dim=2).softmax(dim=2).to(v.dtype)
@@ -204,10 +204,8 @@ def hashed(
     queries: Float[Tensor, "b heads n d"], rotations: Float[Tensor, "rounds heads d half"]
 ) -> Int64[Tensor, "b heads rounds n"]:
     """Return the bucket of every patch in every round: the largest of the rotated coordinates and their negatives."""
-    device = queries.device.type
-    exact = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
-    with torch.no_grad(), exact:  # in bfloat16, other buckets would be chosen
-        x = _exact(queries.detach())
+    with torch.no_grad(), without_autocast(queries.device.type):  # in bfloat16, other buckets would be chosen
+        x = exact(queries.detach())
         turned = torch.einsum("bhnd,rhdk->bhrnk", x, rotations.to(x.dtype))
         return torch.cat([turned, -turned], dim=-1).argmax(dim=-1)
 
@@ -217,13 +215,8 @@ def _of_prefix(
 ) -> Float[Tensor, "b heads m d"]:
     """Return the mixed values of class token and registers, which see all tokens but themselves."""
     itself = torch.eye(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    logits = _exact(q @ k.transpose(-1, -2))
+    logits = exact(q @ k.transpose(-1, -2))
     return torch.where(itself, logits + SELF, logits).softmax(dim=-1).to(v.dtype) @ v
-
-
-def _exact(x: Tensor) -> Tensor:
-    """Return a tensor in float32, or in float64 if it has this format."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)

@@ -144,11 +144,6 @@ def _offsets(
     return down * (2 * grid[1] - 1) + across
 
 
-def grouped(x: Float[Tensor, "b heads n d"], table: Int64[Tensor, "g m"]) -> Float[Tensor, "b heads g m d"]:
-    """Return the vectors of the tokens in a table."""
-    return x[:, :, table]
-
-
 class SparseAttention(FullAttention):
     """An `AttentionKind` in which each patch sees some patches, and class token and registers see all tokens and are
     seen by all. A subclass has `sizes` and `groups`."""
@@ -257,13 +252,6 @@ class SparseSelfAttention(SelfAttention):
         """Return keys or values, and those behind the last token that the tables of the groups name."""
         return keys
 
-    def weights(
-        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
-    ) -> Float[Tensor, "b heads n n"]:
-        q, k, _, bias = self.operands(tokens, positions)
-        assert bias is not None
-        return ((q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-1, -2) + bias).softmax(dim=-1)
-
     def operands(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
     ) -> AttentionOperands:
@@ -306,7 +294,7 @@ def _attend_groups(
     biases = [_logit_bias(group, table) for group in groups]
     if len(groups) == 1:
         group, bias = groups[0], biases[0]
-        queries, keys, values = grouped(q, group.queries), grouped(k, group.keys), grouped(v, group.keys)
+        queries, keys, values = q[:, :, group.queries], k[:, :, group.keys], v[:, :, group.keys]
         if bias is None or bias.ndim == 3:  # the fused kernels need four dimensions
             mixed = attend(queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), bias)
         else:
@@ -314,14 +302,14 @@ def _attend_groups(
         return mixed.reshape(*q.shape[:2], group.queries.numel(), q.shape[3])[:, :, group.places]
     logits = []
     for group, bias in zip(groups, biases, strict=True):
-        found = (grouped(q, group.queries) * q.shape[-1] ** -0.5) @ grouped(k, group.keys).transpose(-1, -2)
+        found = (q[:, :, group.queries] * q.shape[-1] ** -0.5) @ k[:, :, group.keys].transpose(-1, -2)
         found = found if bias is None else found + bias.to(found.dtype)
         logits.append(found.flatten(2, 3)[:, :, group.places])
     weights = torch.cat(logits, dim=-1).softmax(dim=-1)
     result, done = torch.zeros((), dtype=v.dtype, device=v.device), 0
     for group, own in zip(groups, logits, strict=True):
-        part = grouped(weights[..., done : done + own.shape[-1]], group.queries - prefix)
-        result = result + (part @ grouped(v, group.keys)).flatten(2, 3)[:, :, group.places]
+        part = weights[..., done : done + own.shape[-1]][:, :, group.queries - prefix]
+        result = result + (part @ v[:, :, group.keys]).flatten(2, 3)[:, :, group.places]
         done += own.shape[-1]
     return result
 

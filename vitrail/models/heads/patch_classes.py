@@ -21,16 +21,12 @@ class PatchClasses(MaskHead):
 
     cells: ClassVar[int] = 1
     """Number of rows of the outputs along each side of a patch."""
+    layer_inputs: ClassVar[int | None] = None
+    """Number of values from which the last layer computes the logits of a row. By default it is the width of tokens."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.layer = Linear(self.layer_inputs(config), config.num_classes)
-
-    @classmethod
-    def layer_inputs(cls, config: Any) -> int:
-        """Return the number of values of each row from which the last layer computes its logits."""
-        width: int = config.width
-        return width
+        self.layer = Linear(self.layer_inputs or config.width, config.num_classes)
 
     def forward(self, features: Features) -> Float[Tensor, "b cells classes"]:
         return self.layer(features.patches).float()
@@ -72,6 +68,7 @@ class FinePatchClasses(PatchClasses):
     """
 
     cells = 4
+    layer_inputs = WIDTHS[-1]
     reads_middle = True
 
     def __init__(self, config: Any) -> None:
@@ -84,10 +81,6 @@ class FinePatchClasses(PatchClasses):
             nn.ConvTranspose2d(first, second, 2, stride=2), nn.GroupNorm(GROUPS, second), nn.GELU(),
             nn.Conv2d(second, second, 3, padding=1, bias=False), nn.GroupNorm(GROUPS, second), nn.GELU(),
         )  # fmt: skip
-
-    @classmethod
-    def layer_inputs(cls, config: Any) -> int:
-        return WIDTHS[-1]
 
     def forward(self, features: Features) -> Float[Tensor, "b cells classes"]:
         tokens = features.with_middle(self.middle_norm)

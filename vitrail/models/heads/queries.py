@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from vitrail.models.heads.dense_head import MOST_BOXES, BoxHead, FoundBoxes, MaskHead
 from vitrail.models.linear.dense import Linear
-from vitrail.models.network import Features
-from vitrail.models.positions import POSITIONS
+from vitrail.models.network import Features, mlp_macs
 from vitrail.models.positions.embedding import AttentionPositions
 
 CELLS = 4
@@ -140,19 +139,19 @@ class QueryMasks(BoxHead, MaskHead):
         for name, value in needed.items():
             if getattr(config, name) != value:
                 yield f"{name}={getattr(config, name)!r} does not fit {kind}, which adds tokens; choose {value!r}"
-        if config.positions in POSITIONS and POSITIONS[config.positions].inside_attention != "none":
+        if config.position_embedding.inside_attention != "none":
             yield (
                 f"positions={config.positions!r} does not fit {kind}, whose queries have no positions; choose 'learned'"
             )
-        elif config.positions in POSITIONS and config.positions_place != "stem":
+        elif config.positions_place != "stem":
             yield f"positions_at={config.positions_place!r} does not fit {kind}, which adds tokens; choose 'stem'"
 
     @classmethod
     def macs(cls, config: Any) -> int:
         width, queries, patches = config.width, config.queries, math.prod(config.grid)
         tokens, attention = config.tokens, config.attention_kind
-        mlp = (3 if config.activation == "swiglu" else 2) * width * config.mlp_width
-        more = attention.macs(tokens + queries, tokens + queries) - attention.macs(tokens, tokens) + queries * mlp
+        more = attention.macs(tokens + queries, tokens + queries) - attention.macs(tokens, tokens)
+        more += queries * mlp_macs(config)
         rows = width * (config.num_classes + 1 + 3 * width + CELLS**2 * patches)
         maps = 4 * patches * width * (width + 9) + 16 * patches * width * (width + 9)
         return config.query_blocks * more + queries * rows + maps

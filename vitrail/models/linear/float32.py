@@ -93,14 +93,13 @@ def float32_linear(
 
 
 def _from_environment() -> Float32Products:
-    value = os.environ.get(VARIABLE, "auto")
-    for choice in get_args(Float32Products):
-        if value == choice:
-            return choice
-    raise ConfigError(
-        f"{VARIABLE}={value!r} is not one of {', '.join(map(repr, get_args(Float32Products)))}; change the environment "
-        "variable or remove it"
-    )
+    value: Any = os.environ.get(VARIABLE, "auto")
+    if value not in get_args(Float32Products):
+        raise ConfigError(
+            f"{VARIABLE}={value!r} is not one of {', '.join(map(repr, get_args(Float32Products)))}; change the "
+            "environment variable or remove it"
+        )
+    return value
 
 
 @functools.cache

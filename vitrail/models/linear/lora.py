@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import Block
 from vitrail.models.linear.dense import Linear
-from vitrail.models.variants import AnyConfig, AnyNetwork, build
+from vitrail.models.network import with_weights
+from vitrail.models.variants import AnyConfig, AnyNetwork
 
 Projection = Literal["query", "key", "value", "out", "up", "down"]
 """Names of a block's weights: the projections to queries, keys and values, attention's output, and the MLP's two
@@ -107,7 +108,4 @@ def merged(network: AnyNetwork) -> AnyNetwork:
     for path, layer in network.named_modules():
         if isinstance(layer, Linear) and layer.adapter is not None:
             state[f"{path}.weight"] = layer.operand
-    with torch.device("meta"):
-        plain = build(network.config)
-    plain.load_state_dict(state, assign=True)
-    return plain.to(next(network.parameters()).device).train(network.training)
+    return with_weights(network, network.config, state).to(next(network.parameters()).device)

@@ -33,25 +33,22 @@ SMALLEST = 1e-30
 """Lower limit of the largest magnitude from which the scale of a tensor is computed, so that zeros can be scaled."""
 
 
-def use_float8(network: nn.Module) -> int:
-    """Train the dense layers of the network's blocks in 8-bit floating point from now on, and return the number of
-    these layers.
+def use_float8(network: nn.Module) -> None:
+    """Train the dense layers of the network's blocks in 8-bit floating point from now on.
 
     Only layers whose numbers of inputs and outputs are multiples of 16 are changed. The stored weights keep their
     format. Raises `ConfigError` if no layer can be changed.
     """
-    found = 0
     blocks = network.layers().blocks if isinstance(network, HasLayers) else []
-    for module in (part for block in blocks for part in block.modules()):
-        if isinstance(module, Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
-            module.product = float8_linear
-            found += 1
-    if not found:
+    dense = [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
+    fitting = [layer for layer in dense if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
+    if not fitting:
         raise ConfigError(
             f"precision='float8' needs dense layers in a transformer's blocks whose sides are multiples of {MULTIPLE}; "
             "this network has none. Choose 'bf16' or 'float32'"
         )
-    return found
+    for layer in fitting:
+        layer.product = float8_linear
 
 
 def check_float8(config: AnyConfig) -> None:
@@ -161,15 +158,13 @@ ZERO = 128
 """Offset of rounded inputs, because the processor multiplies unsigned bytes by signed bytes."""
 
 
-def use_int8(network: nn.Module) -> int:
-    """Compute the dense layers of the network's blocks in 8-bit integers from now on, and return their number.
+def use_int8(network: nn.Module) -> None:
+    """Compute the dense layers of the network's blocks in 8-bit integers from now on.
 
     The layers cannot be trained afterwards. Raises `ConfigError` if the network has no such layer.
     """
-    layers = _layers(network)
-    for layer, names in layers:
+    for layer, names in _layers(network):
         layer.product = Int8Product(layer.operand, feeds_product="query" in names)
-    return len(layers)
 
 
 def check_int8(config: AnyConfig) -> None:

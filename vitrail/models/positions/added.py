@@ -58,18 +58,15 @@ class _Learned(_Added):
         super().__init__(config)
         self.grid = config.grid
         self.covered = config.covered
-        self._make(separate_layers(config), config.width)
-
-    def _make(self, layers: int, width: int) -> None:
-        """Make the weights."""
-        raise NotImplementedError
 
 
 class LearnedPositions(_Learned):
     """A learned vector for each token: `E_pos` of equation 1 ("1-D" in the paper's Table 8)."""
 
-    def _make(self, layers: int, width: int) -> None:
-        self.embedding = nn.Parameter(torch.empty(layers, self.covered + math.prod(self.grid), width))
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        places = self.covered + math.prod(self.grid)
+        self.embedding = nn.Parameter(torch.empty(separate_layers(config), places, config.width))
 
     def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
         whole = self.embedding[layer : layer + 1]
@@ -94,7 +91,9 @@ class LearnedPositions2d(_Learned):
         width = config.width
         return [f"positions='learned-2d' has two halves: width={width} is not divisible by 2"] if width % 2 else []
 
-    def _make(self, layers: int, width: int) -> None:
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        layers, width = separate_layers(config), config.width
         self.first = nn.Parameter(torch.empty(layers, self.covered, width)) if self.covered else None
         self.columns = nn.Parameter(torch.empty(layers, self.grid[1], width // 2))
         self.rows = nn.Parameter(torch.empty(layers, self.grid[0], width // 2))

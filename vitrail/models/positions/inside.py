@@ -39,7 +39,7 @@ class RelativeBias(Positions):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
-        self.of_pairs = not config.takes_offsets
+        self.of_pairs = not config.attention_kind.takes_offsets
         self.grid = grid = config.grid
         self.bias = nn.Parameter(torch.empty(separate_layers(config), config.heads, 2 * grid[0] - 1, 2 * grid[1] - 1))
 

@@ -13,28 +13,19 @@ PRESETS = {"none": "none", "light": "light1", "medium": "medium1", "strong": "st
 
 
 def _points(settings: Settings) -> list[Point]:
-    presets = {arm: PRESETS[arm] for arm in (("none", "light", "medium") if settings.scale == "quick" else PRESETS)}
     return [
         point(
             arm,
-            small_config(settings, images=_images(settings, share), epochs=1.0).override(
-                preset=preset, steps=settings.of(150, 800)
+            small_config(settings, images=settings.part(share), epochs=1.0).override(
+                preset=PRESETS[arm], steps=settings.of(150, 800)
             ),
             (1e-3, 3e-3),
-            x=float(_images(settings, share)),
+            x=float(settings.part(share)),
             label=f"{100 * share:g} %",
         )
-        for arm, preset in presets.items()
-        for share in _shares(settings)
+        for arm in settings.of(("none", "light", "medium"), tuple(PRESETS))
+        for share in settings.of((0.03, 0.1, 0.3), (0.03, 0.1, 0.3, 1.0))
     ]
-
-
-def _shares(settings: Settings) -> tuple[float, ...]:
-    return (0.03, 0.1, 0.3) if settings.scale == "quick" else (0.03, 0.1, 0.3, 1.0)
-
-
-def _images(settings: Settings, share: float) -> int:
-    return round(share * settings.images)
 
 
 def _claims(points: Sequence[Point]) -> list[Claim]:

@@ -27,7 +27,7 @@ PUBLISHED = {
 
 def _points(settings: Settings) -> list[Point]:
     found = []
-    sizes = ("small", "medium") if settings.scale == "quick" else tuple(SIZES)
+    sizes = settings.of(("small", "medium"), tuple(SIZES))
     steps: tuple[int, ...] = settings.of((60, 120), (250, 500, 1000))
     rates = {"ViT": (1e-3, 3e-3), "hybrid": (1e-3, 3e-3), "BiT": (3e-3, 1e-2)}
     for family, size, length in itertools.product(("ViT", "hybrid", "BiT"), sizes, steps):

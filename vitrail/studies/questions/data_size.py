@@ -23,28 +23,19 @@ def _points(settings: Settings) -> list[Point]:
     return [
         point(
             family + kind,
-            small_config(settings, images=_images(settings, share), epochs=1.0, **network, **overrides).override(
+            small_config(settings, images=settings.part(share), epochs=1.0, **network, **overrides).override(
                 steps=settings.of(120, 500)
             ),
             rates[family],
-            x=float(_images(settings, share)),
+            x=float(settings.part(share)),
             label=f"{100 * share:g} %",
             by=("accuracy", "fewshot"),
             evaluator_settings={"fewshot": {"shots": [5], "allow_fewer": True}},
         )
         for kind, overrides in kinds.items()
         for family, network in NETWORKS.items()
-        for share in _shares(settings)
+        for share in settings.of((0.01, 0.1, 1.0), (0.01, 0.03, 0.1, 0.3, 1.0))
     ]
-
-
-def _shares(settings: Settings) -> tuple[float, ...]:
-    """Return the fractions of the training images."""
-    return (0.01, 0.1, 1.0) if settings.scale == "quick" else (0.01, 0.03, 0.1, 0.3, 1.0)
-
-
-def _images(settings: Settings, share: float) -> int:
-    return round(share * settings.images)
 
 
 def _claims(points: Sequence[Point]) -> list[Claim]:

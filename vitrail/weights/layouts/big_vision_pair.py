@@ -129,7 +129,8 @@ class BigVisionPair(StoresTexts):
         if words.bias is not None:
             state["bias"] = state["scale"].new_tensor(words.bias)
         tensors = theirs_of(state, _pairs(PairConfig(image=config, text=text, bias=words.bias)))
-        named = {f"{PREFIX}{_their_name(name)}": tensor for name, tensor in tensors.items()}
+        encoder = "txt/Transformer/", "txt/Encoder_0/"
+        named = {f"{PREFIX}{name.replace(*encoder)}": tensor for name, tensor in tensors.items()}
         with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(named, partial / WEIGHTS, (".npz",))
             lost += write_tokenizer(words.tokenizer, partial, SIGLIP)
@@ -169,10 +170,6 @@ def _own_text(tensors: TensorFile, place: Path) -> TextPart:
     )
     notes = [] if pool_by_attention else ["the file does not say how texts are pooled: the last token is read"]
     return TextPart(text, config, tokenizer, notes)
-
-
-def _their_name(name: str) -> str:
-    return name.replace("txt/Transformer/", "txt/Encoder_0/")
 
 
 def _pairs(config: PairConfig, layout: Google = BIG_VISION) -> Iterator[Pair]:

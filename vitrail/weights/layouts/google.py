@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -122,15 +121,7 @@ class Google:
         config = bundle.network.config
         if config.architecture != "ViT":
             raise other_architecture(self.name, config.architecture)
-        lost = [*bare_loss(self.name, bundle), *carried(self.name, config, self._carried(config))]
-        state, config = moved_positions(bundle.network.state_dict(), config, "patches" if self.big_vision else "class")
-        save_tensors(theirs_of(state, self.pairs(config)), path, (".npz",))
-        if config.activation == "gelu":
-            lost.append("the exact GELU (its code computes the tanh approximation)")
-        return tuple(lost)
-
-    def _carried(self, config: ViTConfig) -> Table:
-        return {
+        rules: Table = {
             **SHAPE, "head_hidden": KEPT, "positions_cover": KEPT, "registers": only(0), "positions_at": only("stem"),
             "root": only(None) if self.big_vision else ROOT,
             "pool": only("cls", "gap", "map") if self.big_vision else only("cls", "gap"),
@@ -140,19 +131,31 @@ class Google:
             "qk_norm": only(False), "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True),
             "activation": only("gelu-tanh", "gelu"), "norm_eps": own(1e-6), "position_resize": own("linear-corners"),
         }  # fmt: skip
+        lost = [*bare_loss(self.name, bundle), *carried(self.name, config, rules)]
+        state, config = moved_positions(bundle.network.state_dict(), config, "patches" if self.big_vision else "class")
+        save_tensors(theirs_of(state, self.pairs(config)), path, (".npz",))
+        if config.activation == "gelu":
+            lost.append("the exact GELU (its code computes the tanh approximation)")
+        return tuple(lost)
 
     def pairs(self, config: ViTConfig) -> Iterator[Pair]:
         """Return the pairs of all tensors of a config."""
         if config.root:
             yield from _root_pairs(config.root)
         channels = config.root.out_channels if config.root else config.channels
-        patch = (*config.patch_size, channels, config.width)
-        yield Pair("patches.projection.weight", ("embedding/kernel",), _from_patch, partial(_to_patch, shape=patch))
-        yield Pair("patches.projection.bias", ("embedding/bias",))
-        if config.has_class_token:
-            yield Pair("prefix.cls", ("cls",))
-        if config.positions == "learned":
-            yield Pair("positions.embedding", (BV_POSITIONS if self.big_vision else VT_POSITIONS,))
+        yield Pair(
+            "patches.projection.weight",
+            ("embedding/kernel",),
+            lambda t: t.permute(3, 2, 0, 1).flatten(1),
+            lambda t: t.reshape(-1, channels, *config.patch_size).permute(2, 3, 1, 0),
+        )
+        for ours, theirs, is_there in (
+            ("patches.projection.bias", "embedding/bias", True),
+            ("prefix.cls", "cls", config.has_class_token),
+            ("positions.embedding", BV_POSITIONS if self.big_vision else VT_POSITIONS, config.positions == "learned"),
+        ):
+            if is_there:
+                yield Pair(ours, (theirs,))
         for layer in range(config.depth):
             yield from block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", config.heads)
         yield from norm("norm", "Transformer/encoder_norm")
@@ -273,15 +276,15 @@ def _root(shapes: dict[str, tuple[int, ...]]) -> RootConfig | None:
 
 def dense(ours: str, theirs: str) -> Iterator[Pair]:
     """Return the tensor pairs of a dense layer."""
-    yield Pair(f"{ours}.weight", (f"{theirs}/kernel",), _transposed, _transposed)
+    yield Pair(f"{ours}.weight", (f"{theirs}/kernel",), Tensor.t, Tensor.t)
     yield Pair(f"{ours}.bias", (f"{theirs}/bias",))
 
 
 def norm(ours: str, theirs: str) -> Iterator[Pair]:
     """Return the tensor pairs of a normalisation layer. Older files store a group norm's weights as (1, 1, 1,
     channels)."""
-    yield Pair(f"{ours}.weight", (f"{theirs}/scale",), _flat)
-    yield Pair(f"{ours}.bias", (f"{theirs}/bias",), _flat)
+    yield Pair(f"{ours}.weight", (f"{theirs}/scale",), Tensor.flatten)
+    yield Pair(f"{ours}.bias", (f"{theirs}/bias",), Tensor.flatten)
 
 
 def _convolution(ours: str, theirs: str) -> Pair:
@@ -301,7 +304,7 @@ def _cut_by_head(ours: str, theirs: Sequence[str], heads: int) -> Iterator[Pair]
         lambda t: t.flatten(1).t(),
         lambda t: t.t().reshape(t.shape[1], heads, -1),
     )
-    yield Pair(f"{ours}.bias", tuple(f"{name}/bias" for name in theirs), _flat, lambda t: t.reshape(heads, -1))
+    yield Pair(f"{ours}.bias", tuple(f"{name}/bias" for name in theirs), Tensor.flatten, lambda t: t.reshape(heads, -1))
 
 
 def _joined(ours: str, theirs: str, heads: int) -> Iterator[Pair]:
@@ -354,24 +357,6 @@ def _root_pairs(root: RootConfig) -> Iterator[Pair]:
             if unit == 0:  # the first unit of a stage has a stride or more channels
                 yield _convolution(f"{ours}.shortcut", f"{theirs}/conv_proj")
                 yield from norm(f"{ours}.shortcut_norm", f"{theirs}/gn_proj")
-
-
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.t()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.flatten()
-
-
-def _from_patch(kernel: Tensor) -> Tensor:
-    """Convert (h, w, in, out) to (out, in h w)."""
-    return kernel.permute(3, 2, 0, 1).flatten(1)
-
-
-def _to_patch(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-    height, width, channels, out = shape
-    return weight.reshape(out, channels, height, width).permute(2, 3, 1, 0)
 
 
 GOOGLE = Google("google", big_vision=False)

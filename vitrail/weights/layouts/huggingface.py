@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from vitrail.errors import BundleError, ConfigError
 from vitrail.files import replacing_folder, write_json
-from vitrail.models.positions import PositionResize
+from vitrail.models.positions import Covered, PositionResize
 from vitrail.models.vit_config import Activation, ViTConfig
 from vitrail.weights.adapt import moved_positions
 from vitrail.weights.answers import OutputKind
@@ -41,6 +40,7 @@ from vitrail.weights.layouts.layout import (
     dinov2_size,
     file_grid,
     heads_of,
+    layers,
     only,
     other_architecture,
     output_loss,
@@ -73,37 +73,38 @@ class Family:
     position_resize: PositionResize
     why: str
     """Properties of the networks that are written as this family, for messages."""
-    base: str | None = None
-    """Name of the network without its head, if it is not `model_type`."""
-
-    @property
-    def prefix(self) -> str:
-        return "" if self is EOMT else f"{self.base or self.model_type}."
+    prefix: str
+    """Beginning of the names of the tensors besides those of the head."""
+    scales_layers: bool = False
+    """True if the blocks are those of DINOv2, with LayerScale."""
+    covered: Covered = "class"
+    """Tokens that have positions (`ViTConfig.positions_cover`)."""
+    head_kind: str = "pooled"
+    """`ViTConfig.head_kind`."""
+    registers: str = "embeddings.register_tokens"
+    """Name of the tensor of the register tokens."""
 
     @property
     def is_dinov2(self) -> bool:
         return self.model_type.startswith("dinov2")
 
-    @property
-    def scales_layers(self) -> bool:
-        """True if the blocks are those of DINOv2, with LayerScale."""
-        return self.is_dinov2 or self is EOMT
 
-    @property
-    def registers(self) -> str:
-        """Name of the tensor of the register tokens."""
-        return f"embeddings.{'detection' if self is YOLOS else 'register'}_tokens"
-
-
-VIT = Family("vit", "ViT", 1e-12, "bicubic", "no LayerScale")
-DINOV2 = Family("dinov2", "Dinov2", 1e-6, "bicubic", "LayerScale, no registers")
+VIT = Family("vit", "ViT", 1e-12, "bicubic", "no LayerScale", "vit.")
+DINOV2 = Family("dinov2", "Dinov2", 1e-6, "bicubic", "LayerScale, no registers", "dinov2.", scales_layers=True)
 DINOV2_REGISTERS = Family(
-    "dinov2_with_registers", "Dinov2WithRegisters", 1e-6, "bicubic-antialias", "LayerScale, registers"
-)
-YOLOS = Family("yolos", "Yolos", 1e-12, "bicubic", "detection tokens", base="vit")
-EOMT = Family("eomt", "Eomt", 1e-6, "bicubic-antialias", "LayerScale, queries")
+    "dinov2_with_registers", "Dinov2WithRegisters", 1e-6, "bicubic-antialias", "LayerScale, registers",
+    "dinov2_with_registers.", scales_layers=True,
+)  # fmt: skip
+YOLOS = Family(
+    "yolos", "Yolos", 1e-12, "bicubic", "detection tokens", "vit.",
+    covered="all", head_kind="detection-tokens", registers="embeddings.detection_tokens",
+)  # fmt: skip
+EOMT = Family(
+    "eomt", "Eomt", 1e-6, "bicubic-antialias", "LayerScale, queries", "",
+    scales_layers=True, covered="patches", head_kind="queries",
+)  # fmt: skip
 FAMILIES = {family.model_type: family for family in (VIT, DINOV2, DINOV2_REGISTERS, YOLOS, EOMT)}
-FAMILY_OF = {"detection-tokens": YOLOS, "queries": EOMT}
+FAMILY_OF = {family.head_kind: family for family in (YOLOS, EOMT)}
 """Families of networks with heads of their own, by `ViTConfig.head_kind`."""
 
 
@@ -146,6 +147,7 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
     num_classes = _shape(tensors, head, 1)[0] - is_dense if head in tensors or is_dense else 0
     has_pooler = "pooler.dense.bias" in tensors and not num_classes
     registers = _shape(tensors, family.registers, 3)[1] if family.registers in tensors else 0
+    covered = {"all": 1 + registers, "class": 1, "patches": 0}[family.covered]
     every_layer = detects and settings.get("use_mid_position_embeddings", bool, MIDDLE in tensors)
     if has_pooler and (act := settings.get("pooler_act", str, "tanh")) != "tanh":
         raise BundleError(f"{settings.path}: pooler_act={act!r} is not 'tanh'")
@@ -155,7 +157,7 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
     if heads is not None and hints.heads not in (None, heads):
         raise BundleError(f"heads={hints.heads} does not agree with config.json, which has num_attention_heads={heads}")
     return ViTConfig(
-        image_size=_image_size(tensors, settings, (patch[0], patch[1]), _covered(family, registers), hints, notes),
+        image_size=_image_size(tensors, settings, (patch[0], patch[1]), covered, hints, notes),
         patch_size=(patch[0], patch[1]),
         channels=channels,
         width=width,
@@ -165,11 +167,11 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
         num_classes=num_classes,
         pool="cls+gap" if family.is_dinov2 and num_classes else "cls",
         registers=registers,
-        head_kind=next((kind for kind, own in FAMILY_OF.items() if own is family), "pooled"),
+        head_kind=family.head_kind,
         queries=_shape(tensors, "query.weight", 2)[0] if masks else ViTConfig.queries,
         query_blocks=settings.get("num_blocks", int, 4) if masks else ViTConfig.query_blocks,
         head_hidden=_shape(tensors, "pooler.dense.bias", 1)[0] if has_pooler else 0,
-        positions_cover="all" if detects else "patches" if masks else "class",
+        positions_cover=family.covered,
         positions_at="every-layer" if every_layer else None,
         position_resize=family.position_resize,
         activation=activation,
@@ -451,7 +453,7 @@ class HuggingFace:
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         if bundle.score_threshold is not None:
             lost.append(f"the score {bundle.score_threshold:g} from which on objects are shown")
-        state, config, changed = _conformed(dict(bundle.network.state_dict()), config, family)
+        state, config, changed = _conformed(bundle.network.state_dict(), config, family)
         tensors = theirs_of(state, pairs(config, gate_apart=family is EOMT))
         if family is EOMT:
             tensors = {_eomt_name(name): tensor for name, tensor in tensors.items()}
@@ -492,10 +494,8 @@ def pairs(config: ViTConfig, *, gate_apart: bool = False) -> Iterator[Pair]:
     if config.head_hidden:
         yield from both("head_hidden", "pooler.dense")
     if detects:
-        for layer, (ours, theirs) in product(
-            range(3), (("head.classes.layers.", CLASSES), ("head.boxes.layers.", BOXES))
-        ):
-            yield from both(f"{ours}{layer}", f"{theirs}{layer}")
+        for ours, theirs in (("classes", CLASSES), ("boxes", BOXES)):
+            yield from layers(f"head.{ours}.layers.", theirs, {"0": "0", "1": "1", "2": "2"})
     elif masks:
         yield from _query_pairs()
     elif config.num_classes:
@@ -506,13 +506,11 @@ def _query_pairs() -> Iterator[Pair]:
     """Yield the pairs of the head of EoMT."""
     yield Pair("head.queries", ("query.weight",))
     yield from both("head.classes", "class_predictor")
-    for layer in range(3):
-        yield from both(f"head.layers.{layer}", f"mask_head.fc{layer + 1}")
+    yield from layers("head.layers.", "mask_head.fc", {"0": "1", "1": "2", "2": "3"})
     for number in range(2):
         ours, theirs = f"head.enlarged.{number}.", f"upscale_block.block.{number}."
-        yield from both(f"{ours}up", f"{theirs}conv1")
-        yield Pair(f"{ours}mix.weight", (f"{theirs}conv2.weight",))
-        yield from both(f"{ours}norm", f"{theirs}layernorm2d")
+        yield from layers(ours, theirs, {"up": "conv1", "norm": "layernorm2d"})
+        yield from both(f"{ours}mix", f"{theirs}conv2", bias=False)
 
 
 class LayerPositions(Pair):
@@ -535,21 +533,19 @@ def _detection_positions(config: ViTConfig) -> Pair:
 
 
 def _block_pairs(ours: str, theirs: str, config: ViTConfig, gate_apart: bool) -> Iterator[Pair]:
-    norms, up, down = ("layernorm_before", "layernorm_after"), ["intermediate.dense"], "output.dense"
+    norm1, norm2, up, down = "layernorm_before", "layernorm_after", ["intermediate.dense"], "output.dense"
     if config.layer_scale:
-        norms, up, down = ("norm1", "norm2"), ["mlp.fc1"], "mlp.fc2"
+        norm1, norm2, up, down = "norm1", "norm2", ["mlp.fc1"], "mlp.fc2"
         yield Pair(f"{ours}scale1.gamma", (f"{theirs}layer_scale1.lambda1",))
         yield Pair(f"{ours}scale2.gamma", (f"{theirs}layer_scale2.lambda1",))
     if config.activation == "swiglu":
         up = ["mlp.gate_proj", "mlp.up_proj"] if gate_apart else ["mlp.weights_in"]
         down = "mlp.weights_out"
-    yield from both(f"{ours}norm1", theirs + norms[0])
     parts = [f"{theirs}attention.attention.{part}" for part in ("query", "key", "value")]
     yield from both(f"{ours}attention.qkv", *parts, bias=config.qkv_bias)
-    yield from both(f"{ours}attention.out", f"{theirs}attention.output.dense")
-    yield from both(f"{ours}norm2", theirs + norms[1])
     yield from both(f"{ours}mlp.up", *(theirs + part for part in up))
-    yield from both(f"{ours}mlp.down", theirs + down)
+    single = {"norm1": norm1, "attention.out": "attention.output.dense", "norm2": norm2, "mlp.down": down}
+    yield from layers(ours, theirs, single)
 
 
 # --- reading
@@ -593,11 +589,6 @@ def _eomt_name(name: str) -> str:
         name = name.replace(f".attention.{old}.", f".attention.{new}.")
     name = name.replace(".mlp.weights_out.", ".mlp.down_proj.")
     return re.sub(rf"^{re.escape(POSITIONS)}$", f"{POSITIONS}.weight", re.sub(r"^encoder\.layer\.", "layers.", name))
-
-
-def _covered(family: Family, registers: int) -> int:
-    """Return the number of tokens that have positions and are no patches."""
-    return {YOLOS: 1 + registers, EOMT: 0}.get(family, 1)
 
 
 def _check_masks(tensors: TensorFile, settings: ConfigFile, notes: list[str]) -> None:
@@ -653,7 +644,7 @@ def _check_carried(config: ViTConfig, family: Family) -> list[str]:
         **SHAPE, "root": only(None), "class_token": only(True),
         "pool": dinov2_pool if family.is_dinov2 else own("cls") if family is EOMT else only("cls"),
         "registers": only(0) if family is VIT else KEPT,
-        "head_kind": KEPT if family in FAMILY_OF.values() else only("pooled"),
+        "head_kind": only(family.head_kind),
         "head_hidden": only(0) if config.num_classes or family.is_dinov2 else KEPT,
         "final_norm": only("tokens"), "positions": only("learned"),
         "positions_at": only("stem", "every-layer") if family is YOLOS else only("stem"),
@@ -697,25 +688,15 @@ def _check_dinov2(config: ViTConfig, title: str) -> None:
 
 
 def _conformed(
-    state: dict[str, Tensor], config: ViTConfig, family: Family
+    state: Mapping[str, Tensor], config: ViTConfig, family: Family
 ) -> tuple[dict[str, Tensor], ViTConfig, tuple[str, ...]]:
     """Return equivalent weights and config in the library's form, and notes on the changes.
 
-    In the library's form, the class token and the patches have positions, and so have detection tokens. DINOv2's head
-    reads the class token and the mean of the patches.
+    In the library's form, the tokens `Family.covered` have positions. DINOv2's head reads the class token and the mean
+    of the patches.
     """
+    state, config = moved_positions(state, config, family.covered)
     lost: tuple[str, ...] = ()
-    if family is YOLOS:
-        return *moved_positions(state, config, "all"), lost
-    positions, cls = state["positions.embedding"], state["prefix.cls"]
-    if family is EOMT:
-        return *moved_positions(state, config, "patches"), lost
-    if config.positions_cover == "patches":
-        state["positions.embedding"] = torch.cat([torch.zeros_like(cls), positions], dim=1)
-    elif config.positions_cover == "all" and config.registers:
-        state["prefix.registers"] = state["prefix.registers"] + positions[:, 1 : config.prefix]
-        state["positions.embedding"] = torch.cat([positions[:, :1], positions[:, config.prefix :]], dim=1)
-    config = replace(config, positions_cover="class")
     if family.is_dinov2 and config.num_classes and config.pool == "cls":
         state["head.weight"] = torch.cat([state["head.weight"], torch.zeros_like(state["head.weight"])], dim=1)
         config = replace(config, pool="cls+gap")

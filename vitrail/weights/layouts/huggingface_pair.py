@@ -38,6 +38,7 @@ from vitrail.weights.layouts.layout import (
     Table,
     both,
     carried,
+    check_heads,
     depth_of,
     layers,
     only,
@@ -111,8 +112,7 @@ class HuggingFacePair(StoresTexts):
             raise BundleError(f"{settings.path}: model_type={kind!r} is not {family.model_type!r}, as the weights are")
         parts = [replace(settings, content=settings.get(f"{part}_config", dict, {})) for part in ("vision", "text")]
         image = _image_config(tensors, parts[0], family)
-        if hints.heads not in (None, image.heads):
-            raise BundleError(f"heads={hints.heads} does not agree with config.json, which has {image.heads}")
+        check_heads(hints, image, "config.json")
         context = tensors.shapes[f"{TEXT}embeddings.position_embedding.weight"][0]
         tokenizer = read_tokenizer(checkpoint.tokenizer_place, context, family)
         text = _text_config(tensors, parts[1], family, tokenizer)

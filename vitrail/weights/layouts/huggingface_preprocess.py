@@ -15,7 +15,15 @@ from vitrail.data.pixels.geometry import Resize, scaled_side
 from vitrail.data.pixels.preprocess import Interpolation, Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights.layouts.layout import IMAGENET, KEPT, Table, border_loss, each_channel, mean_levels
+from vitrail.weights.layouts.layout import (
+    IMAGENET,
+    KEPT,
+    Table,
+    border_loss,
+    each_channel,
+    mean_levels,
+    resampling_loss,
+)
 
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
 """Our names of the interpolation filters by their numbers in Pillow."""
@@ -223,12 +231,7 @@ def preprocessor_config(preprocess: Preprocess, model_type: str) -> tuple[dict[s
             lost.append(f"scaling until {height} x {width} is covered (its code scales the short side to {edge})")
         elif abs(edge * preprocess.crop_share - height) > 1e-6:
             lost.append(f"crop_share={preprocess.crop_share} (written as {height} of {edge} pixels)")
-    if not preprocess.antialias:
-        lost.append("antialias=False")
-    if preprocess.resampler != "pillow":
-        lost.append(f"resampler={preprocess.resampler!r}")
-    if preprocess.scaled_decode:
-        lost.append("scaled_decode=True")
+    lost += resampling_loss(preprocess)
     if preprocess.channels == 1:
         lost.append("the conversion to grey (its code takes images as they are)")
     else:

@@ -170,7 +170,10 @@ def assemble(description: Description) -> Any:
     ours = {pair.ours for pair in description.pairs}
     assert ours == set(expected), f"a layout forgot {ours ^ set(expected)}"
     for pair in description.pairs:
-        _assign(network, pair.ours, pair.read([tensors.read(name) for name in pair.theirs]))
+        module, _, own = pair.ours.rpartition(".")
+        tensor = pair.read([tensors.read(name) for name in pair.theirs]).contiguous()
+        # The tensor is not copied, so that a memory-mapped file stays mapped.
+        setattr(network.get_submodule(module), own, torch.nn.Parameter(tensor))
     return network.eval()
 
 
@@ -219,6 +222,16 @@ def border_loss(preprocess: Preprocess) -> list[str]:
     own, theirs = (values * (channels // len(values)) for values in (preprocess.pad_value, levels))
     others = preprocess.resize == "pad" and own != theirs
     return [f"pad_value={preprocess.pad_value} (its code uses the mean, {levels})"] if others else []
+
+
+def resampling_loss(preprocess: Preprocess) -> list[str]:
+    """Return the settings of decoding and resampling that the files of libraries do not store."""
+    lost = {
+        "antialias=False": not preprocess.antialias,
+        f"resampler={preprocess.resampler!r}": preprocess.resampler != "pillow",
+        "scaled_decode=True": preprocess.scaled_decode,
+    }
+    return [text for text, is_lost in lost.items() if is_lost]
 
 
 def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int, *, ours: str = "patches") -> Pair:
@@ -280,6 +293,14 @@ def heads_of(width: int, depth: int, mlp_width: int, hints: Hints, path: Path) -
     return found.pop()
 
 
+def check_heads(hints: Hints, config: AnyConfig, place: Path | str) -> None:
+    """Raise `BundleError` if the network of a file, whose `place` states the number of heads, has another number than
+    the caller stated."""
+    found = config.heads if config.architecture == "ViT" else None
+    if hints.heads not in (None, found):
+        raise BundleError(f"heads={hints.heads} does not agree with {place}, which has {found or 'no attention'}")
+
+
 def dinov2_size(config: AnyConfig) -> tuple[tuple[int, int] | None, tuple[str, ...]]:
     """Return the image size of a DINOv2 file that does not state any, with a note. Return None for a network that was
     not made for 518 pixels.
@@ -308,13 +329,6 @@ def _shape(pair: Pair, tensors: TensorFile) -> tuple[int, ...] | None:
         return tuple(pair.read([torch.empty(tensors.shapes[name], device="meta") for name in pair.theirs]).shape)
     except (RuntimeError, IndexError):
         return None
-
-
-def _assign(network: torch.nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter by a tensor without a copy, so that a memory-mapped file stays mapped."""
-    module_name, _, own = name.rpartition(".")
-    module = network.get_submodule(module_name)
-    setattr(module, own, torch.nn.Parameter(tensor.contiguous(), requires_grad=True))
 
 
 # --- what a layout can store

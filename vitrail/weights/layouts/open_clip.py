@@ -42,6 +42,7 @@ from vitrail.weights.layouts.layout import (
     StoresTexts,
     both,
     carried,
+    check_heads,
     depth_of,
     inside,
     layers,
@@ -118,8 +119,7 @@ class OpenClip(StoresTexts):
         trunk = _trunk(tensors, vision, preprocess, hints) if has_trunk else None
         image_config = _own_image(tensors, vision, activation) if trunk is None else trunk.config
         assert isinstance(image_config, ViTConfig)
-        if hints.heads not in (None, image_config.heads):
-            raise BundleError(f"heads={hints.heads} does not agree with {CONFIG}, which has {image_config.heads}")
+        check_heads(hints, image_config, CONFIG)
         tokenizer = _tokenizer(
             checkpoint.tokenizer_place, tensors.shapes[f"{prefix}positional_embedding"][0], text, folder
         )

@@ -47,6 +47,7 @@ from vitrail.weights.layouts.layout import (
     output_loss,
     own,
     patch_pair,
+    resampling_loss,
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
@@ -317,16 +318,6 @@ def written_config(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def lost_preprocess(preprocess: Preprocess) -> tuple[str, ...]:
-    """Return the preprocessing settings that timm's `config.json` does not store."""
-    return (
-        *border_loss(preprocess),
-        *(("antialias=False",) if not preprocess.antialias else ()),
-        *((f"resampler={preprocess.resampler!r}",) if preprocess.resampler != "pillow" else ()),
-        *(("scaled_decode=True",) if preprocess.scaled_decode else ()),
-    )
-
-
 def _crop_pct(preprocess: Preprocess) -> float:
     """Return the `crop_pct` with which timm scales images to the same size as Vitrail, although timm rounds down."""
     share = preprocess.crop_share
@@ -374,7 +365,7 @@ VIT: Table = {
 PREPROCESS: Table = dict.fromkeys(
     (
         "image_size", "channels", "resize", "crop_share", "interpolation", "mean", "std",
-        "pad_value", "antialias", "resampler", "scaled_decode",  # `lost_preprocess` reports these losses itself
+        "pad_value", "antialias", "resampler", "scaled_decode",  # `write` reports these losses itself
     ),
     KEPT,
 )  # fmt: skip
@@ -465,7 +456,7 @@ class Timm:
         with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
-        return (*lost, *lost_preprocess(bundle.preprocess))
+        return (*lost, *border_loss(bundle.preprocess), *resampling_loss(bundle.preprocess))
 
 
 def network_loss(layout: str, config: AnyConfig, **rules: Rule) -> list[str]:
@@ -490,14 +481,14 @@ def pairs(config: AnyConfig) -> Iterator[Pair]:
         yield from _root_pairs(config.root)
     channels = config.root.out_channels if config.root else config.channels
     yield patch_pair("patch_embed.proj", config.patch_size, channels)
-    if config.patch_bias:
-        yield Pair("patches.projection.bias", ("patch_embed.proj.bias",))
-    if config.has_class_token:
-        yield Pair("prefix.cls", ("cls_token",))
-    if config.registers:
-        yield Pair("prefix.registers", ("reg_token",))
-    if config.positions == "learned":
-        yield Pair("positions.embedding", ("pos_embed",))
+    for ours, theirs, is_there in (
+        ("patches.projection.bias", "patch_embed.proj.bias", config.patch_bias),
+        ("prefix.cls", "cls_token", config.has_class_token),
+        ("prefix.registers", "reg_token", config.registers > 0),
+        ("positions.embedding", "pos_embed", config.positions == "learned"),
+    ):
+        if is_there:
+            yield Pair(ours, (theirs,))
     for layer in range(config.depth):
         yield from _block_pairs(f"blocks.{layer}", config)
     yield from both("norm", "norm" if config.final_norm == "tokens" else "fc_norm")

@@ -20,6 +20,7 @@ from vitrail.weights.layouts.layout import (
     Pair,
     Table,
     bare_loss,
+    both,
     carried,
     default_preprocess,
     depth_of,
@@ -137,14 +138,13 @@ def pairs(config: ViTConfig) -> Iterator[Pair]:
             ("mlp.down.weight", "mlp.3.weight"), ("mlp.down.bias", "mlp.3.bias"),
         ):  # fmt: skip
             yield Pair(f"blocks.{layer}.{ours}", (f"{BLOCK}{layer}.{theirs}",))
-    for ours, theirs, there in (
+    for ours, theirs, is_there in (
         ("norm", "encoder.ln", True),
         ("head_hidden", "heads.pre_logits", config.head_hidden > 0),
         ("head", "heads.head", config.num_classes > 0),
     ):
-        if there:
-            yield Pair(f"{ours}.weight", (f"{theirs}.weight",))
-            yield Pair(f"{ours}.bias", (f"{theirs}.bias",))
+        if is_there:
+            yield from both(ours, theirs)
 
 
 TORCHVISION = Torchvision()
