@@ -113,9 +113,9 @@ def test_the_system_reports_what_this_process_uses() -> None:
         pass
     last = read_usage()
     assert last is not None
-    used = last.since(first)
-    assert 0.3 <= used.wall < 60 and 0 <= used.own <= used.wall * CORES + 0.1
-    assert 0 <= used.free <= used.wall * CORES + 0.1
+    wall, own, free = last.wall - first.wall, last.own - first.own, last.free - first.free
+    assert 0.3 <= wall < 60 and 0 <= own <= wall * CORES + 0.1 and 0 <= free <= wall * CORES + 0.1
+    assert last.available_since(first) == pytest.approx((own + free) / wall)
 
 
 @contextmanager

@@ -31,14 +31,9 @@ class Usage:
     free: float
     """Time in which a core was idle, summed over the cores. Time of programs of lower priority counts as idle."""
 
-    def since(self, earlier: Usage) -> Usage:
-        """Return the use since an earlier reading."""
-        return Usage(self.wall - earlier.wall, self.own - earlier.own, self.free - earlier.free)
-
-    @property
-    def available(self) -> float:
-        """Number of cores that this process used or could have used."""
-        return (self.own + self.free) / self.wall
+    def available_since(self, earlier: Usage) -> float:
+        """Return the number of cores that this process used or could have used since an earlier reading."""
+        return ((self.own - earlier.own) + (self.free - earlier.free)) / (self.wall - earlier.wall)
 
 
 def read_usage() -> Usage | None:
@@ -126,7 +121,7 @@ class SharedCores:
         if before is None or now is None:
             return False
         self._before = now
-        if (threads := torch.get_num_threads()) > 1 and now.since(before).available <= threads - 0.5:
+        if (threads := torch.get_num_threads()) > 1 and now.available_since(before) <= threads - 0.5:
             self._calm = 0
             self._waits.begin()
         else:

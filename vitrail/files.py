@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,14 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
+
+
+def write_table(path: Path, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a header and rows as CSV with the line ends of Unix."""
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(heads)
+        writer.writerows(rows)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -103,11 +103,6 @@ def facts(cls: Any, fact: str) -> dict[str, Any]:
 
 def bare_names(cls: Any) -> Mapping[str, str]:
     """Return the bare names of a settings dataclass with their field names."""
-    return _bare_names(cls)  # a cached function takes no type of dataclass for mypy
-
-
-@cache
-def _bare_names(cls: Any) -> Mapping[str, str]:
     return {item.metadata.get("name", item.name): item.name for item in dataclasses.fields(cls)}
 
 
@@ -168,8 +163,7 @@ LIMITS = frozenset(("least", "above", "most", "below", "choices"))
 @cache
 def _limited(cls: Any) -> tuple[tuple[str, str, Any, Mapping[str, Any]], ...]:
     """Return the fields whose values are limited: the field's name, the bare name, the type and the metadata."""
-    kinds = get_type_hints(cls)
-    found = []
+    kinds, found = _kinds(cls), []
     for item in dataclasses.fields(cls):
         kind, _ = without_none(kinds[item.name])
         if LIMITS & item.metadata.keys() or get_origin(kind) is Literal or kind == tuple[int, int]:
@@ -254,10 +248,9 @@ def _tuples(value: Any) -> Any:
 
 def _field_names(cls: Any) -> list[str]:
     """Return the names of the fields of a dataclass and of the dataclasses inside it."""
-    hints = get_type_hints(cls)
     names = []
     for field in dataclasses.fields(cls):
-        inner = hints[field.name]
+        inner = _kinds(cls)[field.name]
         names += _field_names(inner) if dataclasses.is_dataclass(inner) else [field.name]
     return names
 

@@ -355,6 +355,7 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
     assert len(set(keys)) == count, "two samples must not have the same key"
     kind = target_kind(source)
     for key, label in zip(keys, labels, strict=True):
+        assert isinstance(key, str) and key, f"a key must be a name, not {key!r}"
         if kind == "numbers":
             _check_numbers(key, label, len(classes))
         elif kind == "texts":
@@ -400,7 +401,6 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
 
 
 def _check_numbers(key: str, target: Any, count: int) -> None:
-    assert isinstance(key, str) and key, f"a key must be a name, not {key!r}"
     numbers = target if isinstance(target, tuple) else ()
     fits = target is None or (len(numbers) == count and all(type(one) is float for one in numbers))
     assert fits, (
@@ -412,7 +412,6 @@ def _check_numbers(key: str, target: Any, count: int) -> None:
 
 
 def _check_label(key: str, label: Any, classes: int) -> None:
-    assert isinstance(key, str) and key, f"a key must be a name, not {key!r}"
     several = label if isinstance(label, tuple) else () if label is None else (label,)
     assert all(type(one) is int for one in several), (
         f"the label of {key!r} must be an int, a tuple of them, or None, not {label!r}"

@@ -281,7 +281,7 @@ def _stop_at(step: int, usual: Callable[[Run, TrainState], None]) -> Callable[[R
     def report(run: Run, state: TrainState) -> None:
         usual(run, state)
         if state.step >= step:
-            run.stop.ask()
+            run.stop.is_asked = True
 
     return report
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from tests.tasks.images import batch_of, images_of
 from tests.tasks.objectives import small_network
 from vitrail.processes.group import Processes
-from vitrail.tasks.contrast import ContrastObjective, Head
-from vitrail.tasks.moco import MoCo, MoCoObjective
-from vitrail.tasks.simclr import SimClr, SimClrObjective
+from vitrail.tasks.contrast import ContrastObjective, Head, MoCo, MoCoObjective, SimClr, SimClrObjective
 from vitrail.tasks.task import Position
 
 

@@ -21,8 +21,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 from vitrail.processes.group import Processes
 from vitrail.recipes import RECIPES
-from vitrail.tasks.dino import Dino, DinoObjective, draw_masks
-from vitrail.tasks.prototypes import DinoHead
+from vitrail.tasks.dino import Dino, DinoHead, DinoObjective, draw_masks, view_losses
 from vitrail.tasks.task import Position
 from vitrail.tasks.views import effective_rank, momentum_at, uniformity
 from vitrail.training.config import TrainConfig
@@ -216,7 +215,8 @@ def test_monitors_see_both_kinds_of_collapse() -> None:
     """Equal outputs have the largest entropy, and one dominating output has none. Neither has a divergence."""
     objective = make_objective()
     for taught, entropy in ((torch.zeros(3, 2, 24), math.log(24)), (100 * F.one_hot(torch.zeros(3, 2).long(), 24), 0)):
-        _, found, divergence = objective.losses(taught.float(), taught.float(), 0.1)
+        targets = objective.softmax(taught.float(), objective.centre.value, 0.1)
+        _, found, divergence = view_losses(targets, (taught / objective.task.student_temperature).log_softmax(dim=2))
         torch.testing.assert_close(found, torch.full((3,), float(entropy)))
         torch.testing.assert_close(divergence, torch.zeros(3), atol=1e-5, rtol=0)
 

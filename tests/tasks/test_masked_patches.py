@@ -144,7 +144,7 @@ def test_predicted_tokens_are_restored_among_the_right_ones(tokenizer: str) -> N
     task = MaskedPatches(patch_target="tokens", tokenizer=tokenizer)
     objective = make_objective(task).eval()
     images, preprocess = images_of(2), Preprocess(image_size=(21, 28))
-    found = objective.restored(objective.network, batch_of(images), preprocess, seed=0)
+    _, patches = objective.restored(objective.network, batch_of(images), preprocess, seed=0)
     places, logits = objective.predicted(objective.network, batch_of(images), seed=0)
     made = make_tokenizer()
     tokens = made.tokens(((images * 0.5 + 0.5) - 0.4) / 0.3)
@@ -155,7 +155,7 @@ def test_predicted_tokens_are_restored_among_the_right_ones(tokenizer: str) -> N
         for number, patch in enumerate(places[image].tolist()):
             row, column = divmod(patch, 4)
             expected = levels[image, :, 7 * row : 7 * row + 7, 7 * column : 7 * column + 7]
-            assert (found.patches[image, number] - expected).abs().max() <= 1
+            assert (patches[image, number] - expected).abs().max() <= 1
     (table,) = task.pictures(objective, task.bundle(objective, (), preprocess, {}), Pictures(3))
     assert table.title == "Restored patches" and len(table.rows) == 3
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.tasks.objectives import measured, small_network
 from tests.tasks.test_simclr import two_views
 from vitrail.processes.group import Processes
-from vitrail.tasks.moco import MoCo, MoCoObjective, key_losses
+from vitrail.tasks.contrast import MoCo, MoCoObjective, key_losses
 from vitrail.tasks.task import Position
 
 SMALL: dict[str, Any] = {"projection_hidden": 20, "projection_width": 12}

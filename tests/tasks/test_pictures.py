@@ -14,11 +14,11 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.models.tokens import cut_patches
+from vitrail.tasks.contrast import SimClr
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches, colour_classes, colour_levels
 from vitrail.tasks.patches import PatchTask
 from vitrail.tasks.pictures import ROWS, neighbour_table, paste_patches, picture_of, spread
-from vitrail.tasks.simclr import SimClr
 
 PREPROCESS = Preprocess(image_size=(21, 28), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
 SPLITS = Splits(Pictures(9), Pictures(5), None)
@@ -58,13 +58,13 @@ def test_restored_pixels_are_the_predicted_ones(task: PatchTask) -> None:
     objective: Any = task.objective(small_network(), SPLITS)
     batch = batch_of(images_of(3))
     places, predicted = objective.predicted(objective.network, batch, seed=0)
-    restored = objective.restored(objective.network, batch, PREPROCESS, seed=0)
-    assert torch.equal(restored.places, places)
+    restored_places, restored = objective.restored(objective.network, batch, PREPROCESS, seed=0)
+    assert torch.equal(restored_places, places)
     patch, shown = cut_patches(batch.images, (7, 7))[2, places[2, 1]], predicted[2, 1].view(3, 7, 7)
     if isinstance(task, Mae) and task.normalise_pixels:
         shown = shown * patch.std() + patch.mean()
     levels = 255 * (shown * torch.tensor(PREPROCESS.std)[:, None, None] + torch.tensor(PREPROCESS.mean)[:, None, None])
-    assert (restored.patches[2, 1] - levels.clamp(0, 255)).abs().max() < 0.51
+    assert (restored[2, 1] - levels.clamp(0, 255)).abs().max() < 0.51
 
 
 @pytest.mark.parametrize("target", ["mean-colour", "colours"])
@@ -73,10 +73,10 @@ def test_restored_colours_are_the_most_likely_ones(target: Any) -> None:
     objective: Any = MaskedPatches(patch_target=target).objective(small_network(), SPLITS)
     batch = batch_of(images_of(3))
     _, predicted = objective.predicted(objective.network, batch, seed=0)
-    restored = objective.restored(objective.network, batch, PREPROCESS, seed=0)
+    _, restored = objective.restored(objective.network, batch, PREPROCESS, seed=0)
     first = int(predicted[1, 2, :512].argmax())
     red, green, blue = (16 + 32 * (first // 8**power % 8) for power in (2, 1, 0))
-    assert restored.patches[1, 2, :, 0, 0].tolist() == [red, green, blue]
+    assert restored[1, 2, :, 0, 0].tolist() == [red, green, blue]
 
 
 @pytest.mark.parametrize("task", [Mae(), MaskedPatches()], ids=str)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitrail.processes.group import Processes
-from vitrail.tasks.prototypes import koleo, patch_losses, sinkhorn_centre, view_losses
+from vitrail.tasks.dino import koleo, patch_losses, sinkhorn_centre, view_losses
 
 MASKS = torch.tensor(
     [[[1, 0, 0, 1], [0, 0, 0, 0]], [[1, 1, 1, 0], [0, 1, 0, 0]], [[0, 0, 0, 0], [1, 1, 0, 1]]], dtype=torch.bool

@@ -14,7 +14,7 @@ from tests.tasks.objectives import measured, overfit, small_network
 from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError
 from vitrail.processes.group import Processes
-from vitrail.tasks.simclr import SimClr, SimClrObjective, contrast_losses
+from vitrail.tasks.contrast import SimClr, SimClrObjective, contrast_losses
 from vitrail.tasks.views import effective_rank, fixed_views, uniformity
 from vitrail.training.config import TrainConfig
 

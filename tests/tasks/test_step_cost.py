@@ -19,11 +19,10 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.cost import tensor_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config
+from vitrail.tasks.contrast import MoCo, SimClr
 from vitrail.tasks.dino import Dino
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
-from vitrail.tasks.moco import MoCo
-from vitrail.tasks.simclr import SimClr
 from vitrail.tasks.task import Task
 from vitrail.tasks.vqvae import VqVae
 

@@ -200,4 +200,4 @@ def test_robust_scores() -> None:
     low = {"loss": torch.tensor(-90.0), "gradient_norm": torch.tensor(1.0)}
     faults.check(config, low)  # a fall is no spike
     assert faults.losses == [2.0, -90.0]
-    assert Faults.from_values(json.loads(json.dumps(faults.values()))) == faults
+    assert Faults(**json.loads(json.dumps(vars(faults)))) == faults

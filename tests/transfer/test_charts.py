@@ -21,7 +21,6 @@ from vitrail.report.charts import (
     MAX_DOTS,
     STYLE,
     Chart,
-    MarkedPoint,
     Series,
     confusion_matrix,
     line_chart,
@@ -181,18 +180,18 @@ def test_one_point_and_a_constant_are_seen() -> None:
 def test_a_mark_stands_at_its_point() -> None:
     points = [(float(at), 80 + at / 10) for at in range(101)]
     for step in (0, 1, 99, 100):
-        mark = MarkedPoint(float(step), 80 + step / 10, f"best, saved: {80 + step / 10:.2f}%")
+        mark = (float(step), 80 + step / 10), f"best, saved: {80 + step / 10:.2f}%"
         drawing = Drawing(line_chart([Series("x", points)], label="x", unit="%", mark=mark))
         drawing.check_inside()
         ((x, y, _),) = drawing.dots("dot")
         assert values_of(drawing, [(x, y)]) == [pytest.approx((step, 80 + step / 10), abs=0.05)]
-        assert mark.text in drawing.texts()
+        assert mark[1] in drawing.texts()
         ((line,),) = [element.attrib["d"].split("M")[1:] for element in drawing.all("path", "mark")]
         assert float(line.split()[0]) == x
 
 
 def test_names_in_charts_are_text() -> None:
-    chart = line_chart([Series(EVIL, [(0.0, 1.0), (1.0, 2.0)])], label=EVIL, mark=MarkedPoint(1.0, 2.0, EVIL))
+    chart = line_chart([Series(EVIL, [(0.0, 1.0), (1.0, 2.0)])], label=EVIL, mark=((1.0, 2.0), EVIL))
     shown = "</title><script>alert('1 & 2')</script>\\u202e\\x00"
     drawing = Drawing(chart)
     assert drawing.root.attrib["aria-label"] == shown and shown in drawing.texts()
@@ -372,7 +371,7 @@ def test_all_can_be_read_in_light_and_in_dark(half: int, canvas: tuple[int, ...]
 
 
 def test_styles_are_those_that_are_drawn() -> None:
-    chart = line_chart([Series("x", [(0.0, 1.0), (9.0, 2.0)])] * 2, label="x", mark=MarkedPoint(9.0, 2.0, "x"))
+    chart = line_chart([Series("x", [(0.0, 1.0), (9.0, 2.0)])] * 2, label="x", mark=((9.0, 2.0), "x"))
     charts = [
         chart,
         reliability_diagram([(0.5, 0.5, 2)], None, label="x"),

@@ -258,7 +258,7 @@ def stop_at(step: int, usual: Callable[[Run, TrainState], None]) -> Callable[[Ru
     def report(run: Run, state: TrainState) -> None:
         usual(run, state)
         if state.step >= step:
-            run.stop.ask()
+            run.stop.is_asked = True
 
     return report
 

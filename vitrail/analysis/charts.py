@@ -17,6 +17,7 @@ from PIL import Image
 
 from vitrail.report.charts import (
     DIGIT_WIDTH,
+    MAX_DOTS,
     Axis,
     PlotArea,
     Point,
@@ -55,8 +56,6 @@ svg text { fill: var(--dim, #5c5c58); }
 
 WIDTH, HEIGHT = 480.0, 280.0
 LEGEND_LINE = 15.0
-MAX_DOTS = 40
-"""Maximum number of points of a line with dots."""
 
 CELL, MAX_SIDE = 22.0, 420.0
 """Largest side of a cell of a heat map, and largest side of the map, in pixels."""
@@ -140,7 +139,8 @@ def heat_map(
     """
     height, width = values.shape
     side = min(CELL, MAX_SIDE / max(height, width))
-    axis = _colour_axis(values, bounds)
+    finite = values[np.isfinite(values)].tolist()
+    axis = make_axis(bounds or finite or (0.0, 1.0), round_ends=False)
     left = 28 + DIGIT_WIDTH * max(map(len, rows))
     top, right, bottom = 12.0, left + side * width, 12.0 + side * max(height, 4)
     parts = []
@@ -280,13 +280,6 @@ def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, line
         legend += [sample, horizontal_text(x + 22, y, name)]
         x += needed
     return svg_picture(WIDTH, y + 6 if legend else HEIGHT, label, [*parts, *legend], fixed_size=True)
-
-
-def _colour_axis(values: np.ndarray, bounds: tuple[float, float] | None) -> Axis:
-    if bounds is not None:
-        return make_axis(bounds, round_ends=False)
-    finite = values[np.isfinite(values)]
-    return make_axis(map(float, finite) if finite.size else [0.0, 1.0], round_ends=False)
 
 
 def _colour_bar(axis: Axis, left: float, top: float, bottom: float, unit: str) -> tuple[str, int]:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Bool, Int64, UInt8
+from jaxtyping import Bool, UInt8
 
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField
 from vitrail.analysis.samples import (
     Answer,
     answer_about,
-    images_at,
     in_batches,
-    inputs_of,
     picture_of,
     reach_of,
+    seen_images,
 )
 from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, evenly
-from vitrail.errors import ConfigError, DataError, plural
+from vitrail.errors import ConfigError, DataError, listed, plural
 from vitrail.evaluation.metrics.classes import per_sample
 from vitrail.evaluation.metrics.intervals import PairedDifference, paired_difference
 from vitrail.evaluation.metrics.report import ClassificationReport, report
@@ -47,7 +46,6 @@ class Disagreement:
 
     key: str
     label: str
-    first_is_right: bool
     picture: UInt8[np.ndarray, "height width 3"]
     answers: tuple[Answer, Answer]
 
@@ -87,12 +85,11 @@ def check_comparable(first: Bundle, second: Bundle) -> None:
             raise ConfigError("a model without classes cannot be compared; choose two models with a head")
     one, two = set(first.classes), set(second.classes)
     if one != two:
-        listed = [
-            f"only the {place} has {_few(names)}" for place, names in (("first", one - two), ("second", two - one))
+        own = [
+            f"only the {place} has {listed(sorted(names), 3) or 'none'}"
+            for place, names in (("first", one - two), ("second", two - one))
         ]
-        raise ConfigError(
-            f"the models have different classes: {'; '.join(listed)}; choose two models of the same classes"
-        )
+        raise ConfigError(f"the models have different classes: {'; '.join(own)}; choose two models of the same classes")
 
 
 def compare(
@@ -119,7 +116,7 @@ def compare(
     found = _aligned(outputs[0].predictions(sources[0]), outputs[1].predictions(sources[1]))
     first, second = (_Side(one.bundle, source, each) for one, source, each in zip(outputs, sources, found, strict=True))
     chosen = evenly(len(first.found), images)
-    seen = [inputs_of(side.bundle, images_at(side.source, side.found.indices[chosen])) for side in (first, second)]
+    seen = [side.seen.inputs(side.bundle, chosen) for side in (first, second)]
     models = [
         Measured(name, side.bundle, report(side.found, bootstrap=bootstrap, worst=0), reach_of(side.bundle, inputs))
         for name, side, inputs in zip(names, (first, second), seen, strict=True)
@@ -133,9 +130,8 @@ def compare(
         looked_at=len(chosen),
         disagreements=tuple(
             Disagreement(
-                key=first.found.keys[row],
-                label=first.found.classes[int(first.labels[row])],
-                first_is_right=bool(first.right[row]),
+                key=first.seen.keys[row],
+                label=first.seen.label(row),
                 picture=picture_of(first.image(row)),
                 answers=(first.answer(row), second.answer(row)),
             )
@@ -148,25 +144,17 @@ class _Side:
     """One of the two models with its answers for the images that both could decode, one per row."""
 
     def __init__(self, bundle: Bundle, source: Source, found: Predictions) -> None:
-        assert found.truth.kind == "class"
         self.bundle = bundle
-        self.source = source
         self.found = found
-        self.labels: Int64[np.ndarray, " n"] = found.truth.values
-        self.judged = per_sample(found.logits, self.labels, scores=found.scores)
+        self.seen = seen_images(found, source)
+        self.judged = per_sample(found.logits, self.seen.labels, scores=found.scores)
         self.right: Bool[np.ndarray, " n"] = found.truth.hits(self.judged.predicted)
 
     def image(self, row: int) -> bytes | np.ndarray:
-        return next(images_at(self.source, [int(self.found.indices[row])]))
+        return next(self.seen.images(np.array([row])))
 
     def answer(self, row: int) -> Answer:
         return answer_about(self.bundle, self.image(row), self.judged, row)
-
-
-def _few(names: set[str]) -> str:
-    """Return the first names of a set as a text."""
-    shown = ", ".join(sorted(names)[:3])
-    return (shown or "none") + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
 def _aligned(first: Predictions, second: Predictions) -> tuple[Predictions, Predictions]:

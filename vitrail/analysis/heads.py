@@ -81,18 +81,13 @@ def attention_entropy(
     )
 
 
-def patch_distances(grid: tuple[int, int], patch: tuple[int, int]) -> Float64[Tensor, "n n"]:
-    """Return the distance in pixels between the centres of every two patches, in row-major order of the grid."""
-    rows = patch[0] * torch.arange(grid[0], dtype=torch.float64).repeat_interleave(grid[1])
-    columns = patch[1] * torch.arange(grid[1], dtype=torch.float64).repeat(grid[0])
-    return torch.hypot(rows[:, None] - rows, columns[:, None] - columns)
-
-
 def mean_distances(
     attention: Float[Tensor, "*heads n n"], grid: tuple[int, int], patch: tuple[int, int], prefix: int
 ) -> Float64[Tensor, "*heads"]:
     """Return the attention distance in pixels, a mean over the query patches, of each map of weights."""
-    between = patch_distances(grid, patch).to(attention.device)
+    rows = patch[0] * torch.arange(grid[0], dtype=torch.float64).repeat_interleave(grid[1])
+    columns = patch[1] * torch.arange(grid[1], dtype=torch.float64).repeat(grid[0])
+    between = torch.hypot(rows[:, None] - rows, columns[:, None] - columns).to(attention.device)
     return (attention[..., prefix:, prefix:].double() * between).sum(dim=-1).mean(dim=-1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import ConfigError
 from vitrail.report.charts import Series
-from vitrail.report.page import embedded
+from vitrail.report.page import embedded, jpeg
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import ExportedNetwork
 
@@ -55,13 +54,16 @@ def draw_heads(statistic: HeadStatistic, beside: ReceptiveField | None = None) -
     )
 
 
-def draw_layer_similarity(similarity: LayerSimilarity) -> Markup:
-    """Return the similarity of every two layers as a heat map, as SVG."""
+def draw_layer_similarity(
+    similarity: LayerSimilarity, *, of_layers: str = "of layers", row_name: str = "layer", column_name: str = "layer"
+) -> Markup:
+    """Return the similarity of every two layers as a heat map, as SVG. `of_layers` names the layers for screen
+    readers."""
     return heat_map(
         similarity.values,
-        label=f"{similarity.name.capitalize()} of layers.",
-        row_name="layer",
-        column_name="layer",
+        label=f"{similarity.name.capitalize()} {of_layers}.",
+        row_name=row_name,
+        column_name=column_name,
         unit=similarity.unit,
         rows=[str(layer) for layer in similarity.rows],
         columns=[str(layer) for layer in similarity.columns],
@@ -90,14 +92,16 @@ def draw_norms(norms: TokenNorms) -> Markup:
 def draw_probes(probes: Sequence[LayerProbe]) -> Markup:
     """Return the accuracy of a linear model by layer, with the ends of its interval, as SVG."""
     layers = [one.layer for one in probes]
-    lines = [_by_layer("accuracy", layers, [100 * one.accuracy.value for one in probes])]
-    for name, ends in (
-        ("95 % interval, lower end", [one.accuracy.low for one in probes]),
-        ("95 % interval, upper end", [one.accuracy.high for one in probes]),
-    ):
-        lines.append(_by_layer(name, layers, [math.nan if end is None else 100 * end for end in ends]))
+    lines: dict[str, list[float | None]] = {
+        "accuracy": [one.accuracy.value for one in probes],
+        "95 % interval, lower end": [one.accuracy.low for one in probes],
+        "95 % interval, upper end": [one.accuracy.high for one in probes],
+    }
     return series_chart(
-        lines,
+        [
+            _by_layer(name, layers, [math.nan if value is None else 100 * value for value in values])
+            for name, values in lines.items()
+        ],
         label="Accuracy of a linear model of each layer's tokens.",
         x_name="layer",
         y_name="held-out accuracy, %",
@@ -212,9 +216,6 @@ def _by_layer(name: str, layers: Sequence[int], values: Sequence[float] | np.nda
 SIDE = 640
 """Longest side of an overlay in pixels. Pictures are not enlarged."""
 
-QUALITY = 85
-"""Quality of the JPEG file."""
-
 
 class Overlays:
     """Draws the maps of `vitrail explain`: relevance for a class, or attention rollout for a model without classes."""
@@ -249,16 +250,11 @@ class Overlays:
         pixels = np.asarray(picture)
         grid = trace(network, inputs, layers=(-1,), heads=(0,))  # says where the patches lie
         values = on_picture(found.values[0], grid, preprocess.placement(pixels.shape[:2]))
-        file = io.BytesIO()
-        Image.fromarray(overlay(pixels, values)).save(file, "JPEG", quality=QUALITY)
-        return file.getvalue()
+        return jpeg(Image.fromarray(overlay(pixels, values)))
 
 
 # Addresses that contain the pictures of analyses, for their pages.
 
-
-ImageForm = Literal["jpeg", "png"]
-"""File format of an embedded picture."""
 
 PAGE_SIDE = 480
 """Longest side of a picture on a page, in pixels."""
@@ -274,10 +270,6 @@ def figure_address(picture: UInt8[np.ndarray, "height width 3"]) -> Markup:
     return image_address(np.asarray(small), "jpeg")
 
 
-def image_address(picture: UInt8[np.ndarray, "height width 3"], form: ImageForm) -> Markup:
-    """Return an address that contains a picture."""
-    if form == "png":
-        return embedded(png(picture), form)
-    file = io.BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=88)
-    return embedded(file.getvalue(), form)
+def image_address(picture: UInt8[np.ndarray, "height width 3"], form: Literal["jpeg", "png"]) -> Markup:
+    """Return an address that contains a picture as a file of this format."""
+    return embedded(png(picture) if form == "png" else jpeg(Image.fromarray(picture), quality=88), form)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -27,7 +26,7 @@ from vitrail.analysis.features import (
     token_norms,
 )
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField, attention_entropy
-from vitrail.analysis.samples import Answer, SeenImages, answer_about, in_batches, picture_of, reach_of
+from vitrail.analysis.samples import Answer, SeenImages, answer_about, in_batches, picture_of, reach_of, seen_images
 from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import evaluation_batches
@@ -40,6 +39,7 @@ from vitrail.evaluation.metrics.classes import PerSample, per_sample
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
+from vitrail.report.page import jpeg
 from vitrail.weights.answers import check_predicts_classes
 from vitrail.weights.bundle import Bundle
 
@@ -126,7 +126,7 @@ def overview(
     if images < SMALLEST_BATCH:
         raise ConfigError(f"images={images} is too small to compare layers; choose at least {SMALLEST_BATCH}")
     predictions = _labelled(outputs.predictions(source)) if bundle.classes else None
-    seen = _of_features(outputs.features(source), source) if predictions is None else _of_head(predictions, source)
+    seen = _of_features(outputs.features(source), source) if predictions is None else seen_images(predictions, source)
     chosen, attempt = evenly(len(seen), images), Attempts()
     probes, undecodable = summarise_probes(bundle, seen, train, probe_images, attempt)
     return Overview(
@@ -152,11 +152,6 @@ def _labelled(predictions: Predictions) -> Predictions:
     if labelled.truth.kind != "class":
         raise DataError("images with several labels cannot be reported on; name data with one label for each image")
     return labelled
-
-
-def _of_head(predictions: Predictions, source: Source) -> SeenImages:
-    assert predictions.truth.kind == "class"
-    return SeenImages(source, predictions.indices, predictions.keys, predictions.truth.values, predictions.classes)
 
 
 def _of_features(features: FeatureSet, source: Source) -> SeenImages:
@@ -372,7 +367,6 @@ def embedding_map(features: Float32[np.ndarray, "n width"], seen: SeenImages) ->
 
 def _thumbnail(image: bytes | np.ndarray) -> bytes:
     """Return a small JPEG file of an image."""
-    picture, file = to_pil(image, 3), io.BytesIO()
+    picture = to_pil(image, 3)
     picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    picture.save(file, "jpeg", quality=80)
-    return file.getvalue()
+    return jpeg(picture, quality=80)

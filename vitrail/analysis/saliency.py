@@ -25,6 +25,9 @@ from vitrail.models.vit import VisionTransformer
 Fusion = Literal["mean", "max", "min"]
 """Reduction of the weights of all heads to one weight."""
 
+FUSIONS: dict[str, Callable[..., Tensor]] = {"mean": torch.mean, "max": torch.amax, "min": torch.amin}
+"""The functions of the fusions."""
+
 RelevanceForm = Literal["attention-gradient", "gradient"]
 """The weights of a layer for relevance: the product of attention weights and gradients, or gradients alone."""
 
@@ -57,7 +60,6 @@ def attention_rollout(
     `fusion` and `discard`, see `rollout`. For the other arguments and the errors, see
     `vitrail.analysis.tracing.trace`.
     """
-    _check(fusion, discard)
     vit, found = transformer_of(network), []
     for piece in traces(
         vit,
@@ -87,7 +89,6 @@ def class_relevance(
     The rows of `relevance` are pooled as in `attention_rollout`. For `form`, see `relevance`. For the other arguments
     and the errors, see `vitrail.analysis.tracing.trace`.
     """
-    _check_form(form)
     vit = transformer_of(network)
     found, classes = [], []
     for piece in traces(
@@ -119,11 +120,14 @@ def rollout(
     maps of all layers are multiplied. A row without weights stays 0. Raises `ConfigError` for an unknown fusion and
     for a fraction outside of 0 <= discard < 1.
     """
-    _check(fusion, discard)
+    if fusion not in FUSIONS:
+        raise ConfigError(f"fusion={fusion!r} is not one of {', '.join(map(repr, FUSIONS))}")
+    if not 0 <= discard < 1:
+        raise ConfigError(f"discard={discard} is not at least 0 and below 1; it is a fraction of the weights")
     images, _, _, tokens, _ = attention.shape
     joint = torch.eye(tokens, dtype=attention.dtype, device=attention.device).expand(images, -1, -1)
     for weights in attention.unbind(dim=1):
-        fused = _fused(weights, fusion)
+        fused = FUSIONS[fusion](weights, dim=1)
         if count := int(discard * tokens**2):
             flat = fused.flatten(1)
             smallest = flat.argsort(dim=1, stable=True)[:, :count]
@@ -147,22 +151,14 @@ def relevance(
     of attention times gradient (2103.15679). With the form "gradient", A is the mean of the positive
     part of the gradient alone.
     """
-    _check_form(form)
+    if form not in get_args(RelevanceForm):
+        raise ConfigError(f"form={form!r} is not one of {', '.join(map(repr, get_args(RelevanceForm)))}")
     images, _, _, tokens, _ = attention.shape
     joint = torch.eye(tokens, dtype=attention.dtype, device=attention.device).expand(images, -1, -1)
     for weights, slopes in zip(attention.unbind(dim=1), gradients.unbind(dim=1), strict=True):
         both = slopes if form == "gradient" else weights * slopes
         joint = joint + both.clamp(min=0).mean(dim=1) @ joint
     return joint
-
-
-def _fused(weights: Float[Tensor, "b heads n n"], fusion: Fusion) -> Float[Tensor, "b n n"]:
-    reductions: dict[Fusion, Callable[[Tensor], Tensor]] = {
-        "mean": lambda map_: map_.mean(dim=1),
-        "max": lambda map_: map_.amax(dim=1),
-        "min": lambda map_: map_.amin(dim=1),
-    }
-    return reductions[fusion](weights)
 
 
 def _for_reading(vit: VisionTransformer) -> set[Kept]:
@@ -224,15 +220,3 @@ def _patch_map(reading: Float[Tensor, "b n"], joint: Float[Tensor, "b n n"], pie
     """Return the row that the head reads, without the tokens before the patches, in the shape of the grid."""
     row = (reading[:, None] @ joint)[:, 0, piece.prefix :]
     return row.reshape(-1, *piece.grid).float().cpu().numpy()
-
-
-def _check(fusion: str, discard: float) -> None:
-    if fusion not in get_args(Fusion):
-        raise ConfigError(f"fusion={fusion!r} is not one of {', '.join(map(repr, get_args(Fusion)))}")
-    if not 0 <= discard < 1:
-        raise ConfigError(f"discard={discard} is not at least 0 and below 1; it is a fraction of the weights")
-
-
-def _check_form(form: str) -> None:
-    if form not in get_args(RelevanceForm):
-        raise ConfigError(f"form={form!r} is not one of {', '.join(map(repr, get_args(RelevanceForm)))}")

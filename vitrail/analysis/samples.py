@@ -18,6 +18,7 @@ from vitrail.analysis.tracing import has_maps, trace
 from vitrail.data.pixels.decode import image_size_of, to_pil
 from vitrail.data.source import Source
 from vitrail.evaluation.metrics.classes import PerSample
+from vitrail.evaluation.predictions import Predictions
 from vitrail.weights.bundle import Bundle
 
 BATCH = 16
@@ -63,6 +64,12 @@ class SeenImages:
     def inputs(self, bundle: Bundle, rows: Int64[np.ndarray, " m"]) -> Float[Tensor, "m c h w"]:
         """Return chosen images as the network takes them."""
         return inputs_of(bundle, self.images(rows))
+
+
+def seen_images(predictions: Predictions, source: Source) -> SeenImages:
+    """Return the images with one label for which a model has made these predictions."""
+    assert predictions.truth.kind == "class"
+    return SeenImages(source, predictions.indices, predictions.keys, predictions.truth.values, predictions.classes)
 
 
 def images_at(source: Source, indices: Sequence[int] | Int64[np.ndarray, " n"]) -> Iterator[bytes | np.ndarray]:

@@ -62,8 +62,7 @@ class GradientPass:
         self.layers = layers
         self.dense: dict[int, _DenseAttention] = {}
         for layer in {*layers}:
-            block = self.network.blocks[layer]
-            assert isinstance(block, Block)
+            block = _block(self.network, layer)
             self.dense[layer] = block.attention = _DenseAttention(block.attention)
 
     def __call__(self, images: Tensor, targets: Tensor) -> Float[Tensor, "b layers heads n n"]:
@@ -228,7 +227,12 @@ def traces(
     if not chosen:
         raise ConfigError("layers is empty; name at least one block, or leave it out to trace all of them")
     tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
-    return _all_pieces(tracer, images, _checked_targets(vit, targets), batch_size)
+    if targets is not None and vit.config.dense_head is None:
+        classes = vit.config.num_classes
+        wrong = targets[(targets < 0) | (targets >= classes)]
+        if len(wrong):
+            raise ConfigError(f"targets={int(wrong[0])} is not a class of this network; choose from 0 to {classes - 1}")
+    return _all_pieces(tracer, images, targets, batch_size)
 
 
 def transformer_of(network: nn.Module) -> VisionTransformer:
@@ -258,22 +262,14 @@ def has_maps(network: nn.Module) -> bool:
     vit = transformer(network)
     if vit is None or (vit.config.dense_head is not None and vit.config.dense_head.adds_tokens):
         return False
-    block = vit.blocks[0]
-    assert isinstance(block, Block)
-    kind = type(block.attention)
+    kind = type(_block(vit, 0).attention)
     return kind.weights is not AttentionLayer.weights and kind.operands is not AttentionLayer.operands
 
 
-def _checked_targets(vit: VisionTransformer, targets: Tensor | None) -> Tensor | None:
-    if targets is None:
-        return None
-    if vit.config.dense_head is not None:
-        return targets
-    classes = vit.config.num_classes
-    wrong = targets[(targets < 0) | (targets >= classes)]
-    if len(wrong):
-        raise ConfigError(f"targets={int(wrong[0])} is not a class of this network; choose from 0 to {classes - 1}")
-    return targets
+def _block(network: VisionTransformer, layer: int) -> Block:
+    block = network.blocks[layer]
+    assert isinstance(block, Block)
+    return block
 
 
 def _all_pieces(tracer: _Tracer, images: Tensor, targets: Tensor | None, batch_size: int) -> Iterator[Trace]:
@@ -288,7 +284,6 @@ def _all_pieces(tracer: _Tracer, images: Tensor, targets: Tensor | None, batch_s
             if batch_size == 1:
                 raise
             batch_size //= 2
-            tracer.most_images = batch_size
             warnings.warn(f"the device is out of memory; tracing continues with batch_size={batch_size}", stacklevel=2)
 
 
@@ -314,14 +309,12 @@ class _Tracer:
         self.device = network.norm.weight.device
         is_bf16 = resolve_precision(precision, self.device) == "bf16"
         self.precision: Literal["bf16", "float32"] = "bf16" if is_bf16 else "float32"
-        self.most_images = 2**31
-        """Largest number of images of a piece."""
         self._check_attention()
         self.heads = _head_numbers(heads, network.config.heads)
         self._inputs: dict[int, tuple[Tensor, AttentionPositions | None]] = {}
         self._outputs: dict[int, Tensor] = {}
         for layer in {*layers}:
-            self._block(layer).register_forward_hook(self._remember(layer))
+            _block(self.network, layer).register_forward_hook(self._remember(layer))
         self._gradients = GradientPass(network, layers) if "gradients" in keep else None
 
     def pieces(self, images: Tensor, targets: Tensor | None) -> Iterator[Trace]:
@@ -331,7 +324,7 @@ class _Tracer:
         with torch.no_grad(), autocast(self.precision, self.device):
             logits = self.network(images)
         chosen = explainable(self.network, logits).argmax(dim=1) if targets is None else targets
-        size = min(self._piece_size(grid), self.most_images)
+        size = self._piece_size(grid)
         stride = config.root.stride if config.root else 1
         for start in range(0, len(images), size):
             part = slice(start, start + size)
@@ -358,7 +351,7 @@ class _Tracer:
 
     def _check_attention(self) -> None:
         """Raise `ConfigError` if the attention does not have the tensors that `keep` names."""
-        config, layer = self.network.config, type(self._block(self.layers[0]).attention)
+        config, layer = self.network.config, type(_block(self.network, self.layers[0]).attention)
         if layer.weights is AttentionLayer.weights:
             raise ConfigError(f"attention={config.attention!r} has no dense map of weights, so it cannot be traced")
         if config.dense_head is not None and config.dense_head.adds_tokens:
@@ -373,11 +366,6 @@ class _Tracer:
             )
         if "gradients" in self.keep and not config.num_classes:
             raise ConfigError("keep='gradients' needs the logit of a class, but this network has no head")
-
-    def _block(self, layer: int) -> Block:
-        block = self.network.blocks[layer]
-        assert isinstance(block, Block)
-        return block
 
     def _remember(self, layer: int) -> Any:
         def hook(block: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
@@ -409,7 +397,7 @@ class _Tracer:
             found[name][:, place] = values
 
         for place, layer in enumerate(self.layers):
-            block, (tokens, inside) = self._block(layer), self._inputs[layer]
+            block, (tokens, inside) = _block(self.network, layer), self._inputs[layer]
             tokens = tokens[part]
             normed = block.norm1(tokens)
             if self.keep & {"attention", "queries", "keys"}:

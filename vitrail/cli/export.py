@@ -306,8 +306,9 @@ CONVERT = Command(
     name="convert",
     summary="""Write a model in another layout. The layout of the source is recognised automatically.
 
-    Layouts: vitrail (folder), google and big-vision (.npz), bit (.npz), bit-torch (.pth), timm (folder or
-    .safetensors), huggingface (folder), torchvision (.pth).""",
+    Layouts: vitrail (folder), google, big-vision and bit (.npz), bit-torch and torchvision (.pth), timm (folder or
+    .safetensors), huggingface (folder). With a text tower: huggingface-clip, huggingface-siglip, open-clip,
+    big-vision-pair (folders).""",
     examples=(
         ("vitrail convert runs/flowers flowers-hf --to huggingface", "Write a model for transformers."),
         ("vitrail convert runs/flowers flowers.safetensors --to timm", "Write a model for timm."),

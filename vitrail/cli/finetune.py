@@ -83,8 +83,8 @@ class Finetune(ResumeOptions):
     """Learning rates to try. The best one on held-out images is then used to train on all training images. By default
     the paper's protocol tries the rates of its table, and the rule tries some settings within the budget."""
     budget: str | None = None
-    """Time of the whole command: 90s, 3m, 1h, or quick or best (0.4 and 4 times the default). The default is 4 minutes
-    of training for 300 images and 10 for 5,000."""
+    """Time of the command: 90s, 3m, 1h, quick or best (0.4 and 4 times the default: 4 minutes for 300 images, 10 for
+    5,000; for boxes and masks 3 times that)."""
     suite: str = ""
     """Suite of tasks to fine-tune on, one after the other: vtab-1k, paper-table-5, fewshot, offline, or a TOML file.
     --data is then a folder that can hold a folder of data per task, and --name is the folder of all runs."""

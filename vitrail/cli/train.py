@@ -197,7 +197,7 @@ COMMAND = Command(
     essential={
         "Data": ("data", "validation_share", "image_size"),
         "Network": ("variant", "init"),
-        "Task": ("task", "loss", "patch_target"),
+        "Task": ("task", "loss"),
         "Optimisation": ("epochs", "batch_size", "learning_rate"),
         "Run": ("name", "resume", "device"),
     },

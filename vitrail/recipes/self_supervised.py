@@ -11,11 +11,10 @@ from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import ModelConfig
 from vitrail.recipes.papers import DATA, HELD_OUT, IMAGENET_MEAN, IMAGENET_STD, PaperRecipe
+from vitrail.tasks.contrast import MoCo, SimClr
 from vitrail.tasks.dino import Dino
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
-from vitrail.tasks.moco import MoCo
-from vitrail.tasks.simclr import SimClr
 from vitrail.tasks.vqvae import VqVae
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimizer import OptimizerConfig

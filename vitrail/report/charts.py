@@ -127,15 +127,6 @@ SERIES_CLASSES = ("one", "two")
 """CSS classes of the first and of the second series."""
 
 
-@dataclass(frozen=True)
-class MarkedPoint:
-    """A point of a line that is highlighted and labelled."""
-
-    x: float
-    y: float
-    text: str
-
-
 def line_chart(
     series: Sequence[Series],
     *,
@@ -143,12 +134,12 @@ def line_chart(
     unit: str = "",
     from_zero: bool = False,
     bounds: tuple[float, float] = UNBOUNDED,
-    mark: MarkedPoint | None = None,
+    mark: tuple[Point, str] | None = None,
 ) -> Markup:
     """Return a chart of one or two lines over training steps. If no point is finite, return "".
 
     `label` describes the chart in a sentence for screen readers. With `from_zero` the y axis starts at 0. `bounds` are
-    the smallest and the largest y that can occur.
+    the smallest and the largest y that can occur. `mark` is a point that is highlighted, and its label.
     """
     points = [point for one in series for point in one.finite]
     if not points:
@@ -165,11 +156,13 @@ def line_chart(
             for point in (one.finite if len(one.finite) <= MAX_DOTS else isolated(one.points))
         ]
     if mark is not None:
-        x = area.x(mark.x)
-        parts.append(f'<path class="mark" d="M{x:.2f} {area.top:g}V{area.bottom:g}"/>')
-        parts.append(dot(area, (mark.x, mark.y), 4.0, "one", mark.text))
-        half = BOLD_DIGIT_WIDTH * len(mark.text) / 2
-        parts.append(horizontal_text(min(max(x, half), WIDTH - half), 14.0, mark.text, "middle", "strong"))
+        point, text = mark
+        x, half = area.x(point[0]), BOLD_DIGIT_WIDTH * len(text) / 2
+        parts += [
+            f'<path class="mark" d="M{x:.2f} {area.top:g}V{area.bottom:g}"/>',
+            dot(area, point, 4.0, "one", text),
+            horizontal_text(min(max(x, half), WIDTH - half), 14.0, text, "middle", "strong"),
+        ]
     return svg_picture(WIDTH, HEIGHT, label, parts)
 
 

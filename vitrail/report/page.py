@@ -117,11 +117,7 @@ def escape(text: str) -> str:
 
 def _breakable_line(line: str) -> Markup:
     """Return a line of a caption in which file names can break behind a separator."""
-    return Markup(LONG_WORD.sub(_breakable, escape(line)))
-
-
-def _breakable(word: re.Match[str]) -> str:
-    return SEPARATOR.sub(r"\1<wbr>", word[0])
+    return Markup(LONG_WORD.sub(lambda word: SEPARATOR.sub(r"\1<wbr>", word[0]), escape(line)))
 
 
 def thumbnail_address(picture: Image.Image) -> Markup:
@@ -136,9 +132,14 @@ def large_address(picture: Image.Image, side: int = 480) -> Markup:
     """Return an address that contains a picture (mode L or RGB), scaled down to at most `side` pixels."""
     picture = picture.copy()
     picture.thumbnail((side, side))
+    return embedded(jpeg(picture), "jpeg")
+
+
+def jpeg(picture: Image.Image, *, quality: int = 85) -> bytes:
+    """Return a picture (mode L or RGB) as a JPEG file."""
     file = io.BytesIO()
-    picture.save(file, "JPEG", quality=85)
-    return embedded(file.getvalue(), "jpeg")
+    picture.save(file, "JPEG", quality=quality)
+    return file.getvalue()
 
 
 def embedded(data: bytes, form: str) -> Markup:

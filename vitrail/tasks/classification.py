@@ -25,8 +25,6 @@ Loss = Literal["softmax", "sigmoid"]
 """Loss of classification: softmax for classes that exclude each other, or sigmoid for one yes-or-no question per
 class."""
 
-ClassWeights = Literal["none", "balanced"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Classification(Task):
@@ -49,7 +47,7 @@ class Classification(Task):
     """Loss function. softmax: one class per image. sigmoid: several classes or none."""
     label_smoothing: float = setting(0.0, least=0, below=1)
     """Fraction of the target that is spread over all classes."""
-    class_weights: ClassWeights = "none"
+    class_weights: Literal["none", "balanced"] = "none"
     """Weights of the classes in the loss. balanced: every class counts equally, however many images it has."""
 
     @property
@@ -81,11 +79,9 @@ class Classification(Task):
         return "mean_average_precision" if splits.target_kind == "classes" else "accuracy"
 
     def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of accuracy and cross-entropy."""
         return Accuracy()
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with the cross-entropy loss that these settings define."""
         weights = balanced_weights(splits.train) if self.class_weights == "balanced" else None
         return ClassificationObjective(
             network, loss=self.loss, label_smoothing=self.label_smoothing, class_weights=weights

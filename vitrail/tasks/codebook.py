@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -19,18 +18,6 @@ from vitrail.processes.group import Processes
 
 SMOOTHING = 1e-5
 """Number that Laplace smoothing adds to the running count of each code, as in the published code."""
-
-
-class Quantised(NamedTuple):
-    """Vectors that were replaced by their nearest codes."""
-
-    tokens: Int64[Tensor, "b n"]
-    """Indices of the nearest codes."""
-    vectors: Float[Tensor, "b n width"]
-    """The nearest codes. Their gradients are passed on to the vectors that they replace (straight-through)."""
-    commitment: Float[Tensor, " b"]
-    """Mean squared difference between the vectors of an image and their codes. Its gradient reaches the vectors
-    alone."""
 
 
 class Codebook(nn.Module):
@@ -68,9 +55,12 @@ class Codebook(nn.Module):
             distances = torch.addmm(self.codes.square().sum(dim=1), flat, self.codes.T, alpha=-2)
             return distances.argmin(dim=1).view(vectors.shape[:-1])
 
-    def forward(self, vectors: Float[Tensor, "b n width"], counted: Bool[Tensor, " b"]) -> Quantised:
-        """Replace vectors by their nearest codes. In training mode, the vectors of `counted` images are added up for
-        `update`."""
+    def forward(
+        self, vectors: Float[Tensor, "b n width"], counted: Bool[Tensor, " b"]
+    ) -> tuple[Float[Tensor, "b n width"], Float[Tensor, " b"]]:
+        """Return the nearest codes, whose gradients are passed on to the vectors that they replace (straight-through),
+        and the mean squared difference between the vectors of each image and their codes, whose gradient reaches the
+        vectors alone. In training mode, the vectors of `counted` images are added up for `update`."""
         vectors = vectors.float()
         tokens = self.nearest(vectors)
         codes = self.codes[tokens]
@@ -80,7 +70,7 @@ class Codebook(nn.Module):
             for step, rows in zip(self._step(), (ones, added), strict=True):
                 step.index_add_(0, tokens.flatten(), rows)
         commitment = (vectors - codes).square().mean(dim=(1, 2))
-        return Quantised(tokens, vectors + (codes - vectors).detach(), commitment)
+        return vectors + (codes - vectors).detach(), commitment
 
     def begin_step(self) -> None:
         """Discard the vectors that were added up, such as those of a step that was not completed."""
@@ -109,7 +99,7 @@ class Codebook(nn.Module):
         smoothed = (counts + SMOOTHING) / (total + size * SMOOTHING) * total
         self.codes.copy_(sums / smoothed[:, None])
         if restart_below and self._offered:
-            self._restart(_gathered(torch.cat(self._offered), processes), restart_below)
+            self._restart(processes.gather_rows(torch.cat(self._offered)), restart_below)
         self.begin_step()
 
     def _step(self) -> tuple[Tensor, Tensor]:
@@ -137,15 +127,6 @@ def perplexity(counts: Float[Tensor, " size"]) -> Float[Tensor, ""]:
     equally often, and 1 if one of them is always used."""
     fractions = counts / counts.sum().clamp(min=torch.finfo(counts.dtype).tiny)
     return torch.special.entr(fractions).sum().exp()
-
-
-def _gathered(rows: Float64[Tensor, "b columns"], processes: Processes) -> Float64[Tensor, "all columns"]:
-    """Return the rows of all processes. Each process has the same number of rows."""
-    if not processes.are_several:
-        return rows
-    found = rows.new_zeros(processes.world, *rows.shape)
-    found[processes.rank] = rows
-    return processes.sum(found).flatten(0, 1)
 
 
 # The parts of a tokenizer above its encoder: a projection, a codebook, and a decoder that restores the pixels.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard, cast
+from typing import Literal, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.splits import Splits, check_classes
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, transformer_config
@@ -23,9 +23,6 @@ from vitrail.settings import setting
 from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
 from vitrail.tasks.task import LossOutput, Objective, StepCost, mean_of_counted
 from vitrail.tasks.teacher import Teacher, check_teacher, teacher_facts
-from vitrail.weights.bundle import Bundle
-
-TeacherLabels = Literal["hard", "soft"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class Distillation(Classification):
     teacher: str | None = None
     """Model whose predictions are learned: a run, a model's folder or file, or a name on the hub. It must have the
     classes of the data."""
-    teacher_labels: TeacherLabels = "hard"
+    teacher_labels: Literal["hard", "soft"] = "hard"
     """Part of the teacher's predictions that is learned: the most likely class (hard), or all probabilities (soft)."""
     teacher_weight: float = setting(0.5, above=0, most=1)
     """Weight of the loss with the teacher's predictions. The weight of the loss with the labels is 1 minus this. The
@@ -57,7 +54,6 @@ class Distillation(Classification):
     def check_data(self, splits: Splits) -> None:
         """Raise `DataError` and `ConfigError` as classification does, and `ConfigError` if the teacher cannot be loaded
         or has other classes than the data."""
-        check_classes(splits)
         if splits.target_kind == "classes":
             raise ConfigError(
                 f"{splits.title} has images with several labels, which the task {self.name} cannot learn; choose "
@@ -103,19 +99,9 @@ class Distillation(Classification):
         return {"teacher": teacher_facts(self._teacher).sha256}
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with both losses and the teacher. Raise `ConfigError` as `check_data`."""
-        check_teacher(self._teacher, splits.classes, splits.title)
         teacher = Teacher(self._teacher, splits.classes)
         weights = balanced_weights(splits.train) if self.class_weights == "balanced" else None
         return DistillationObjective(network, self, teacher, weights)
-
-    def bundle(
-        self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
-    ) -> Bundle:
-        """Return the model as it would be saved now. It states the teacher in its provenance."""
-        assert isinstance(objective, DistillationObjective)
-        stated = {"teacher": self.teacher, "teacher_sha256": objective.teacher.sha256}
-        return super().bundle(objective, names, preprocess, provenance | stated)
 
 
 class DistillationObjective(ClassificationObjective):
@@ -134,12 +120,14 @@ class DistillationObjective(ClassificationObjective):
         super().__init__(network, label_smoothing=task.label_smoothing, class_weights=class_weights)
         self.task = task
         self.teacher = teacher
+        self.provenance = {"teacher": task.teacher, "teacher_sha256": teacher.sha256}
         self.has_token = _has_token(getattr(network, "config", None))
         if self.has_token:
             self.bias_difference = nn.Parameter(torch.zeros(self.network.config.num_classes))
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
         """Prepare the teacher for images with this normalisation, on the device of the network."""
+        super().begin(preprocess, seed)
         self.teacher.begin(preprocess, next(self.parameters()).device)
 
     def forward(self, batch: Batch) -> LossOutput:

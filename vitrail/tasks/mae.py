@@ -110,8 +110,6 @@ class Mae(PatchTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with a decoder. Raise `ConfigError` as `check_network`."""
-        self.check_network(getattr(network, "config", None))
         return MaeObjective(network, self)
 
 
@@ -153,7 +151,7 @@ class MaeObjective(PatchObjective):
             variance, mean = torch.var_mean(whole, dim=2, keepdim=True)
             pixels = pixels * (variance + 1e-6).sqrt() + mean
         levels = preprocess.levels(pixels.reshape(-1, batch.images.shape[1], height, width))
-        return Restored(removed, levels.view(*removed.shape, *levels.shape[1:]))
+        return removed, levels.view(*removed.shape, *levels.shape[1:])
 
 
 def patch_pixels(

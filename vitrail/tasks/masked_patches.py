@@ -34,7 +34,6 @@ from vitrail.settings import setting
 from vitrail.tasks.patches import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
 from vitrail.tasks.tokenizer import TokenizerTargets, check_grid, tokenizer_facts
-from vitrail.weights.bundle import Bundle
 
 ACCURACY: dict[PatchTarget, str] = {
     "mean-colour": "colour_accuracy",
@@ -141,20 +140,8 @@ class MaskedPatches(PatchTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with a mask embedding and a linear decoder. Raise `ConfigError` as `check_network`."""
-        self.check_network(getattr(network, "config", None))
         targets = None if self.tokenizer is None else TokenizerTargets(self.tokenizer)
         return MaskedPatchesObjective(network, self, targets)
-
-    def bundle(
-        self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
-    ) -> Bundle:
-        """Return the model as it would be saved now. It states the tokenizer in its provenance."""
-        assert isinstance(objective, MaskedPatchesObjective)
-        if objective.tokenizer is not None:
-            stated = {"tokenizer": self.tokenizer, "tokenizer_sha256": objective.tokenizer.sha256}
-            provenance = provenance | stated
-        return super().bundle(objective, names, preprocess, provenance)
 
 
 class Corruption(NamedTuple):
@@ -223,6 +210,8 @@ class MaskedPatchesObjective(PatchObjective):
         super().__init__(network)
         self.task = task
         self.tokenizer = tokenizer
+        if tokenizer is not None:
+            self.provenance = {"tokenizer": task.tokenizer, "tokenizer_sha256": tokenizer.sha256}
         accuracy = ACCURACY.get(task.patch_target)
         self.measured = ("patch_loss",) if accuracy is None else ("patch_loss", accuracy)
         config: ViTConfig = self.network.config
@@ -233,7 +222,7 @@ class MaskedPatchesObjective(PatchObjective):
         draws.draw_dense(self.decoder)
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Prepare as `PatchObjective.begin`, and prepare the tokenizer for images with this preprocessing."""
+        """Prepare as `Objective.begin`, and prepare the tokenizer for images with this preprocessing."""
         super().begin(preprocess, seed)
         if self.tokenizer is not None:
             self.tokenizer.begin(preprocess, self.mask_embedding.device)
@@ -278,13 +267,13 @@ class MaskedPatchesObjective(PatchObjective):
             tokens = self.tokenizer.tokens(batch.images).scatter(1, places, predicted.argmax(dim=2))
             levels = preprocess.levels(self.tokenizer.restored(tokens))
             rows = torch.arange(len(places), device=places.device)[:, None]
-            return Restored(places, cut_patches(levels, config.patch_size)[rows, places])
+            return places, cut_patches(levels, config.patch_size)[rows, places]
         if self.task.patch_target == "pixels":
             levels = preprocess.levels(predicted.reshape(-1, config.channels, *config.patch_size))
-            return Restored(places, levels.view(*places.shape, *levels.shape[1:]))
+            return places, levels.view(*places.shape, *levels.shape[1:])
         cells = CELLS[self.task.patch_target]
         classes = predicted.reshape(*places.shape, cells**2, -1).argmax(dim=3)
-        return Restored(places, colour_levels(classes, cells, config.channels, config.patch_size))
+        return places, colour_levels(classes, cells, config.channels, config.patch_size)
 
 
 # Blocks of hidden patches: rectangles of random size, shape and place, as in BEiT (2106.08254, algorithm 1).

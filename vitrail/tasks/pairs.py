@@ -28,7 +28,6 @@ from vitrail.data.source import Source, truth_of
 from vitrail.data.splits import Splits, check_texts
 from vitrail.data.text_tokenizer import FILES, TextTokenizer, train_tokenizer
 from vitrail.errors import ConfigError
-from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.retrieval import METRICS, ByRetrieval, embedded
 from vitrail.files import write_json
@@ -40,6 +39,7 @@ from vitrail.settings import from_plain, setting, to_plain
 from vitrail.tasks.kept_outputs import KeptOutputs, is_frozen
 from vitrail.tasks.task import (
     BatchObjective,
+    HeadlessObjective,
     HeadlessTask,
     LossOutput,
     Objective,
@@ -66,8 +66,6 @@ DESCRIPTION = "words.json"
 OF_NEW_TOWER = ("text_width", "text_depth", "text_context", "vocabulary", "text_tokenizer", "initial_scale")
 """Settings that have no effect on a text tower of the initial model."""
 
-Freeze = Literal["none", "image", "text"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PairTask(HeadlessTask):
@@ -90,7 +88,7 @@ class PairTask(HeadlessTask):
     """True if tokens of a new text tower attend only to earlier ones."""
     initial_bias: float | None = None
     """Value that is added to the logits at the beginning."""
-    freeze: Freeze = "none"
+    freeze: Literal["none", "image", "text"] = "none"
     """Tower that is not trained: image (LiT) or text. A frozen image tower embeds each image once and keeps the result
     in memory, so that later epochs are fast. By default both towers are trained."""
     text_width: int = setting(512, least=8)
@@ -179,9 +177,7 @@ class PairTask(HeadlessTask):
         return replace(self, **{name: getattr(usual, name) for name in OF_NEW_TOWER})
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the image tower, which receives its text tower before the first step. Raise `ConfigError` as
-        `check_network`."""
-        self.check_network(getattr(network, "config", None))
+        """Return the image tower, which receives its text tower before the first step."""
         return PairObjective(network, self)
 
     @abstractmethod
@@ -193,11 +189,6 @@ class PairTask(HeadlessTask):
         processes: Processes,
     ) -> Float[Tensor, " b"]:
         """Return the loss of each image of this process, of which the loss of the batch is the mean."""
-
-    def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of retrieval and of the loss."""
-        assert isinstance(objective, PairObjective)
-        return PairErrors(objective)
 
     def bundle(
         self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
@@ -311,7 +302,7 @@ def sigmoid_losses(
     return -(F.logsigmoid(signs * logits) * valid).sum(dim=1)
 
 
-class PairObjective(BatchObjective):
+class PairObjective(HeadlessObjective, BatchObjective):
     """An image tower, a text tower, and the scale and the bias of their products."""
 
     text: TextTower
@@ -387,36 +378,29 @@ class PairObjective(BatchObjective):
         assert self.text_tokenizer is not None, "the run has begun"
         return Words(self.text, self.text_tokenizer, float(self.scale.detach()), bias)
 
-
-def _of_length_one(rows: Float[Tensor, "b width"]) -> Float[Tensor, "b width"]:
-    """Return rows that are scaled to length 1, in float32 at least."""
-    return F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32)), dim=-1)
-
-
-@dataclass(frozen=True)
-class PairErrors:
-    """Measures retrieval and the loss on held-out images, with the first text of each image for the loss."""
-
-    objective: PairObjective
-
     @torch.no_grad()
-    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return the metrics of the task, and the counts `images` and `skipped`. Without an image with a text, only the
-        counts are returned."""
+    def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the metrics of retrieval, the loss with the first text of each image, and the counts `images` and
+        `skipped`. Without an image with a text, only the counts are returned."""
         measured = ByRetrieval(bootstrap=0)
         measured.check(outputs, train, held_out)
         pairs = embedded(outputs, held_out)
-        found, task, count = measured.of(pairs), self.objective.task, len(pairs.images)
+        found, count = measured.of(pairs), len(pairs.images)
         if not count:
             return found
         first = np.searchsorted(pairs.owners, np.arange(count))
         texts = pairs.texts[torch.from_numpy(pairs.places[first])]
-        scale, bias = self.objective.scale.cpu(), None if self.objective.bias is None else self.objective.bias.cpu()
+        scale, bias = self.scale.cpu(), None if self.bias is None else self.bias.cpu()
         total = 0.0
         for own, other in zip(torch.split(pairs.images, GROUP), torch.split(texts, GROUP), strict=True):
             group = Embeddings(own, other, own, other, torch.ones(len(own), dtype=torch.bool), 0)
-            total += float(task.losses(group, scale, bias, Processes()).sum())
+            total += float(self.task.losses(group, scale, bias, Processes()).sum())
         return {**found, "pair_loss": total / count}
+
+
+def _of_length_one(rows: Float[Tensor, "b width"]) -> Float[Tensor, "b width"]:
+    """Return rows that are scaled to length 1, in float32 at least."""
+    return F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32)), dim=-1)
 
 
 def save_words(words: Words, folder: Path) -> None:

@@ -6,7 +6,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,22 +16,26 @@ from torch import Tensor
 
 from vitrail.data.augment.draws import Slot, keyed_uniform
 from vitrail.data.augment.operations import GREY
-from vitrail.data.batch import Batch, Skipped
+from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
-from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.copies import shared_copy
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, paste_patches, picture_of, spread
-from vitrail.tasks.task import HeadlessTask, LossOutput, Objective, mean_of_counted, normalised_batches
+from vitrail.tasks.task import (
+    EVALUATION_SEED,
+    HeadlessObjective,
+    HeadlessTask,
+    LossOutput,
+    Objective,
+    mean_losses,
+    mean_of_counted,
+)
 from vitrail.weights.bundle import Bundle
-
-EVALUATION_SEED = 0
-"""Seed of the hidden patches of held-out images. It is fixed, so that the losses of all runs can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,34 +104,29 @@ class PatchTask(HeadlessTask):
         """Return the number of hidden patches of an image with this many patches."""
         return round(getattr(self, self.fraction) * patches)
 
-    def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of the loss, with hidden patches that are fixed for each image."""
-        assert isinstance(objective, PatchObjective)
-        return PatchErrors(objective)
-
     @torch.no_grad()
     def pictures(self, objective: Objective, bundle: Bundle, source: Source) -> tuple[PictureTable, ...]:
         """Return images, their visible patches, and the images with restored patches."""
         assert isinstance(objective, PatchObjective)
         preprocess = bundle.preprocess
-        places, images = decoded(preprocess, source, spread(len(source), ROWS), bundle.device)
-        if not places:
+        samples, images = decoded(preprocess, source, spread(len(source), ROWS), bundle.device)
+        if not samples:
             return ()
-        count = len(places)
+        count = len(samples)
         batch = Batch(
             images=images,
             labels=torch.full((count,), -1),
             valid=torch.ones(count, dtype=torch.bool),
-            samples=torch.tensor(places),
+            samples=torch.tensor(samples),
             epochs=torch.zeros(count, dtype=torch.int64),
         )
-        restored = objective.restored(shared_copy(bundle.network), batch, preprocess, seed=EVALUATION_SEED)
+        places, patches = objective.restored(shared_copy(bundle.network), batch, preprocess, seed=EVALUATION_SEED)
         levels = preprocess.levels(images)
-        empty = torch.full_like(restored.patches, GREY)
+        empty = torch.full_like(patches, GREY)
         columns = {
             "image": levels,
-            f"{self.hidden} patches": paste_patches(levels, restored.places, empty),
-            "restored": paste_patches(levels, restored.places, restored.patches),
+            f"{self.hidden} patches": paste_patches(levels, places, empty),
+            "restored": paste_patches(levels, places, patches),
         }
         rows = tuple(
             tuple(Picture(picture_of(pictures[row]), (name,)) for name, pictures in columns.items())
@@ -139,16 +139,11 @@ class PatchTask(HeadlessTask):
         return (PictureTable("Restored patches", text, rows),)
 
 
-class Restored(NamedTuple):
-    """Predictions of hidden patches."""
-
-    places: Int64[Tensor, "b k"]
-    """Indices of the patches in row-major order of the grid."""
-    patches: Int64[Tensor, "b k c ph pw"]
-    """Levels from 0 to 255."""
+Restored = tuple[Int64[Tensor, "b k"], Int64[Tensor, "b k c ph pw"]]
+"""Predictions of hidden patches: their indices in row-major order of the grid, and their levels from 0 to 255."""
 
 
-class PatchObjective(Objective):
+class PatchObjective(HeadlessObjective):
     """A network that predicts hidden patches through a decoder.
 
     The decoder is trained beside the network. It is in checkpoints, but not in the saved model. The targets are
@@ -158,18 +153,7 @@ class PatchObjective(Objective):
     measured: tuple[str, ...] = ("patch_loss",)
     """Names of the values that `losses` returns."""
 
-    def __init__(self, network: Any) -> None:
-        super().__init__(network)
-        self.seed = 0
-        self.preprocess: Preprocess | None = None
-
-    def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Store the normalisation of the images, which is needed to recover their levels, and the seed of the hidden
-        patches."""
-        self.preprocess, self.seed = preprocess, seed
-
     def forward(self, batch: Batch) -> LossOutput:
-        assert self.preprocess is not None, "`begin` comes before the first step"
         found = self.losses(self.network, batch, self.preprocess, seed=self.seed)
         metrics = {
             name: mean_of_counted(values.detach(), batch.valid)
@@ -191,30 +175,13 @@ class PatchObjective(Objective):
     def restored(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> Restored:
         """Return the predictions of the patches that `losses` hides, as levels."""
 
-
-@dataclass(frozen=True)
-class PatchErrors:
-    """Measures the losses on held-out images. The hidden patches of each image are the same in every measurement."""
-
-    objective: PatchObjective
-
     @torch.no_grad()
-    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return the means of the values that `PatchObjective.losses` returns, with the counts `images` and
-        `skipped`."""
-        bundle, objective = outputs.bundle, self.objective
-        network = shared_copy(bundle.network)
-        names = objective.measured
-        totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=bundle.device)  # sums of losses, and images
-        skipped: list[Skipped] = []
-        for batch in normalised_batches(outputs, held_out, skipped):
-            found = objective.losses(network, batch, bundle.preprocess, seed=EVALUATION_SEED)
-            rows = torch.stack([*(found[name] for name in names), torch.ones_like(found["patch_loss"])]).double()
-            totals += torch.where(batch.valid, rows, 0.0).sum(dim=1)
-        count_skipped = outputs.gather_skipped(skipped)
-        *sums, count = outputs.processes.sum(totals).tolist()
-        means = {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}
-        return means | {"images": count, "skipped": float(count_skipped)}
+    def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the means of the values that `losses` returns, with the counts `images` and `skipped`. The hidden
+        patches of each image are the same in every measurement."""
+        network, preprocess = shared_copy(outputs.bundle.network), outputs.bundle.preprocess
+        losses = partial(self.losses, network, preprocess=preprocess, seed=EVALUATION_SEED)
+        return mean_losses(outputs, held_out, self.measured, losses)
 
 
 def unfit_parts(network: ViTConfig, needs: str) -> Iterator[str]:

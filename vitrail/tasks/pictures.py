@@ -84,10 +84,9 @@ def neighbour_table(network: Any, preprocess: Preprocess, source: Source, device
         likeness = points @ points[query]
         likeness[query] = -torch.inf
         found = likeness.topk(min(NEIGHBOURS, len(places) - 1))
-        row = [_captioned(source, preprocess, places[query], "searched")]
-        for index, value in zip(found.indices.tolist(), found.values.tolist(), strict=True):
-            row.append(_captioned(source, preprocess, places[index], f"similarity {value:.3f}"))
-        rows.append(tuple(row))
+        shown = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        captions = [(query, "searched"), *((index, f"similarity {value:.3f}") for index, value in shown)]
+        rows.append(tuple(_captioned(source, preprocess, places[index], line) for index, line in captions))
     text = (
         f"Each row begins with an image. The images with the most similar embeddings follow, out of {len(places):,} "
         "held-out images. Labels were not used in training."

@@ -22,8 +22,6 @@ from vitrail.evaluation.streaming import NumberErrors
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 
-NumberLoss = Literal["squared", "huber"]
-
 UNITS = ("mean_absolute_error", "root_mean_squared_error")
 """Metrics in the unit of a number."""
 
@@ -52,7 +50,7 @@ class Regression(Task):
     numbers."""
     loss_metric = "standardised_error"
 
-    loss: NumberLoss = "squared"
+    loss: Literal["squared", "huber"] = "squared"
     """Loss function: squared error, or huber, which grows linearly beyond --delta so that outliers count less."""
     delta: float | None = setting(None, above=0, below=math.inf)
     """Error at which the Huber loss becomes linear, in standard deviations of the training numbers. By default 1."""
@@ -97,11 +95,9 @@ class Regression(Task):
         return found and found | {name: value for name, value in result.items() if ":" in name}
 
     def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator that measures R² and absolute and squared errors."""
         return NumberErrors()
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with the loss between outputs and standardised numbers."""
         delta = 1.0 if self.delta is None else self.delta
         return RegressionObjective(network, *moments(splits.train), delta=delta if self.loss == "huber" else None)
 
@@ -109,7 +105,9 @@ class Regression(Task):
         """Change a saved head, whose outputs are in the units of the data, so that its outputs are standardised
         numbers."""
         mean, deviation = moments(splits.train)
-        _rescale(_head(network), 1 / deviation, -mean / deviation)
+        head = network.get_submodule("head")
+        assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
+        _rescale(head, 1 / deviation, -mean / deviation)
 
 
 class RegressionObjective(Objective):
@@ -219,12 +217,6 @@ def _described(values: Mapping[str, float]) -> dict[str, float]:
         for name, value in values.items()
         if name != "standardised_error" or "mean_absolute_error" not in values
     }
-
-
-def _head(network: nn.Module) -> nn.Linear:
-    head = network.get_submodule("head")
-    assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
-    return head
 
 
 @torch.no_grad()

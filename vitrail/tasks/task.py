@@ -7,10 +7,12 @@ steps and the run have no code for any particular task.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -33,6 +35,10 @@ from vitrail.tasks.pictures import PictureTable
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.words import Words
+
+EVALUATION_SEED = 0
+"""Seed of the draws for held-out images, such as their hidden patches. It is fixed, so that the losses of all runs can
+be compared."""
 
 
 class LossOutput(NamedTuple):
@@ -69,6 +75,16 @@ class Objective(nn.Module, ABC):
     text_tokenizer: TextTokenizer | None = None
     """Tokenizer of the texts in batches. By default batches have no texts."""
 
+    provenance: Mapping[str, Any] = MappingProxyType({})
+    """Facts about the origin of the weights that the saved model states, such as the teacher."""
+
+    preprocess: Preprocess
+    """Preprocessing of the run's images. Its mean and its standard deviation are the same in all phases of a run, but
+    the image size can change."""
+
+    seed: int = 0
+    """Seed of the run, for keyed random numbers."""
+
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network: Any = network
@@ -77,11 +93,8 @@ class Objective(nn.Module, ABC):
         """Receive the text tower with which the run begins, if the task has one (`Task.words`)."""
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Receive the preprocessing of the run's images and the seed of the run, before the first step.
-
-        An objective that needs pixel levels or keyed random numbers overrides this method. The mean and the standard
-        deviation of the preprocessing are the same in all phases of a run, but the image size can change.
-        """
+        """Store the preprocessing of the run's images and the seed of the run, before the first step."""
+        self.preprocess, self.seed = preprocess, seed
 
     def before_step(self, position: Position) -> None:
         """Prepare for a step. An objective whose loss depends on the position in the run overrides this method."""
@@ -116,10 +129,10 @@ class Objective(nn.Module, ABC):
     def saved_network(self) -> Any:
         """Return the network that is evaluated and saved.
 
-        By default, this is the network in training. If the saved network must have other outputs, this is a copy with a
+        By default, this is the module `saved_part`. If the saved network must have other outputs, this is a copy with a
         changed head, which shares all other parameters with the network in training.
         """
-        return self.network
+        return getattr(self, self.saved_part)
 
 
 class BatchObjective(Objective):
@@ -335,7 +348,7 @@ class Task(ABC):
         """
         network = objective.saved_network()
         kind = Bundle if has_known_architecture(network) else OwnModel
-        return kind(network, names, preprocess, output=self.output, provenance=provenance)
+        return kind(network, names, preprocess, output=self.output, provenance=provenance | {**objective.provenance})
 
     def pictures(self, objective: Objective, bundle: Bundle, source: Source) -> tuple[PictureTable, ...]:
         """Return pictures of what the finished model `bundle` has learned, from held-out images, for the run's report.
@@ -394,6 +407,19 @@ class HeadlessTask(Task):
     def output_names(self, splits: Splits) -> tuple[str, ...]:
         return ()
 
+    def evaluator(self, objective: Objective) -> Evaluator:
+        """Return the method by which the objective measures held-out images."""
+        assert isinstance(objective, HeadlessObjective)
+        return objective.measure
+
+
+class HeadlessObjective(Objective):
+    """The objective of a task without a head, whose metrics need more than the saved network."""
+
+    @abstractmethod
+    def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the task's metrics on held-out images, with the counts `images` and `skipped`."""
+
 
 def mean_of_counted(values: Float[Tensor, " b"], counted: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
     """Return the mean over the counted samples, or 0 if no sample is counted."""
@@ -407,6 +433,26 @@ def normalised_batches(outputs: Outputs, source: Source, skipped: list[Skipped])
     for batch in outputs.batches(source):
         skipped += batch.skipped
         yield batch.to(outputs.bundle.device).with_images(outputs.bundle.preprocess.normalise)
+
+
+def mean_losses(
+    outputs: Outputs,
+    held_out: Source,
+    names: Sequence[str],
+    losses: Callable[[Batch], Mapping[str, Float[Tensor, " b"]]],
+) -> dict[str, float]:
+    """Return the means over held-out images of the values with these names that `losses` returns for each image of a
+    batch, with the counts `images` and `skipped`."""
+    totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=outputs.bundle.device)  # the last one: of images
+    skipped: list[Skipped] = []
+    for batch in normalised_batches(outputs, held_out, skipped):
+        found = losses(batch)
+        rows = torch.stack([*(found[name] for name in names), torch.ones_like(found[names[0]])]).double()
+        totals += torch.where(batch.valid, rows, 0.0).sum(dim=1)
+    count_skipped = outputs.gather_skipped(skipped)
+    *sums, count = outputs.processes.sum(totals).tolist()
+    means = {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}
+    return means | {"images": count, "skipped": float(count_skipped)}
 
 
 def drawn_samples(source: Source) -> Iterator[tuple[int, float]]:

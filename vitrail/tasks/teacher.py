@@ -29,7 +29,6 @@ class TeacherFacts(NamedTuple):
     network: AnyConfig
     preprocess: Preprocess
     output: OutputKind
-    is_exported: bool
     sha256: str
     """SHA-256 of the weights, or an empty text for an exported model."""
 
@@ -56,7 +55,7 @@ def _facts(model: str, folder: str, files: tuple[tuple[str, int, int], ...]) -> 
     bundle = load_teacher(model)
     is_exported = isinstance(bundle.network, ExportedNetwork)
     sha256 = "" if is_exported else weights_sha256(bundle.network)
-    return TeacherFacts(bundle.classes, bundle.network.config, bundle.preprocess, bundle.output, is_exported, sha256)
+    return TeacherFacts(bundle.classes, bundle.network.config, bundle.preprocess, bundle.output, sha256)
 
 
 def files_of(model: str, pattern: str) -> tuple[tuple[str, int, int], ...]:
@@ -71,7 +70,7 @@ def files_of(model: str, pattern: str) -> tuple[tuple[str, int, int], ...]:
 def check_classifier(model: str) -> TeacherFacts:
     """Return the properties of a model that can be a teacher of classes. Raise `ConfigError` for any other model."""
     facts = teacher_facts(model)
-    if facts.is_exported:
+    if not facts.sha256:
         raise ConfigError(
             f"teacher={model!r} is an exported model, which cannot be a teacher; name the model that it was exported "
             "from"

@@ -135,7 +135,6 @@ class TokenizerFacts(NamedTuple):
     coder: CoderConfig
     parameters: int
     """Number of weights of the coder."""
-    preprocess: Preprocess
     sha256: str
 
     @property
@@ -176,7 +175,6 @@ def _facts(model: str, folder: str, files: tuple[tuple[str, int, int], ...]) -> 
         all_tokens(config),
         tokenizer.coder.config,
         sum(tensor.numel() for tensor in tokenizer.coder.state_dict().values()),
-        tokenizer.preprocess,
         tokenizer.sha256,
     )
 

@@ -20,17 +20,21 @@ from vitrail.data.batch import Batch, Skipped
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.compiled import compile_copy
 from vitrail.models.copies import shared_copy
 from vitrail.processes.group import local
 from vitrail.tasks.pictures import PictureTable, neighbour_table
-from vitrail.tasks.task import HeadlessTask, Objective, Position, TaskMetric, normalised_batches
+from vitrail.tasks.task import (
+    EVALUATION_SEED,
+    HeadlessObjective,
+    HeadlessTask,
+    Objective,
+    Position,
+    TaskMetric,
+    normalised_batches,
+)
 from vitrail.weights.bundle import Bundle
-
-EVALUATION_SEED = 0
-"""Seed of the views of held-out images. It is fixed, so that the losses of all runs can be compared."""
 
 COLLAPSE = (
     TaskMetric("uniformity", higher_is_better=False, describes_model=False),
@@ -53,18 +57,13 @@ class ViewTask(HeadlessTask):
         if len(splits.train) < 2:
             raise ConfigError(f"{splits.title} has fewer than two training images, so there is nothing to compare")
 
-    def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of the loss between fixed views, and of monitors of collapse."""
-        assert isinstance(objective, ViewObjective)
-        return ViewErrors(objective)
-
     def pictures(self, objective: Objective, bundle: Bundle, source: Source) -> tuple[PictureTable, ...]:
         """Return images with those whose embeddings are most similar."""
         found = neighbour_table(shared_copy(bundle.network), bundle.preprocess, source, bundle.device)
         return () if found is None else (found,)
 
 
-class ViewObjective(Objective):
+class ViewObjective(HeadlessObjective):
     """A network that is trained to embed views of the same image alike.
 
     The two views of an image are in consecutive rows.
@@ -88,24 +87,15 @@ class ViewObjective(Objective):
         """Return the metrics of held-out images. `rows` has the values that `compared` returned, in the order of the
         images."""
 
-
-@dataclass(frozen=True)
-class ViewErrors:
-    """Measures the loss on held-out images, and metrics that show a collapse of the embeddings.
-
-    Each image has two fixed views: boxes of 30 to 100 % of its sides, one of them mirrored.
-    """
-
-    objective: ViewObjective
-
     @torch.no_grad()
-    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return the task's metrics, with the counts `images` and `skipped`."""
-        objective, network = self.objective, shared_copy(outputs.bundle.network)
+    def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the metrics of two fixed views of each image (`fixed_views`), those that show a collapse of the
+        embeddings, and the counts `images` and `skipped`."""
+        network = shared_copy(outputs.bundle.network)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         skipped: list[Skipped] = []
         for batch in normalised_batches(outputs, held_out, skipped):
-            rows = objective.compared(network, *fixed_views(batch.images, batch.samples)).cpu()
+            rows = self.compared(network, *fixed_views(batch.images, batch.samples)).cpu()
             whole, valid = network.embed(batch.images).float().cpu(), batch.valid.cpu()
             found.append((batch.samples[valid], rows[valid], whole[valid]))
         count_skipped = outputs.gather_skipped(skipped)
@@ -113,17 +103,18 @@ class ViewErrors:
         count = float(sum(len(samples) for samples, _, _ in found))
         counts = {"images": count, "skipped": float(count_skipped)}
         if not count:
-            return dict.fromkeys((metric.name for metric in objective.task.metrics), 0.0) | counts
+            return dict.fromkeys((metric.name for metric in self.task.metrics), 0.0) | counts
         samples, rows, embeddings = (torch.cat(column) for column in zip(*found, strict=True))
         order = samples.argsort()
         monitors = {"uniformity": uniformity(embeddings[order]), "feature_rank": effective_rank(embeddings[order])}
-        return objective.means(rows[order]) | monitors | counts
+        return self.means(rows[order]) | monitors | counts
 
 
 def fixed_views(
     images: Float[Tensor, "b c h w"], samples: Int64[Tensor, " b"]
 ) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b c h w"]]:
-    """Return two views of each image, which depend on its sample alone. The second one is mirrored."""
+    """Return two views of each image, which depend on its sample alone: boxes of 30 to 100 % of its sides. The second
+    one is mirrored."""
     views = []
     for view in range(2):
         numbers = torch.zeros_like(samples).numpy()

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from vitrail.data.augment.draws import Slot, keyed_uniform
 from vitrail.data.augment.operations import on_device
-from vitrail.data.batch import Batch, Skipped
+from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.copies import shared_copy
 from vitrail.models.network import Footprint, FootprintPrecision
@@ -36,14 +35,15 @@ from vitrail.tasks.codebook import Coder, CoderConfig, perplexity
 from vitrail.tasks.patches import batch_key, decoder_config, unfit_parts
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, picture_of, spread
 from vitrail.tasks.task import (
+    HeadlessObjective,
     HeadlessTask,
     LossOutput,
     Objective,
     Position,
     StepCost,
     TaskMetric,
+    mean_losses,
     mean_of_counted,
-    normalised_batches,
 )
 from vitrail.tasks.tokenizer import Tokenizer, all_tokens
 from vitrail.weights.bundle import Bundle
@@ -136,14 +136,7 @@ class VqVae(HeadlessTask):
         )
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with a codebook and a decoder. Raise `ConfigError` as `check_network`."""
-        self.check_network(getattr(network, "config", None))
         return VqVaeObjective(network, self)
-
-    def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of the restored images and of the use of codes."""
-        assert isinstance(objective, VqVaeObjective)
-        return ReconstructionErrors(objective)
 
     def bundle(
         self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
@@ -180,7 +173,7 @@ class VqVae(HeadlessTask):
         return (PictureTable("Images restored from tokens", text, rows),)
 
 
-class VqVaeObjective(Objective):
+class VqVaeObjective(HeadlessObjective):
     """A network that encodes patches, a codebook, and a decoder that restores the images.
 
     The loss of an image is the mean squared error of its normalised pixels, plus the weighted commitment. The published
@@ -192,13 +185,8 @@ class VqVaeObjective(Objective):
     def __init__(self, network: Any, task: VqVae) -> None:
         super().__init__(network)
         self.task = task
-        self.seed = 0
         config: ViTConfig = self.network.config
         self.coder = Coder(task.coder_of(config), config.width)
-
-    def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Store the seed of the patches that replace unused codes."""
-        self.seed = seed
 
     def before_step(self, position: Position) -> None:
         """Discard the sums of a step that was not completed."""
@@ -208,15 +196,15 @@ class VqVaeObjective(Objective):
         counted = self.counted(batch)
         encoded = self.network.features(batch.images)
         vectors = self.coder.projection(encoded.patches)
-        quantised = self.coder.codebook(vectors, counted)
+        codes, commitment = self.coder.codebook(vectors, counted)
         if self.training and self.task.restart_below:
             self._offer(vectors, batch)
-        restored = self.coder.decoder(quantised.vectors, encoded.grid)
+        restored = self.coder.decoder(codes, encoded.grid)
         errors = pixel_errors(restored, batch.images, self.network.config.patch_size)
-        losses = errors + self.task.commitment * quantised.commitment
+        losses = errors + self.task.commitment * commitment
         metrics = {
             "reconstruction_loss": mean_of_counted(errors.detach(), counted),
-            "commitment_loss": mean_of_counted(quantised.commitment.detach(), counted),
+            "commitment_loss": mean_of_counted(commitment.detach(), counted),
             "perplexity": perplexity(self.coder.codebook.counts),
         }
         return LossOutput(mean_of_counted(losses, counted), metrics)
@@ -238,40 +226,24 @@ class VqVaeObjective(Objective):
         picked = vectors[rows, on_device(chosen, vectors.device)]
         self.coder.codebook.offer(picked, torch.where(batch.valid, order, 2.0))
 
-
-@dataclass(frozen=True)
-class ReconstructionErrors:
-    """Measures the restored images and the use of codes on held-out images."""
-
-    objective: VqVaeObjective
-
     @torch.no_grad()
-    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+    def measure(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the mean squared error of normalised pixels, the perplexity of the tokens, and the number of codes
         that occur, with the counts `images` and `skipped`."""
-        bundle, coder = outputs.bundle, self.objective.coder
-        network: Any = shared_copy(bundle.network)
-        used = torch.zeros(coder.config.codes, dtype=torch.float64, device=bundle.device)
-        sums = torch.zeros(2, dtype=torch.float64, device=bundle.device)  # of errors, and of images
-        skipped: list[Skipped] = []
-        for batch in normalised_batches(outputs, held_out, skipped):
+        coder, network = self.coder, shared_copy(outputs.bundle.network)
+        used = torch.zeros(coder.config.codes, dtype=torch.float64, device=outputs.bundle.device)
+
+        def losses(batch: Batch) -> dict[str, Tensor]:
             encoded = network.features(batch.images)
             tokens = coder.tokens(encoded.patches)
+            used.index_add_(0, tokens.flatten(), batch.valid[:, None].expand_as(tokens).double().flatten())
             restored = coder.pixels(tokens, encoded.grid)
-            errors = pixel_errors(restored, batch.images, network.config.patch_size)
-            sums += torch.where(batch.valid, torch.stack([errors, torch.ones_like(errors)]).double(), 0.0).sum(dim=1)
-            ones = batch.valid[:, None].expand_as(tokens).double()
-            used.index_add_(0, tokens.flatten(), ones.flatten())
-        count_skipped = outputs.gather_skipped(skipped)
-        error, count = outputs.processes.sum(sums).tolist()
-        used = outputs.processes.sum(used)
-        return {
-            "reconstruction_loss": error / max(count, 1),
-            "perplexity": float(perplexity(used)),
-            "codes_used": float((used > 0).sum()),
-            "images": count,
-            "skipped": float(count_skipped),
-        }
+            return {"reconstruction_loss": pixel_errors(restored, batch.images, self.network.config.patch_size)}
+
+        found = mean_losses(outputs, held_out, ("reconstruction_loss",), losses)
+        counts = outputs.processes.sum(used)
+        uses = {"perplexity": float(perplexity(counts)), "codes_used": float((counts > 0).sum())}
+        return {"reconstruction_loss": found.pop("reconstruction_loss"), **uses, **found}
 
 
 def pixel_errors(

@@ -470,15 +470,11 @@ def _probe(run: Run, state: TrainState, due: Sequence[Probe]) -> None:
 # the functions together.
 
 
-BY_ROLLBACK = "the run went back to an earlier checkpoint"
-"""Reason in the journal for skipping the batches before the batch of a fault."""
-
-
 def leaves_out(run: Run, state: TrainState, batch: Batch) -> bool:
     """Return True if the batch of the current step is skipped after a rollback, and report its keys."""
     if state.step + 1 not in state.faults.left_out:
         return False
-    _leave_out(run, state, batch, BY_ROLLBACK)
+    _leave_out(run, state, batch, "the run went back to an earlier checkpoint")
     return True
 
 
@@ -515,7 +511,8 @@ def _roll_back(run: Run, state: TrainState, step: int, reason: str) -> None:
     for note in run.checkpoints.restore(state, before=first):
         run.log.note(note)
     first = max(first, state.step + 1)
-    state.faults = Faults(faults.count, faults.left_out | set(range(first, step + 1)), state.faults.losses)
+    left_out = sorted({*faults.left_out, *range(first, step + 1)})
+    state.faults = Faults(faults.count, left_out, state.faults.losses)
     run.meter, run.means = Meter(), RunningMeans()
     run.clock.go_back(state.step)
     run.log.tell("rolled back", step=state.step, at=step, reason=reason, left_out=[first, step])

@@ -25,7 +25,7 @@ from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Objective
 from vitrail.training.job import Job, check_network, network_config_of
 from vitrail.training.optimizer import check_names, make_optimizer
-from vitrail.training.sharding import GradientSum, ShardedGradients, StreamedCopy, can_stream, shard
+from vitrail.training.sharding import GradientSum, StreamedCopy, can_stream, shard
 from vitrail.training.start import Origin, choose_weights, network_from
 from vitrail.training.state import Average, TrainState, process_seed
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -123,9 +123,7 @@ def make_state(job: Job, network: nn.Module) -> TrainState:
     if copied is not None and isinstance(made, SGD):  # PyTorch's fused SGD does not take sharded weights
         for group in made.param_groups:
             group |= {"fused": False, "foreach": True}
-    gradients: GradientSum | ShardedGradients | None = None
-    if job.processes.are_several:
-        gradients = GradientSum(objective, job.processes) if copied is None else ShardedGradients(job.processes)
+    gradients = GradientSum(objective, job.processes) if job.processes.are_several and copied is None else None
     return TrainState(objective, made, batches, average=average, gradients=gradients, copy=copied, streamed=streamed)
 
 

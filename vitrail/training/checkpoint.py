@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vitrail.errors import RunError, SaveError
 from vitrail.files import disk_problem, partial_path, replacing_folder, saving, sha256, write_json
@@ -117,7 +118,8 @@ class Checkpoints:
             return path
         for message in WARNINGS:  # a thread cannot restore filters, so they stay
             warnings.filterwarnings("ignore", message=message)
-        values, tensors = copy.deepcopy(values), _host_copy(tensors)
+        values = copy.deepcopy(values)
+        tensors = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tensors)
         self._best_in_writing = values["best"]["step"]
         self._writing = step, self._thread.submit(self._write, step, values, tensors)
         return self._path(step)
@@ -132,9 +134,11 @@ class Checkpoints:
 
     def _write(self, newest: int, values: dict[str, Any], tensors: dict[str, Any]) -> Path:
         path, writers = self._path(newest), self._writers or Processes()
+        # Each tensor has a header of its own.
+        needed = sum(one.nbytes + 2048 for one in tree_leaves(tensors) if isinstance(one, torch.Tensor))
         with ExitStack() as stack:
             partial = writers.on_first(lambda: self._open(stack, path))
-            with saving("a checkpoint", path), _plain_errors(path, _bytes_of(tensors), writers):
+            with saving("a checkpoint", path), _plain_errors(path, needed, writers):
                 save(tensors, checkpoint_id=partial, process_group=writers.group, no_dist=not writers.are_several)
             writers.on_first(lambda: write_json(partial / VALUES, values))
             parts = writers.gather(_hashes(partial, writers.rank))
@@ -244,24 +248,6 @@ def _damage(path: Path) -> str | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{MANIFEST} cannot be read"
     return None if VALUES in manifest else f"{MANIFEST} is incomplete"
-
-
-def _bytes_of(value: Any) -> int:
-    """Return about the number of bytes that nested dictionaries and lists of tensors take on disk."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes + 2048  # each tensor has a header of its own
-    if isinstance(value, dict):
-        value = list(value.values())
-    return sum(map(_bytes_of, value)) if isinstance(value, list | tuple) else 0
-
-
-def _host_copy(value: Any) -> Any:
-    """Return a copy of nested dictionaries and lists whose tensors are in main memory and do not change."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {name: _host_copy(item) for name, item in value.items()}
-    return [_host_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _disk_problem(path: Path, needed: int) -> OSError | None:

@@ -278,14 +278,15 @@ class SmoothedRate:
     def __init__(self) -> None:
         self._count = 0.0
         self._seconds = 0.0
-        self._reports = 0
+        self.reports = 0
+        """Number of reports so far."""
 
     def add(self, count: int | float, seconds: float) -> float:
         """Add a report, and return the rate. `seconds` is above 0."""
-        kept = 0.0 if self._reports == 1 else math.exp(-seconds / self.SECONDS)
+        kept = 0.0 if self.reports == 1 else math.exp(-seconds / self.SECONDS)
         self._count = kept * self._count + count
         self._seconds = kept * self._seconds + seconds
-        self._reports += 1
+        self.reports += 1
         return self._count / self._seconds
 
 
@@ -307,13 +308,11 @@ class TimeLeft:
         self._evaluated = len(job.splits.validation or ())
         """Number of images that an evaluation measures. The test images are also measured after the last step."""
         self._rate = SmoothedRate()
-        self._reports = 0
         self._step_seconds = 0.0
         self._pauses: dict[str, tuple[int, float]] = {}
 
     def add(self, work: int | float, seconds: float) -> None:
         """Add the time of some steps, without pauses."""
-        self._reports += 1
         self._step_seconds = 1 / self._rate.add(work, seconds)
 
     def pause(self, name: str, seconds: float) -> None:
@@ -323,7 +322,7 @@ class TimeLeft:
 
     def seconds(self, step: int) -> float | None:
         """Return the forecast after a step. Return None if the only known time contains the start-up."""
-        if self._reports < 2:
+        if self._rate.reports < 2:
             return None
         job, steps = self._job, self._job.steps
         per_image = self._step_seconds / (3 * job.config.run.batch_size)

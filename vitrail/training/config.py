@@ -78,7 +78,8 @@ class EarlyConfig:
         costs = [kind.cost(value) for value in (*values, last)]
         if values and not all(before < after for before, after in itertools.pairwise(costs)):
             given, falls = " ".join(getattr(self, name)), "fall" if name == "early_patch_dropout" else "grow"
-            yield f"{name}={given!r} does not {falls} to {kind.option}={last}; choose other values, or leave it out"
+            own = name.removeprefix("early_")
+            yield f"{name}={given!r} does not {falls} to {own}={last}; choose other values, or leave it out"
 
     def mean_batch_size(self, batch_size: int) -> float:
         """Return the mean number of images per step in a run with this batch size."""
@@ -114,8 +115,6 @@ class Kind(NamedTuple):
     """Function of a value that returns False if the value is out of range."""
     form: str
     example: str
-    option: str
-    """Name of the run's own setting."""
     cost: Callable[[Any], float]
     """Function of a value that grows with the cost of a step."""
 
@@ -127,13 +126,12 @@ def _size(text: str) -> tuple[int, int]:
 
 
 KINDS = {
-    "early_image_size": Kind(_size, lambda size: min(size) >= 1, "SIZE:END", "16:0.5", "image_size", math.prod),
-    "early_patch_dropout": Kind(
-        float, lambda rate: 0 < rate < 1, "RATE:END", "0.5:0.4", "patch_dropout", lambda rate: -rate
-    ),
-    "early_batch_size": Kind(int, lambda count: count >= 1, "IMAGES:END", "16:0.3", "batch_size", float),
+    "early_image_size": Kind(_size, lambda size: min(size) >= 1, "SIZE:END", "16:0.5", math.prod),
+    "early_patch_dropout": Kind(float, lambda rate: 0 < rate < 1, "RATE:END", "0.5:0.4", lambda rate: -rate),
+    "early_batch_size": Kind(int, lambda count: count >= 1, "IMAGES:END", "16:0.3", float),
 }
-"""The settings that can change during a run, by the names of their options."""
+"""The settings that can change during a run, by the names of their options. They are "early_" and the name of the run's
+own setting."""
 
 
 Shard = Literal["none", "full", "hybrid"]
@@ -224,8 +222,6 @@ class StartConfig:
             )
 
 
-Keep = Literal["best", "last"]
-
 ROUNDING = "numbers then round differently"
 """Consequence of changing one of these settings when a run is resumed."""
 
@@ -299,7 +295,7 @@ class RunConfig:
     of the memory of activations, for a third more computing."""
     process_timeout: str = setting("10m", on_resume="free")
     """Time after which a run of several processes ends with an error if one of them does not answer."""
-    keep: Keep = "best"
+    keep: Literal["best", "last"] = "best"
     """Weights that become the model: the best on the validation split, or the last."""
     name: str = setting("", of_machine=True, metavar="NAME")
     """Name of the run, saved in runs/NAME (or runs/NAME-2 if that exists). By default the name of the data."""
@@ -352,12 +348,10 @@ RESOLVED = tuple(facts(RunConfig, "resolved"))
 """Settings of which a run records what they mean on its machine, so that it is resumed with the same arithmetic."""
 
 ON_RESUME: dict[str, str] = facts(DataConfig, "on_resume") | facts(RunConfig, "on_resume")
+"""Settings that a resumed run may change, and what a change means, or "free" if it changes no number of training."""
 
 LENGTHS = ("epochs", "steps")
 """Settings that make a resumed run longer."""
-
-FREE = tuple(name for name, change in ON_RESUME.items() if change == "free")
-"""Settings that a resumed run may change, because they change no number of training."""
 
 ALLOWED = {name: change for name, change in ON_RESUME.items() if change != "free"}
 """Settings that a resumed run may change if the user allows it, and what a change means."""

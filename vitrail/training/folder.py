@@ -73,8 +73,7 @@ def read_record(folder: Path) -> Record:
             f"{path} has format {number}, but this version of Vitrail reads formats up to {FORMAT}; install a "
             "newer version to use this run"
         )
-    config = _part(path, values, "config")
-    data = _part(path, values, "data")
+    config, data = (_field(path, values, name, is_object=True) for name in ("config", "data"))
     try:
         return Record(
             TrainConfig.from_plain(config),
@@ -96,18 +95,13 @@ def replace_config(folder: Path, config: TrainConfig, **further: Any) -> None:
         write_json(path, {**values, "config": config.to_plain(), **further})
 
 
-def _part(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
-    part = _field(path, values, name)
-    if not isinstance(part, dict):
-        raise RunError(f"{path} is damaged: {name!r} is not an object of named fields")
-    return part
-
-
-def _field(path: Path, values: dict[str, Any], name: str) -> Any:
+def _field(path: Path, values: dict[str, Any], name: str, *, is_object: bool = False) -> Any:
     """Return the value of the field whose name is the last part of the dotted `name`. Raises `RunError` if the field is
-    missing."""
+    missing, or is not an object of named fields although it must be one."""
     if (last := name.rpartition(".")[2]) not in values:
         raise RunError(f"{path} is damaged: the field {name!r} is missing")
+    if is_object and not isinstance(values[last], dict):
+        raise RunError(f"{path} is damaged: {name!r} is not an object of named fields")
     return values[last]
 
 
@@ -306,8 +300,6 @@ why, for example because the machine was switched off."""
 ENDS: dict[str, RunState] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 """State of a run whose last event is the key, while no process trains it."""
 
-RECORD = "run.json"
-
 PARTS = ("model", "checkpoints", "examples")
 """Folders inside a run's folder, which hold no runs."""
 
@@ -353,7 +345,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
     Folders inside a run, hidden folders and folders that cannot be opened hold no runs.
     """
-    if (folder / RECORD).is_file():
+    if (folder / "run.json").is_file():
         yield folder
         return
     if depth == 0:

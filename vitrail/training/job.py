@@ -34,7 +34,7 @@ from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, AnyNetwork, ModelConfig, transformer
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
-from vitrail.tasks.own_model import has_known_architecture, own_config
+from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Position, StepCost, Task
 from vitrail.training.config import KINDS, RunConfig, TrainConfig
 from vitrail.training.folder import FORMAT
@@ -584,13 +584,12 @@ def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
         raise _broken(
             network, f"a network must return floats of (b, {outputs}), one for each output, but it returned {found}"
         )
-    config: Any = getattr(network, "config", None)
-    if has_known_architecture(network) and config.image_size != images.image_size:
-        raise ConfigError(
-            f"image_size={images.image_size} differs from the network's image_size, {config.image_size}; make the "
-            "two equal"
-        )
-    if has_known_architecture(network):
+    if (config := own_config(network)) is not None:
+        if config.image_size != images.image_size:
+            raise ConfigError(
+                f"image_size={images.image_size} differs from the network's image_size, {config.image_size}; make the "
+                "two equal"
+            )
         check_loadable(cast(AnyNetwork, network))
 
 
@@ -618,13 +617,12 @@ def _is_class(value: Any, count: int) -> bool:
 
 
 def _rule(kind: TargetKind, count: int) -> str:
-    if kind == "texts":
-        return "the targets of this source must be None or tuples of strings"
-    if kind == "numbers":
-        return f"the targets of this source must be None or tuples of {count} floats, one for each name in classes"
-    if kind == "classes":
-        return f"the targets of this source must be None or tuples of indices from 0 to {count - 1}"
-    return f"the targets of this source must be None or an index from 0 to {count - 1}"
+    rules = {
+        "texts": "tuples of strings",
+        "numbers": f"tuples of {count} floats, one for each name in classes",
+        "classes": f"tuples of indices from 0 to {count - 1}",
+    }
+    return f"the targets of this source must be None or {rules.get(kind, f'an index from 0 to {count - 1}')}"
 
 
 # Phases of a run: steps with the same image size, patch dropout and batch size.

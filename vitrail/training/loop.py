@@ -80,6 +80,7 @@ def train_step(job: Job, state: TrainState, batch: Batch) -> dict[str, Tensor]:
             metrics[name] = metrics[name] + value.detach() if name in metrics else value.detach()
     if state.gradients is not None:
         state.gradients.finish()
+    if processes.are_several:
         metrics = dict(zip(metrics, processes.sum(torch.stack(list(metrics.values())).float()).unbind(), strict=True))
     frozen = state.objective.frozen(position)
     for parameter in frozen:
@@ -112,7 +113,8 @@ def _losses(job: Job, state: TrainState, parts: list[Batch]) -> Iterator[tuple[T
             weight = torch.cat(counted).sum(dim=0) / total
             values = {name: value * weight for name, value in values.items()}
         values = {name: value.sum() if value.ndim else value for name, value in values.items()}
-        return values["loss"] if state.gradients is None else state.gradients.scaled(values["loss"]), values
+        # FSDP2 averages the gradients of sharded weights over the processes, whose sum is needed.
+        return values["loss"] * processes.world if state.is_sharded else values["loss"], values
 
     def results(method: Callable[[Batch], T]) -> Iterator[T]:
         for part in parts:

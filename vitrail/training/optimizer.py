@@ -15,7 +15,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from vitrail.errors import ConfigError, plural
 from vitrail.machine import TrainingPrecision
 from vitrail.models.linear.lora import LowRank
-from vitrail.models.network import HasLayers, Layers
 from vitrail.settings import Effect, problems, raise_problems, setting
 from vitrail.training.schedule import Duration, RunLength, Schedule, ScheduleName, duration_problems, is_zero, steps_of
 from vitrail.training.update_rules import (
@@ -27,6 +26,7 @@ from vitrail.training.update_rules import (
     Muon,
     OptaxAdam,
     OptaxMomentum,
+    layers_of,
     stacks_of,
     tables_of,
 )
@@ -381,22 +381,16 @@ def check_names(network: nn.Module, config: OptimizerConfig) -> None:
                 )
 
 
-def _layers(module: nn.Module) -> Layers:
-    """Return the layers of the network in an objective."""
-    network: HasLayers = next(part for part in module.modules() if isinstance(part, HasLayers))
-    return network.layers()
-
-
 def _below_head(module: nn.Module) -> frozenset[int]:
     """Return the ids of the parameters of the network that are not those of its head."""
-    layers = _layers(module)
+    layers = layers_of(module)
     own = {id(parameter) for part in layers.head for parameter in part.parameters()}
     return frozenset(layers.numbers()) - own
 
 
 def _scales(module: nn.Module, layer_decay: float) -> dict[int, float]:
     """Return the scale of each parameter of the network, by the parameter's id."""
-    layers = _layers(module)
+    layers = layers_of(module)
     top = len(layers.blocks) + 1
     return {parameter: layer_decay ** (top - number) for parameter, number in layers.numbers().items()}
 

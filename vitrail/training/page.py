@@ -20,10 +20,10 @@ from vitrail.data.source import Source, target_kind
 from vitrail.data.targets import Target, class_indices
 from vitrail.errors import UndecodableImage, plural
 from vitrail.files import replacing_folder
-from vitrail.report.charts import UNBOUNDED, Chart, MarkedPoint, Point, Series, line_chart, shorten
+from vitrail.report.charts import UNBOUNDED, Chart, Point, Series, line_chart, shorten
 from vitrail.report.drawing import beside
 from vitrail.report.page import write_page
-from vitrail.tasks.pictures import PictureTable
+from vitrail.tasks.pictures import PictureTable, spread
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import inside_link, settings_of
@@ -56,17 +56,13 @@ def training_figures(
     """Return charts of the validation metric, the training loss and the learning rate, as far as the journal has
     them. The metric at `saved_step`, the step of the saved weights, is marked."""
     steps = [event for event in events if event["event"] == "step"]
-    losses, group = averaged([(float(event["step"]), event["loss"]) for event in steps])
     rates, _ = averaged([(float(event["step"]), event["learning_rate"]) for event in steps])
     highest = max((rate for _, rate in rates), default=0.0)
     power = math.floor(math.log10(highest)) if 0 < highest < 0.01 else 0
     scaled = [(step, rate / 10**power) for step, rate in rates]
     found = [
         _metric_chart(events, saved_step, config.run.keep, metric),
-        Chart(
-            "Training loss" + (f", means of {group} reports" if group > 1 else ""),
-            line_chart([Series("loss", losses)], label=_description("Training loss", losses), from_zero=True),
-        ),
+        _step_chart(steps, "loss", "Training loss", line="loss"),
         Chart(
             "Learning rate" + (f", in 10{str(power).translate(SUPERSCRIPT)}" if power else ""),
             line_chart([Series("learning rate", scaled)], label=_description("Learning rate", rates), from_zero=True),
@@ -77,15 +73,19 @@ def training_figures(
 
 def health_figures(events: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Return charts of the health of training and of its speed, as far as the journal has them."""
-    found = []
     steps = [event for event in events if event["event"] == "step"]
-    for name, (caption, scale, unit) in HEALTH.items():
-        points, group = averaged([(float(step["step"]), scale * step[name]) for step in steps if name in step])
-        means = f", means of {group} reports" if group > 1 else ""
-        chart = line_chart([Series(caption, points)], label=_description(caption, points), unit=unit, from_zero=True)
-        if chart:
-            found.append(Chart(f"{caption}{means}", chart))
-    return found
+    found = (_step_chart(steps, name, *how) for name, how in HEALTH.items())
+    return [one for one in found if one.svg]
+
+
+def _step_chart(
+    steps: Sequence[Mapping[str, Any]], name: str, caption: str, scale: float = 1.0, unit: str = "", line: str = ""
+) -> Chart:
+    """Return the chart of a measurement of the steps by its name in the journal, times `scale`. `line` is the name of
+    the line, which is by default the caption."""
+    points, group = averaged([(float(step["step"]), scale * step[name]) for step in steps if name in step])
+    svg = line_chart([Series(line or caption, points)], label=_description(caption, points), unit=unit, from_zero=True)
+    return Chart(caption + (f", means of {group} reports" if group > 1 else ""), svg)
 
 
 def _metric_chart(events: Sequence[Mapping[str, Any]], saved_step: int | None, keep: str, metric: TaskMetric) -> Chart:
@@ -102,11 +102,12 @@ def _metric_chart(events: Sequence[Mapping[str, Any]], saved_step: int | None, k
         if measured and metric.name in event:
             points[event["weights"]].append((float(event["step"]), scale * event[metric.name]))
     series = [Series(weights, found) for weights, found in points.items() if found]
-    mark = None
+    mark: tuple[Point, str] | None = None
     if series and saved_step is not None:
         saved = [value for step, value in series[0].finite if step == saved_step]
         form = ".2f" if metric.is_fraction else ".4g"
-        mark = MarkedPoint(float(saved_step), saved[0], f"{keep}, saved: {saved[0]:{form}}{unit}") if saved else None
+        if saved:
+            mark = (float(saved_step), saved[0]), f"{keep}, saved: {saved[0]:{form}}{unit}"
     described = f"{name}{' in percent' * metric.is_fraction}"
     label = " ".join(_description(f"{described}, {one.name} weights", one.points) for one in series)
     chart = line_chart(series, label=label, unit=unit, bounds=bounds, mark=mark)
@@ -192,8 +193,7 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
     if not bundle.classes:
         return ()
     picked = []
-    for number in range(min(count, len(source))):
-        place = number * len(source) // min(count, len(source))
+    for place in spread(len(source), count):
         if (target := source.target(place)) is None:
             continue
         try:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vitrail.data.source import Source, subset
+from vitrail.data.source import subset
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped
 from vitrail.processes.group import join_processes
+from vitrail.tasks.pictures import spread
 from vitrail.training.build import pixels_fit
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
@@ -46,7 +47,8 @@ def training_speeds(configs: Sequence[TrainConfig], splits: Splits, seconds: flo
     if processes.from_first(pixels_fit(images * preprocess.channels * math.prod(preprocess.image_size), processes)):
         epochs = max(1.0, budget * first / images)
         seen = min(images, max(batch, math.ceil(MIN_SEEN_SECONDS * first), math.ceil(steps * batch / epochs)))
-    few = replace(splits, train=_spread(splits.train, seen))
+    # Samples at equal distances, so that sorted data keeps all classes.
+    few = splits if seen == images else replace(splits, train=subset(splits.train, spread(images, seen)))
     speeds = [_pilot(config, few, steps) for config in compared]
     return speeds * (len(configs) // len(compared))
 
@@ -64,9 +66,3 @@ def _pilot(config: TrainConfig, splits: Splits, steps: int) -> float:
             return train(short, data=OpenedData("", alone)).summary["images_per_second"]
         except Stopped:  # this run cannot be resumed
             raise KeyboardInterrupt from None
-
-
-def _spread(source: Source, count: int) -> Source:
-    """Return samples at equal distances, so that sorted data keeps all classes."""
-    total = len(source)
-    return source if count == total else subset(source, [number * total // count for number in range(count)])

@@ -141,7 +141,7 @@ def resume(
     are the objects that were passed to `train`, or None. A run that was killed before its first checkpoint starts
     again, so it needs the model that it started from. Raises the same errors as `train`.
 
-    `changes` are new values of settings, by their bare names. Those that change no number of training are `FREE`. Those
+    `changes` are new values of settings, by their bare names. Those that change no number of training are free. Those
     that change rounding, or the place of the data, must be named in `allow` if they differ from the run's own
     (`ALLOWED`). A new `max_time` is for this process only; without one, the run's own time begins again. With `epochs`
     or `steps`, a larger total, a finished or stopped run becomes longer. A resumed run keeps all other settings.

@@ -44,7 +44,6 @@ class ScalePlan:
 
     processes: int
     shard: Shard
-    checkpoints_activations: bool
     batch_size: int
     """Images per step of all processes."""
     images: int
@@ -139,7 +138,6 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
     return ScalePlan(
         world,
         shard,
-        run.checkpoint_activations,
         run.batch_size,
         images,
         state_bytes=math.ceil(copies * weights / shards),

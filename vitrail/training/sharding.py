@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -18,12 +17,12 @@ from torch.distributed.tensor import Shard as AxisShard
 from vitrail.errors import ProcessError
 from vitrail.models.compiled import uncompiled
 from vitrail.models.linear.lora import ADAPTER
-from vitrail.models.network import HasLayers
 from vitrail.models.variants import transformer
 from vitrail.processes.group import Later, Processes, local, whole
 from vitrail.tasks.task import BatchObjective, Objective
 from vitrail.training.config import Shard
 from vitrail.training.optimizer import OptimizerConfig
+from vitrail.training.update_rules import layers_of
 
 # The sum of gradients over several processes that have copies of the same network. PyTorch's DistributedDataParallel
 # does the same around a module's `forward`. Here the loop also needs the sum over parts of a batch, other methods of
@@ -53,10 +52,6 @@ class GradientSum:
         self._is_last = False
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss whose gradients are added."""
-        return loss
 
     def begin(self) -> None:
         """Announce the last backward pass of a step. Gradients are final when this pass has computed them."""
@@ -166,9 +161,8 @@ def shard(objective: nn.Module, kind: Shard, device: torch.device, processes: Pr
         mesh = init_device_mesh(device.type, (world // here, here), mesh_dim_names=("copies", "shards"))
     else:
         mesh = init_device_mesh(device.type, (world,))
-    network = next(part for part in objective.modules() if isinstance(part, HasLayers))
     shards = here if kind == "hybrid" else world
-    for part in (*network.layers().blocks, objective):
+    for part in (*layers_of(objective).blocks, objective):
         fully_shard(
             part,
             mesh=mesh,
@@ -188,28 +182,6 @@ def divided_axis(shape: Sequence[int], shards: int) -> AxisShard | None:
     if math.ceil(shape[0] / shards) * shards <= MOST_PADDED * shape[0]:
         return None
     return next((AxisShard(axis) for axis in range(len(shape) - 1, 0, -1) if shape[axis] % shards == 0), None)
-
-
-class ShardedGradients:
-    """The gradients of sharded weights, which FSDP2 averages over the processes during the backward pass."""
-
-    def __init__(self, processes: Processes) -> None:
-        self.processes = processes
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss whose averaged gradients are the sums of the gradients of all processes."""
-        return loss * self.processes.world
-
-    def begin(self) -> None:
-        """Announce the last backward pass of a step. FSDP2 adds the gradients in every backward pass."""
-
-    def finish(self) -> None:
-        """Wait for the sums. FSDP2 has waited for them at the end of the backward pass."""
-
-
-def whole_weights(objective: nn.Module) -> dict[str, Any]:
-    """Return the whole weights of an objective on every process, on its device."""
-    return get_model_state_dict(objective, options=StateDictOptions(full_state_dict=True))
 
 
 # Evaluation of sharded weights: no device ever holds a whole copy of them. A copy of the objective is evaluated,

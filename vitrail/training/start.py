@@ -236,7 +236,7 @@ def check_choice(start: StartConfig, config: AnyConfig) -> None:
 
 
 def choose_weights(network: AnyNetwork, start: StartConfig) -> None:
-    """Set `requires_grad` for the weights that `start` chooses, and add its adapters. Raises `ConfigError`.
+    """Set `requires_grad` for the weights that `start` chooses, and add its adapters (`check_choice`).
 
     The blocks below the first trained block compute a fixed function of the image. Dropout and stochastic depth are
     switched off in these blocks, because no weight in them can adapt to the noise. Patch dropout stays, because it
@@ -245,7 +245,6 @@ def choose_weights(network: AnyNetwork, start: StartConfig) -> None:
 
     `docs/transfer.md` reports how much time a step takes with few trained blocks.
     """
-    check_choice(start, network.config)
     layers = network.layers()
     if start.lora_rank is not None:
         network.requires_grad_(False)

@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
@@ -22,7 +27,7 @@ from vitrail.processes.group import local
 from vitrail.tasks.task import Objective
 from vitrail.training.config import FaultConfig, OnNonFinite
 from vitrail.training.optimizer import AverageStart
-from vitrail.training.sharding import GradientSum, ShardedGradients, StreamedCopy, whole_weights
+from vitrail.training.sharding import GradientSum, StreamedCopy
 
 # The running mean of the trained weights (Polyak averaging; the paper's appendix B.1.1 uses 0.9999).
 
@@ -149,8 +154,8 @@ class Faults:
     """The faults of a run so far, and what is needed to find further ones."""
 
     count: int = 0
-    left_out: set[int] = field(default_factory=set)
-    """Steps whose batches are skipped. The first step is 1."""
+    left_out: list[int] = field(default_factory=list)
+    """Steps whose batches are skipped, in increasing order. The first step is 1."""
     losses: list[float] = field(default_factory=list)
     """Losses of the last steps, if losses are compared."""
 
@@ -176,15 +181,6 @@ class Faults:
                 "rollback",
             )
         self.losses = [*self.losses, loss][-config.spike_window :]
-
-    def values(self) -> dict[str, Any]:
-        """Return the faults as plain JSON values."""
-        return {"count": self.count, "left_out": sorted(self.left_out), "losses": self.losses}
-
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Faults:
-        """Return the faults whose `values` these are."""
-        return cls(values["count"], set(values["left_out"]), list(values["losses"]))
 
 
 def robust_score(value: float, others: list[float]) -> float:
@@ -232,8 +228,8 @@ class TrainState:
     """Keys of the training samples that could not be decoded."""
     faults: Faults = field(default_factory=Faults)
     average: Average | None = None
-    gradients: GradientSum | ShardedGradients | None = None
-    """The sum of gradients over several processes, or None if this process is alone."""
+    gradients: GradientSum | None = None
+    """The sum of gradients over several processes, or None if this process is alone or weights are sharded."""
     copy: Objective | None = None
     """If weights are sharded, a copy of the objective with whole weights, which is evaluated and saved. With `streamed`
     weights, it is the copy that is evaluated."""
@@ -271,7 +267,8 @@ class TrainState:
         if self.streamed is not None:
             self.streamed.refresh(self.objective)
             return self.copy
-        self.copy.load_state_dict(whole_weights(self.objective))
+        weights = get_model_state_dict(self.objective, options=StateDictOptions(full_state_dict=True))
+        self.copy.load_state_dict(weights)
         return self.copy
 
     def saved_objective(self) -> Objective:
@@ -321,7 +318,7 @@ class TrainState:
             "batches": self.batches.state(),
             "best": vars(self.best),
             "skipped": sorted(self.skipped),
-            "faults": self.faults.values(),
+            "faults": vars(self.faults),
             "averaged": 0 if self.average is None else self.average.updates,
             "random": random_state(),
         }
@@ -334,7 +331,7 @@ class TrainState:
         self.batches.restore(values["batches"])
         self.best = Best(**values["best"])
         self.skipped = set(values["skipped"])
-        self.faults = Faults.from_values(values["faults"])
+        self.faults = Faults(**values["faults"])
         if self.average is not None:
             self.average.updates = values["averaged"]
         restore_random_state(values["random"])

@@ -49,18 +49,15 @@ class StopRequest:
 
     def __init__(self, end: float | None = None) -> None:
         self.end = end
-        self._asked = False
+        self.is_asked = False
+        """True after a signal, or if a caller requests a stop by this attribute."""
         self._before: dict[int, Any] = {}
         self._hangup: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
-        """True after a signal, or after the end of the time."""
-        return self._asked or (self.end is not None and time.perf_counter() >= self.end)
-
-    def ask(self) -> None:
-        """Request a stop, as a signal does."""
-        self._asked = True
+        """True after a request, or after the end of the time."""
+        return self.is_asked or (self.end is not None and time.perf_counter() >= self.end)
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -77,7 +74,7 @@ class StopRequest:
         _restore(self._hangup)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.ask()
+        self.is_asked = True
         _restore(self._before)
         _leave_closed_terminal()
 

@@ -18,7 +18,7 @@ from torch.optim import Adam, Optimizer
 from vitrail.models.attention.base import AttentionLayer
 from vitrail.models.blocks import SwiGlu
 from vitrail.models.linear.lora import LowRank
-from vitrail.models.network import HasLayers
+from vitrail.models.network import HasLayers, Layers
 from vitrail.models.resnet import HybridRoot, SmallRoot
 from vitrail.models.tokens import AttentionPool, PatchEmbedding
 
@@ -54,7 +54,7 @@ class Muon(Adam):
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
-        stacks: Mapping[int, tuple[int, int, int]],
+        stacks: Mapping[int, Stack],
         *,
         momentum: float,
         momentum_format: MomentumFormat = "float32",
@@ -167,8 +167,14 @@ def _by_shape(stacks: Sequence[Tensor]) -> Iterator[list[int]]:
 # The weight matrices of a network's blocks, for optimizers that update whole matrices.
 
 
-Stack = tuple[int, int, int]
+Stack = tuple[int, ...]
 """A weight read as a stack of matrices: number of matrices, rows and columns."""
+
+
+def layers_of(module: nn.Module) -> Layers:
+    """Return the layers of the network in an objective."""
+    network: HasLayers = next(part for part in module.modules() if isinstance(part, HasLayers))
+    return network.layers()
 
 
 def stacks_of(module: nn.Module) -> dict[int, Stack]:
@@ -179,9 +185,8 @@ def stacks_of(module: nn.Module) -> dict[int, Stack]:
     three matrices, and a weight of SwiGLU's gate and value is two. Each factor of an adapter is a matrix. Patch
     embedding, positions, head, norms and biases are not part of the result.
     """
-    network: HasLayers = next(part for part in module.modules() if isinstance(part, HasLayers))
     found: dict[int, Stack] = {}
-    layers = network.layers()
+    layers = layers_of(module)
     roots = [part.stages for part in layers.embedding if isinstance(part, HybridRoot | SmallRoot)]
     for block in (*roots, *layers.blocks):
         parts = dict(_packed(block))
@@ -191,7 +196,7 @@ def stacks_of(module: nn.Module) -> dict[int, Stack]:
                 rows, count = weight.shape[0], parts.get(id(weight), 1)
                 found[id(weight)] = (count, rows // count, weight[0].numel())
             elif isinstance(layer, LowRank):
-                found |= {id(factor): _sizes(factor) for factor in (layer.a, layer.b)}
+                found |= {id(factor): tuple(factor.shape) for factor in (layer.a, layer.b)}
     return found
 
 
@@ -203,11 +208,6 @@ def _packed(block: nn.Module) -> Iterator[tuple[int, int]]:
                 yield id(dense.weight), len(names)
         elif isinstance(layer, SwiGlu):
             yield id(layer.up.weight), 2
-
-
-def _sizes(factor: Tensor) -> Stack:
-    parts, rows, columns = factor.shape
-    return parts, rows, columns
 
 
 # The shapes of each layer's weights in the original code, for optimizers whose updates depend on the shapes.
@@ -457,10 +457,10 @@ class Lamb(OptaxAdam):
 
 def trust_ratios(weights: list[Tensor], updates: list[Tensor], coefficient: float = 1.0) -> list[Tensor]:
     """Return `coefficient` times the length of each weight divided by that of its update, or 1 if one of them is 0."""
-    ratios = []
-    for length, size in zip(torch._foreach_norm(weights), torch._foreach_norm(updates), strict=True):
-        ratios.append(torch.where((length > 0) & (size > 0), coefficient * length / size, torch.ones_like(size)))
-    return ratios
+    return [
+        torch.where((length > 0) & (size > 0), coefficient * length / size, torch.ones_like(size))
+        for length, size in zip(torch._foreach_norm(weights), torch._foreach_norm(updates), strict=True)
+    ]
 
 
 # Adafactor (1804.04235) in the variant of big_vision (2106.04560).

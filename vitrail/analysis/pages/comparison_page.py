@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from vitrail.analysis import charts
-from vitrail.analysis.charts import heat_map, series_chart, standalone
+from vitrail.analysis.charts import series_chart, standalone
 from vitrail.analysis.comparison import Disagreement, Measured, ModelComparison
 from vitrail.analysis.heads import HeadStatistic
-from vitrail.analysis.images import figure_address, overlay
+from vitrail.analysis.images import draw_layer_similarity, figure_address, overlay
 from vitrail.analysis.samples import Answer
 from vitrail.errors import plural
 from vitrail.evaluation.metrics.intervals import LEVEL
 from vitrail.evaluation.metrics.report import NamedMetric, named_metrics
-from vitrail.files import write_json
+from vitrail.files import write_json, write_table
 from vitrail.report.charts import Series
 from vitrail.report.page import write_page
 from vitrail.settings import to_plain
@@ -37,13 +35,21 @@ MAX_CLASSES = 20
 
 
 def write_comparison(found: ModelComparison, folder: Path) -> None:
-    """Write `FILES` into a folder."""
-    drawn = {"similarity.svg": _similarity(found), "distance.svg": _distances(found)}
+    """Write `COMPARISON_FILES` into a folder."""
+    first, second = (one.name for one in found.models)
+    similarity = draw_layer_similarity(
+        found.similarity,
+        of_layers=f"of the layers of {first} with those of {second}",
+        row_name=f"layer of {first}",
+        column_name=f"layer of {second}",
+    )
+    drawn = {"similarity.svg": similarity, "distance.svg": _distances(found)}
     for name, chart in drawn.items():
         (folder / name).write_text(standalone(chart), encoding="utf-8")
     _write_page(found, drawn, folder / "compare.html")
     write_json(folder / "compare.json", comparison_as_plain(found))
-    (folder / "classes.csv").write_text(_classes_csv(found), encoding="utf-8")
+    heads = ("class", "images", f"accuracy of {first}", f"accuracy of {second}")
+    write_table(folder / "classes.csv", heads, found.classes)
 
 
 def verdict(found: ModelComparison) -> str:
@@ -147,8 +153,7 @@ def _rows(found: ModelComparison) -> list[tuple[str, str, str]]:
         for one, other in zip(*(named_metrics(each.report) for each in found.models), strict=True)
     ]
     one, other = (_cost(each) for each in found.models)
-    for name, field, scale in COSTS:
-        rows.append((name, f"{one[field] / scale:,.2f}", f"{other[field] / scale:,.2f}"))
+    rows += [(name, f"{one[field] / scale:,.2f}", f"{other[field] / scale:,.2f}") for name, field, scale in COSTS]
     sizes = [" x ".join(map(str, cost["image_size"])) for cost in (one, other)]
     return [*rows, ("image size, pixels", sizes[0], sizes[1])]
 
@@ -167,21 +172,6 @@ def _over(one: Measured) -> str:
     return f"heads and {one.reach.images} images" if isinstance(one.reach, HeadStatistic) else "images"
 
 
-def _similarity(found: ModelComparison) -> Markup:
-    similarity = found.similarity
-    first, second = (one.name for one in found.models)
-    return heat_map(
-        similarity.values,
-        label=f"Centred kernel alignment of the layers of {first} with those of {second}.",
-        row_name=f"layer of {first}",
-        column_name=f"layer of {second}",
-        unit=similarity.unit,
-        rows=[str(layer) for layer in similarity.rows],
-        columns=[str(layer) for layer in similarity.columns],
-        bounds=similarity.bounds,
-    )
-
-
 def _distances(found: ModelComparison) -> Markup:
     """Return a line for each model: the distance over which its layers mix information, by relative depth."""
     lines = []
@@ -197,12 +187,3 @@ def _distances(found: ModelComparison) -> Markup:
         y_name="distance, % of the image width",
         bounds=(0.0, 200.0),
     )
-
-
-def _classes_csv(found: ModelComparison) -> str:
-    file = io.StringIO()
-    rows = csv.writer(file, lineterminator="\n")
-    first, second = (one.name for one in found.models)
-    rows.writerow(("class", "images", f"accuracy of {first}", f"accuracy of {second}"))
-    rows.writerows(found.classes)
-    return file.getvalue()

@@ -36,26 +36,19 @@ MAX_CLASSES = 10
 NAMED_SIDE = 160
 """Shortest side in pixels of a picture on which the name of an object is drawn."""
 
-LIKELIEST = Wanted()
-"""The likeliest output of a model."""
-
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
     """The maps of one image at the image's own size. Pixels that the network did not see are NaN."""
 
     picture: UInt8[np.ndarray, "height width 3"]
-    ranking: tuple[tuple[str, float], ...]
-    """Names of the likeliest classes with their probabilities, or names of numbers with their values."""
-    has_probabilities: bool
-    """True if the values of the ranking are probabilities."""
-    rollout: Float[np.ndarray, "height width"]
-    relevance: Float[np.ndarray, "height width"] | None
-    """Relevance for the chosen output, or None if the model has no head."""
+    ranking: tuple[tuple[str, str], ...]
+    """Names of the likeliest classes with their probabilities, or names of numbers with their values, as texts."""
     chosen: ExplainedOutput | None
     """The output that the maps explain, or None if the model has no head."""
-    heads: dict[tuple[int, int], Float[np.ndarray, "height width"]]
-    """Attention of the query of each chosen layer and head."""
+    overlays: dict[str, Float[np.ndarray, "height width"]]
+    """The maps by their names: "rollout", "relevance" for the chosen output if there is one, and the attention of the
+    query of each chosen layer and head, such as "layer-11-head-00"."""
     maps: AttentionMaps
     """Attention of all tokens in all layers and heads, and the relevance of several classes."""
 
@@ -64,14 +57,14 @@ def explain(
     bundle: Bundle,
     image: bytes,
     *,
-    wanted: Wanted = LIKELIEST,
+    wanted: Wanted,
     layers: Sequence[int] = (-1,),
     heads: Sequence[int] | None = None,
     top: int = 5,
 ) -> Explanation:
     """Return the explanation of a model's prediction for an image file.
 
-    `wanted` is the output to explain, by default the likeliest one. `layers` and `heads` are those whose maps have the
+    `wanted` is the output to explain. `layers` and `heads` are those whose maps have the
     size of the picture. Raise `ConfigError` for an output that the model does not have, or that it does not find in the
     image, `UndecodableImage`, `BundleError` if the attention is not finite, and the errors of `trace`.
     """
@@ -83,33 +76,29 @@ def explain(
     every = trace(network, inputs)
     attention = _finite_attention(every)
     placement = bundle.preprocess.placement(picture.shape[:2])
-
-    def full_size(values: np.ndarray) -> np.ndarray:
-        return on_picture(values, every, placement)
-
     outputs: list[ExplainedOutput] = []  # a model of boxes can find none
     if bundle.classes:
         most = min(top, MAX_CLASSES)
         outputs = outputs_to_explain(network.config, every.logits, bundle.classes, placement, wanted, most)
     targets = torch.tensor([one.number for one in outputs] or [0], device=inputs.device)
     rollout = attention_rollout(network, inputs, targets[:1]).values[0]
+    by_patch = {"rollout": rollout}
     relevance: list[tuple[str, Float[np.ndarray, "rows columns"]]] = []
     if outputs:
         found = class_relevance(network, inputs.expand(len(outputs), -1, -1, -1), targets, batch_size=1)
         relevance = [(one.name, values) for one, values in zip(outputs, found.values, strict=True)]
-    large = _query_maps(chosen)
+        by_patch["relevance"] = found.values[0]
+    attended = _query_maps(chosen)
+    by_patch |= {
+        f"layer-{layer:02}-head-{head:02}": attended[row, column]
+        for row, layer in enumerate(chosen.layers)
+        for column, head in enumerate(chosen.heads)
+    }
     return Explanation(
         picture=picture,
         ranking=_ranking(bundle, image, top),
-        has_probabilities=bundle.output != "numbers",
-        rollout=full_size(rollout),
-        relevance=full_size(relevance[0][1]) if relevance else None,
         chosen=outputs[0] if outputs else None,
-        heads={
-            (layer, head): full_size(large[row, column])
-            for row, layer in enumerate(chosen.layers)
-            for column, head in enumerate(chosen.heads)
-        },
+        overlays={name: on_picture(values, every, placement) for name, values in by_patch.items()},
         maps=AttentionMaps(
             attention=attention,
             grid=every.grid,
@@ -122,19 +111,21 @@ def explain(
     )
 
 
-def _ranking(bundle: Bundle, image: bytes, top: int) -> tuple[tuple[str, float], ...]:
+def _ranking(bundle: Bundle, image: bytes, top: int) -> tuple[tuple[str, str], ...]:
     """Return the `top` likeliest classes or objects with their probabilities, or the numbers with their values."""
     if not bundle.classes:
         return ()
     most = None if bundle.output in ("numbers", *DENSE) else min(top, len(bundle.classes))
     (answer,) = bundle.predict([image], top=most)
     if isinstance(answer, NumberPrediction):
-        return tuple(zip(answer.names, answer.values, strict=True))
+        return tuple((name, f"{value:.4g}") for name, value in zip(answer.names, answer.values, strict=True))
     if isinstance(answer, MaskPrediction):
-        return tuple(answer.shares().items())[:top]
-    if isinstance(answer, Detections):
-        return tuple((f"{n}: {one.label}", one.score) for n, one in enumerate(answer, 1))[:top]
-    return answer.ranking
+        found = tuple(answer.shares().items())[:top]
+    elif isinstance(answer, Detections):
+        found = tuple((f"{n}: {one.label}", one.score) for n, one in enumerate(answer, 1))[:top]
+    else:
+        found = answer.ranking
+    return tuple((name, f"{probability:.1%}") for name, probability in found)
 
 
 def write_explanation(
@@ -146,19 +137,17 @@ def write_explanation(
     The pictures of the files have the size of the image. For `max_bytes`, see `make_page`.
     """
     picture, chosen = explanation.picture, explanation.chosen
-    files = {f"{name}-rollout.png": overlay(picture, explanation.rollout)}
-    if explanation.relevance is not None:
-        files[f"{name}-relevance.png"] = overlay(picture, explanation.relevance)
-    for (layer, head), values in explanation.heads.items():
-        files[f"{name}-layer-{layer:02}-head-{head:02}.png"] = overlay(picture, values)
+    files = {f"{name}-{end}.png": overlay(picture, values) for end, values in explanation.overlays.items()}
     if chosen is not None and chosen.box is not None:
         files = {file: with_box(pixels, chosen) for file, pixels in files.items()}
         picture = with_box(picture, chosen)
     for file, pixels in files.items():
         (folder / file).write_bytes(png(pixels))
-    page = make_page(explanation.maps, picture, title=title, predictions=_predictions(explanation), max_bytes=max_bytes)
-    (folder / f"{name}.html").write_text(page.text, encoding="utf-8")
-    return [f"{name}.html", *files], page.notes
+    page, notes = make_page(
+        explanation.maps, picture, title=title, predictions=explanation.ranking, max_bytes=max_bytes
+    )
+    (folder / f"{name}.html").write_text(page, encoding="utf-8")
+    return [f"{name}.html", *files], notes
 
 
 def with_box(picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput) -> UInt8[np.ndarray, "height width 3"]:
@@ -166,11 +155,6 @@ def with_box(picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput)
     assert one.box is not None
     name = one.name if min(picture.shape[:2]) >= NAMED_SIDE else ""
     return np.asarray(draw_boxes(Image.fromarray(picture), one.box[None], [one.label], [name]))
-
-
-def _predictions(explanation: Explanation) -> list[tuple[str, str]]:
-    form = "{:.1%}" if explanation.has_probabilities else "{:.4g}"
-    return [(label, form.format(value)) for label, value in explanation.ranking]
 
 
 def _prefix_names(network: VisionTransformer) -> tuple[str, ...]:

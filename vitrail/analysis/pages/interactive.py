@@ -47,15 +47,6 @@ class AttentionMaps:
     """Names of classes, each with the relevance of the patches. The first class is shown first."""
 
 
-@dataclass(frozen=True)
-class InteractivePage:
-    """A page as text."""
-
-    text: str
-    notes: tuple[str, ...]
-    """Layers, heads and precision that the page lacks, because it would be too large."""
-
-
 def make_page(
     maps: AttentionMaps,
     picture: UInt8[np.ndarray, "height width 3"],
@@ -63,13 +54,16 @@ def make_page(
     title: str,
     predictions: Sequence[tuple[str, str]] = (),
     max_bytes: int,
-) -> InteractivePage:
-    """Return the page of a picture, at most `max_bytes` long unless its other parts are longer than that.
+) -> tuple[str, tuple[str, ...]]:
+    """Return the page of a picture, at most `max_bytes` long unless its other parts are longer than that, and notes
+    about layers, heads and precision that the page lacks.
 
     `predictions` are names with their probabilities or numbers as text. The weights get the bytes that the other parts
-    leave. If they do not fit in 8 bits each, the page has fewer bits, layers or heads, and a note about this.
+    leave. If they do not fit in 8 bits each, the page has fewer bits, layers or heads.
     """
-    small = _small(picture)
+    image = Image.fromarray(picture)
+    image.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.LANCZOS)
+    small = np.array(image)
     address = image_address(small, "png" if max(small.shape) <= 256 else "jpeg")
     factor = small.shape[1] / picture.shape[1]
     about = _about(maps, small, factor, Path(title).stem)
@@ -95,7 +89,7 @@ def make_page(
     rest = max_bytes - RESERVE - len(page(None, ()).encode())
     packed = pack(maps.attention, max(0, rest * 3 // 4))
     notes = _notes(packed, maps, max_bytes)
-    return InteractivePage(page(packed, notes), notes)
+    return page(packed, notes), notes
 
 
 def script_text() -> str:
@@ -139,13 +133,6 @@ def _notes(packed: PackedMaps | None, maps: AttentionMaps, max_bytes: int) -> tu
 
 def _rounded(values: np.ndarray) -> list[float]:
     return [float(f"{value:.6g}") for value in values.ravel()]
-
-
-def _small(picture: UInt8[np.ndarray, "height width 3"]) -> UInt8[np.ndarray, "h w 3"]:
-    """Return the picture with sides of at most `PICTURE_SIDE`."""
-    image = Image.fromarray(picture)
-    image.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.LANCZOS)
-    return np.array(image)
 
 
 def _read(file: str) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import csv
-import io
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import UInt8
 from markupsafe import Markup
 from PIL import Image
 
@@ -21,6 +19,7 @@ from vitrail.analysis.charts import png, scatter, standalone
 from vitrail.analysis.faithfulness import SaliencySummary
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField
 from vitrail.analysis.images import (
+    Picture,
     draw_curves,
     draw_filters,
     draw_heads,
@@ -40,7 +39,7 @@ from vitrail.errors import DataError, plural
 from vitrail.evaluation.features.feature_files import printable_key
 from vitrail.evaluation.metrics.intervals import LEVEL, Metric
 from vitrail.evaluation.metrics.report import absent_note, named_metrics
-from vitrail.files import write_json
+from vitrail.files import write_json, write_table
 from vitrail.report.charts import Series
 from vitrail.report.page import write_page
 from vitrail.settings import to_plain
@@ -51,8 +50,10 @@ OVERVIEW_FILES = ("report.html", "report.json", "*.csv", "*.svg", "*.png", "*.pa
 MAX_CLASSES = 50
 """Maximum number of classes on the page. classes.csv has all of them."""
 
-Pictures = dict[str, UInt8[np.ndarray, "height width 3"]]
+Pictures = dict[str, Picture]
 """Pictures by name."""
+
+T = TypeVar("T")
 
 
 def write_overview(found: Overview, folder: Path, beside: str | None = None) -> tuple[str, ...]:
@@ -187,7 +188,7 @@ def _answers(found: Answers) -> dict[str, Any]:
         "metrics": [(one.name, one.value, one.interval) for one in named_metrics(found.report)],
         "note": absent_note(found.report),
         "classes": [
-            (row.name, f"{row.images:,}", *(_percent(value) for value in (row.accuracy, row.precision, row.f1)))
+            (row.name, f"{row.images:,}", *(_number(value, ".1%") for value in (row.accuracy, row.precision, row.f1)))
             for row in worst_first[:MAX_CLASSES]
         ],
         "errors": errors,
@@ -201,12 +202,8 @@ def _area(found: Metric) -> str:
     return f"{found.value:.3f}{ends}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
 
 
 # The figures of an overview of one model: charts as SVG, and pictures as pixels.
@@ -219,34 +216,36 @@ NO_LABEL = "no label"
 def charts_of(found: Overview) -> dict[str, Markup]:
     """Return the charts by name, as SVG."""
     layers = found.layers
-    drawn = {"distance": _distance(layers.reach)}
-    if layers.similarity is not None:
-        drawn["similarity"] = draw_layer_similarity(layers.similarity)
-    if layers.entropy is not None:
-        drawn["entropy"] = draw_heads(layers.entropy)
-    if layers.norms is not None:
-        drawn["norms"] = draw_norms(layers.norms)
-    if found.probes:
-        drawn["probes"] = draw_probes(found.probes)
+    measured: dict[str, tuple[Callable[[Any], Markup], Any]] = {
+        "distance": (_distance, layers.reach),
+        "similarity": (draw_layer_similarity, layers.similarity),
+        "entropy": (draw_heads, layers.entropy),
+        "norms": (draw_norms, layers.norms),
+        "probes": (draw_probes, found.probes or None),
+        "embedding": (_embedding_figure, found.embedding),
+    }
     if found.saliency is not None:
-        drawn["deletion"] = draw_curves(found.saliency.curves, "deletion")
-        drawn["insertion"] = draw_curves(found.saliency.curves, "insertion")
-        drawn["random_weights"] = draw_randomised(found.saliency.checks)
-    if found.embedding is not None:
-        drawn["embedding"] = _embedding_figure(found.embedding)
-    return drawn
+        measured |= {
+            kind: (partial(draw_curves, kind=kind), found.saliency.curves) for kind in ("deletion", "insertion")
+        }
+        measured["random_weights"] = draw_randomised, found.saliency.checks
+    return _drawn(measured)
 
 
-def pictures_of(found: Overview) -> dict[str, UInt8[np.ndarray, "height width 3"]]:
+def pictures_of(found: Overview) -> Pictures:
     """Return the pictures by name."""
-    drawn = {}
-    if found.layers.filters is not None:
-        drawn["filters"] = draw_filters(found.layers.filters)
-    if found.layers.positions is not None:
-        drawn["positions"] = draw_positions(found.layers.positions)
-    if found.patches is not None:
-        drawn["patches"] = draw_patch_colours(found.patches.colours)
-    return drawn
+    measured: dict[str, tuple[Callable[[Any], Picture], Any]] = {
+        "filters": (draw_filters, found.layers.filters),
+        "positions": (draw_positions, found.layers.positions),
+        "patches": (draw_patch_colours, found.patches and found.patches.colours),
+    }
+    return _drawn(measured)
+
+
+def _drawn(measured: Mapping[str, tuple[Callable[[Any], T], Any]]) -> dict[str, T]:
+    """Return the figures of analyses, each given by a function that draws it and its result. An analysis without a
+    result has no figure."""
+    return {name: draw(result) for name, (draw, result) in measured.items() if result is not None}
 
 
 def map_script(mapped: EmbeddingMap) -> str:
@@ -304,18 +303,18 @@ def write_tables(found: Overview, folder: Path) -> tuple[str, ...]:
     """
     if found.answers is not None:
         rows = [(row.name, row.images, row.accuracy, row.precision, row.f1) for row in found.answers.report.per_class]
-        _write_csv(folder / "classes.csv", ("class", "images", "accuracy", "precision", "f1"), rows)
+        write_table(folder / "classes.csv", ("class", "images", "accuracy", "precision", "f1"), rows)
     if found.saliency is not None:
         heads = ("method", "deletion_area", "insertion_area", "correlation_random_head", "correlation_random_all")
         methods = [
             (one.name, one.deletion.value, one.insertion.value, one.random_head, one.random_all)
             for one in found.saliency.methods
         ]
-        _write_csv(folder / "saliency.csv", heads, methods)
+        write_table(folder / "saliency.csv", heads, methods)
     if found.embedding is None:
         return ()
     columns = _embedding_columns(found)
-    _write_csv(folder / "embedding.csv", tuple(columns), zip(*columns.values(), strict=True))
+    write_table(folder / "embedding.csv", tuple(columns), zip(*columns.values(), strict=True))
     try:
         pyarrow("writing")
     except DataError as reason:
@@ -347,11 +346,3 @@ def _write_parquet(path: Path, columns: dict[str, Sequence[Any]], features: np.n
     flat = arrow.array(np.ascontiguousarray(features, dtype=np.float32).reshape(-1))
     arrays["feature"] = arrow.FixedSizeListArray.from_arrays(flat, features.shape[1])
     arrow.parquet.write_table(arrow.table(arrays), path)
-
-
-def _write_csv(path: Path, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(heads)
-    writer.writerows(rows)
-    path.write_text(file.getvalue(), encoding="utf-8", errors="backslashreplace")

@@ -41,8 +41,8 @@ def maps(make_maps: MakeMaps) -> AttentionMaps:
 @pytest.fixture(scope="module")
 def page(maps: AttentionMaps, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "a rose.html"
-    made = make_page(maps, PICTURE, title="a rose.jpg", predictions=[("cat", "91 %")], max_bytes=MAX_BYTES)
-    path.write_text(made.text, encoding="utf-8")
+    made, _ = make_page(maps, PICTURE, title="a rose.jpg", predictions=[("cat", "91 %")], max_bytes=MAX_BYTES)
+    path.write_text(made, encoding="utf-8")
     return path
 
 
@@ -388,8 +388,8 @@ def test_the_look(shown: Browser, width: int, scheme: str) -> None:
 
 def test_twelve_heads_fit_on_a_phone(browser: Browser, make_maps: MakeMaps, tmp_path: Path) -> None:
     maps = make_maps(layers=12, heads=12)
-    made = make_page(maps, PICTURE, title="a", max_bytes=MAX_BYTES)
-    (tmp_path / "a.html").write_text(made.text, encoding="utf-8")
+    made, _ = make_page(maps, PICTURE, title="a", max_bytes=MAX_BYTES)
+    (tmp_path / "a.html").write_text(made, encoding="utf-8")
     browser.show(360, 740)
     show(browser, tmp_path / "a.html")
     matrix = "document.getElementById('matrix').parentElement"
@@ -408,7 +408,7 @@ def test_preferences(shown: Browser) -> None:
 
 def test_a_model_without_class_token_and_head(browser: Browser, make_maps: MakeMaps, tmp_path: Path) -> None:
     maps = make_maps(prefix=(), relevance=(), area=(-5.0, 3.0, 60.0, 24.0))
-    (tmp_path / "a.html").write_text(make_page(maps, PICTURE, title="a", max_bytes=MAX_BYTES).text, encoding="utf-8")
+    (tmp_path / "a.html").write_text(make_page(maps, PICTURE, title="a", max_bytes=MAX_BYTES)[0], encoding="utf-8")
     browser.show(1280, 900)
     show(browser, tmp_path / "a.html")
     assert readout(browser).startswith("Layer 1, head 0. Attention of all patches (mean). Largest: ")
@@ -423,8 +423,8 @@ def test_a_model_without_class_token_and_head(browser: Browser, make_maps: MakeM
 
 
 def test_a_page_without_attention_of_heads(browser: Browser, make_maps: MakeMaps, tmp_path: Path) -> None:
-    page = make_page(make_maps(), PICTURE, title="a", max_bytes=0)
-    (tmp_path / "a.html").write_text(page.text, encoding="utf-8")
+    page, _ = make_page(make_maps(), PICTURE, title="a", max_bytes=0)
+    (tmp_path / "a.html").write_text(page, encoding="utf-8")
     show(browser, tmp_path / "a.html")
     assert readout(browser).startswith("Attention rollout. Largest: ")
     browser.press("c")
