@@ -202,14 +202,14 @@ def sha256(path: Path) -> str:
 
 def recover_folder(path: Path) -> None:
     """Restore the old folder if a process was killed in `replacing_folder` before the new folder had its final name."""
-    old = _replaced_path(path)
+    old = replaced_path(path)
     if old.exists() and not path.exists():
         old.rename(path)
 
 
 def _swap(new: Path, path: Path, names: Collection[str]) -> None:
     """Rename `new` to `path`. The old folder is deleted only after the new folder is in place."""
-    old = _replaced_path(path)
+    old = replaced_path(path)
     recover_folder(path)
     _discard(old, path, names)
     if path.exists():
@@ -234,7 +234,8 @@ def _discard(old: Path, path: Path, names: Collection[str]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _replaced_path(path: Path) -> Path:
+def replaced_path(path: Path) -> Path:
+    """Return the path, next to `path`, of the old folder while a new one replaces it."""
     return path.with_name(f".{path.name}.vitrail-replaced")
 
 

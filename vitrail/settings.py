@@ -55,9 +55,9 @@ class Facts(TypedDict, total=False):
     finite. `advice` follows the message about a wrong value. The choices of a `Literal` type need not be stated.
 
     On the command line, `argument` is the name of a value that is given without the name of an option, and `metavar`
-    the placeholder of the value of an option. A tuple with `commas` also accepts its values separated by commas, and
-    one that `may_be_empty` can be given without values. A setting `excludes` another one, or `needs` one, which is
-    named with the message if it is not given.
+    the placeholder of the value of an option. A tuple with `commas` also accepts its values separated by commas, one
+    that `may_be_empty` can be given without values, and a `distinct` one has no value twice. A setting `excludes`
+    another one, or `needs` one, which is named with the message if it is not given.
 
     `effect` is the condition under which the setting does something. `on_resume` says whether the setting may change
     when a run is resumed: "free" if it changes no number, else what a change means, which the user has to allow. By
@@ -78,6 +78,7 @@ class Facts(TypedDict, total=False):
     metavar: str
     commas: bool
     may_be_empty: bool
+    distinct: bool
     excludes: str
     needs: tuple[str, str]
     effect: Effect
@@ -136,6 +137,8 @@ def problem_of(name: str, value: Any, kind: Any, metadata: Mapping[str, Any]) ->
             return f"{name}={value!r} is not a pair of whole numbers, (height, width)"
         rule = _broken(min(value), metadata)
     elif isinstance(value, tuple):
+        if metadata.get("distinct") and (twice := [one for one in value if value.count(one) > 1]):
+            return f"{name}: {twice[0]} is given twice; give each value once"
         value, rule = next(((one, text) for one in value if (text := _broken(one, metadata))), (value, ""))
     elif not isinstance(value, str):
         rule = _broken(value, metadata)
@@ -157,7 +160,7 @@ def _broken(value: Any, metadata: Mapping[str, Any]) -> str:
     return f"is not above {above}" if least is None else f"is less than {least}"
 
 
-LIMITS = frozenset(("least", "above", "most", "below", "choices"))
+LIMITS = frozenset(("least", "above", "most", "below", "choices", "distinct"))
 
 
 @cache

@@ -71,6 +71,16 @@ def test_tables_of_costs_and_of_models() -> None:
     assert "…" not in console.export_text()
 
 
+def test_long_entries_stay_whole_in_the_tables() -> None:
+    entries = [f"demo:steps=400,width=160,depth=10,heads=2,weight_decay=1e{sign}2" for sign in "-+"]
+    curves = dict(zip(entries, CURVES.values(), strict=True))
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in tables(curves, reached(curves, [0.8], None)):
+        console.print(table)
+        shown = console.export_text()
+        assert "…" not in shown and all(f"1e{sign}2" in "".join(shown.split()) for sign in "-+")
+
+
 def test_the_chart_is_a_picture_with_a_line_for_each_run() -> None:
     root = xml.etree.ElementTree.fromstring(accuracy_chart(CURVES, [0.8], 450.0))
     paths = [node.attrib for node in root.iter("{http://www.w3.org/2000/svg}path")]
@@ -92,7 +102,7 @@ def test_a_comparison_of_two_recipes(capsys: pytest.CaptureFixture[str], tmp_pat
     with (out / "curves.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["entry"] for row in rows] == ["demo"] * 3 + [changed] * 3
-    folder = out / "cells" / "fashion-mnist-variant=ViT-Pico-8-image-size=16-24-flip=off-seed4"
+    (folder,) = out.glob("cells/fashion-mnist-variant=ViT-Pico-8-image-size=16-24-flip=off-*-seed4")
     config = json.loads((folder / "run" / "run.json").read_text())["config"]
     assert config["images"]["image_size"] == [16, 24] and config["augment"]["flip"] is False
     with (out / "targets.csv").open(newline="") as file:

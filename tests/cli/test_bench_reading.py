@@ -40,7 +40,9 @@ def test_the_header_says_how_many_threads_read(
 def test_json_of_a_data_set(capsys: pytest.CaptureFixture[str], colour_folder: Path) -> None:
     words = ["bench", "data", str(colour_folder), "--images", "20", "--batch-size", "8", "--image-size", "5", "7"]
     assert main([*words, "--repetitions", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert "--images 20: each round reads 16" in " ".join(printed.err.split())
     assert found["images"] == 16 and list(found["seconds"]) == [
         str(colour_folder),
         "decoding alone",

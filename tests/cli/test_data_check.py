@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.make import make_colour_folder
 from vitrail.cli import main
 from vitrail.data.check.findings import Report
 from vitrail.data.check.report import check_data
@@ -112,6 +113,31 @@ def test_tables_of_numbers_are_checked(
     assert main(["data", "pack", str(tmp_path / "people.csv"), str(out), "--numbers", *typed]) == 0
     packed = open_data(str(out), validation_share=0.0, numbers=("height",))
     assert packed.train.target(19) == (2.0 * int(packed.train.key(19).rpartition("/")[2].partition(".")[0]),)
+
+
+def test_a_constant_number_is_found(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["path,age,height"]
+    for number in range(10):
+        Image.new("L", (9 + number, 7), 90).save(tmp_path / f"{number}.png")
+        lines.append(f"{number}.png,{'' if number == 3 else 5},{number}")
+    (tmp_path / "people.csv").write_text("\n".join(lines))
+    typed = ["--numbers", "age", "height", "--page", "None", "--json"]
+    assert main(["data", "check", str(tmp_path / "people.csv"), *typed]) == 0
+    findings = {one["kind"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    found = findings["constant-number"]
+    assert (found["severity"], found["count"]) == ("warning", 1) and found["text"].endswith(": age")
+
+
+def test_a_fraction_that_has_no_effect_is_noted(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_colour_folder(tmp_path / "train")
+    make_colour_folder(tmp_path / "val")
+    words = ["data", "check", str(tmp_path), "--page", "None"]
+    for typed, is_noted in (((), False), (("--validation-share", "0.3"), True)):
+        assert main([*words, *typed]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("--validation-share has no effect" in shown) == is_noted
+    assert main([*words, *typed, "--validation", "train"]) == 0
+    assert "no effect" not in capsys.readouterr().out
 
 
 def test_images_without_labels_are_checked(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:

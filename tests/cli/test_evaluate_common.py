@@ -93,7 +93,7 @@ def test_models_of_other_data_are_measured_on_the_usual_fraction_or_the_given_on
     models = {"a": bundle_of(data="elsewhere", validation_share=0.5), "b": bundle_of()}
     common = common_images(models, birds, "held-out", None)
     assert common.keys == held_out(birds, 0.1)
-    assert "measuring 6 images of 60" in common.note and "no model records that it learned from it" in common.note
+    assert "measuring 6 images of 60" in common.note and "no model records that it learned from them" in common.note
     assert common_images(models, birds, "held-out", 0.25).keys == held_out(birds, 0.25)
 
 

@@ -27,6 +27,17 @@ def test_no_verb_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: vitrail COMMAND" in capsys.readouterr().out
 
 
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert main(["recipes"]) == 130
+    assert capsys.readouterr().err == "vitrail: interrupted\n"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert __version__ in capsys.readouterr().out

@@ -43,15 +43,18 @@ def runs(trained_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines()[:6])) <= 80
+    assert max(map(len, text.splitlines()[:7])) <= 80
     assert len(re.findall(r"\d\d-\d\d \d\d:\d\d\n", text)) == 2, "minutes are not cut off"
     assert len(re.findall(r"\d% on \d+ ", text)) == 4, "every accuracy has its number of images"
-    assert "trials" not in text and "test accuracy" in text and text.count("finished") == 2
+    assert "b-trials" not in text and "1 trial not shown (--trials)" in text
+    assert "test accuracy" in text and text.count("finished") == 2
     assert "damaged: runs/damaged/run.json has format 99" in text and "unreadable" in text
     assert "[b]: --learning-rate 0.5, --steps 1" in text or "long-name-of-a-run: --learning-rate" in text
 
     assert main(["runs", "--trials", "--json", "--sort", "metric"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)
+    assert "not shown" not in printed.err
     assert sorted(row["run"] for row in rows) == [
         "runs/[b]", "runs/b-trials/learning-rate-0.5-30", "runs/damaged", "runs/long-name-of-a-run",
     ]  # fmt: skip
@@ -60,6 +63,27 @@ def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[s
     assert main(["runs", "--sort", "time"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("[b]") < shown.index("long-name")
+
+
+@pytest.mark.parametrize("folder", ["my-trials/vit-16", "my/checkpoints", "model"])
+def test_runs_with_names_like_those_of_parts_are_listed(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "run.json").write_text("{}")
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert [row["run"] for row in json.loads(capsys.readouterr().out)] == [str(tmp_path / folder)]
+
+
+def test_trials_that_are_left_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("learning-rate-0.5-30", "LoRA-of-rank-8,-learning-rate-0.1-30"):
+        (tmp_path / "b-trials" / name).mkdir(parents=True)
+        (tmp_path / "b-trials" / name / "run.json").write_text("{}")
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "2 trials not shown (--trials)" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == [] and "2 trials not shown" in printed.err
 
 
 @pytest.mark.slow

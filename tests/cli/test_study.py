@@ -53,6 +53,21 @@ def write(folder: Path, name: str, metrics: dict[str, float]) -> None:
     write_result(place, cell_result(metrics))
 
 
+@pytest.mark.parametrize("words", [("--plan",), ("--seeds", "1"), ("--arms", "mean")], ids=" ".join)
+def test_a_cell_that_is_repeated_has_no_plan_seeds_or_arms(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("head", "--quick", "--out", tmp_path / "new", "--cell", "abc", *words) == 2
+    assert f"{words[0]} and --cell exclude each other" in capsys.readouterr().err
+
+
+def test_a_cell_of_a_new_folder_is_refused_before_the_folder_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("head", "--quick", "--out", tmp_path / "new", "--device", "cpu", "--cell", "abc") == 2
+    assert "'abc' cannot be repeated" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 @pytest.mark.slow  # imports torch in a process
 def test_a_cell_that_is_repeated_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cell, data = cell_of(), open_study_data("bundled", "quick")
@@ -83,5 +98,5 @@ def test_a_finished_study_is_shown_without_training(tmp_path: Path, capsys: pyte
     assert [row["accuracy_mean"] for row in json.loads(capsys.readouterr().out)["points"]] == [0.875, 0.875]
     assert run("positions", "--quick", "--out", folder, "--device", "cpu") == 2
     assert "holds a study with other settings: study was 'head' and is 'positions'" in capsys.readouterr().err
-    assert run(*arguments, "--cell", "abc") == 2
+    assert run("head", "--quick", "--out", folder, "--device", "cpu", "--cell", "abc") == 2
     assert "cell 'abc' is not in" in capsys.readouterr().err

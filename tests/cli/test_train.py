@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.make import make_bundle
+from tests.make import make_bundle, make_colour_folder
 from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
@@ -214,13 +214,36 @@ def test_a_plan_is_printed_and_nothing_is_trained(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     words = ["folder", "--data", str(colour_folder), "--variant", "ViT-S/16", "--image-size", "96", "128"]
-    assert run(*words, "--batch-size", "1024", "--shard", "hybrid", "--plan", "1", "8", "64") == 0
+    words += ["--batch-size", "1024", "--shard", "hybrid", "--plan"]
+    assert run(*words, "1", "8", "64") == 0
     shown = capsys.readouterr().out
+    assert "counts" not in shown
     assert "ViT-S/16, " in shown and "1,024 images per step, on H100 SXM GPUs with 80 GB, 8 per machine" in shown
     columns = {line.split("  ")[0].strip(): line.split()[1:] for line in shown.splitlines() if "  " in line}
     assert columns["GPUs"] == ["1", "8", "64"]
     assert "sharded by machine" in shown and "images/s" in columns
+    assert run(*words, "8", "--optimizer", "sgd", "--momentum-format", "bfloat16") == 0
+    assert "the run with --momentum-format bfloat16 needs less" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["colours"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("train folder --data data --variant ViT-Pico/8 --image-size 24 --plan 1", 0),
+        ("bench accuracy demo --data data --out data", 2),
+        ("noisy-student --data data --unlabelled nowhere", 2),
+    ],
+)
+def test_a_fraction_that_has_no_effect_is_noted(
+    words: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "val"):
+        make_colour_folder(tmp_path / "data" / split)
+    for typed, is_noted in (((), False), (("--validation-share", "0.3"), True)):
+        assert main([*words.split(), *typed]) == code
+        assert ("--validation-share has no effect" in " ".join(capsys.readouterr().out.split())) == is_noted
 
 
 @pytest.mark.slow

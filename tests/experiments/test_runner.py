@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.errors import RunError, VitrailError
+from vitrail.errors import ConfigError, RunError, VitrailError
 from vitrail.experiments.accuracy import AccuracyCell, Curve, CurvePoint
 from vitrail.experiments.runner import Pool, differences, experiment, read_cell, read_result, write_result
 
@@ -36,13 +37,17 @@ if {code}:
 """
 
 
-def run(folder: Path, cell: AccuracyCell = CELL, code: int = 0, script: str = SCRIPT) -> Curve:
-    """Run a cell by a script, and return its result, which is that in the folder of all cells."""
+def pool(folder: Path, code: int = 0, script: str = SCRIPT) -> Pool[AccuracyCell, Curve]:
+    """Return a pool whose cells run a script. Their result is that in the folder of all cells."""
     (folder / "cells").mkdir(exist_ok=True)
     write_result(folder / "cells", RESULT)
     command = (sys.executable, "-S", "-c", script.replace("{code}", str(code)))
-    pool = Pool(folder=folder, cell=AccuracyCell, result=Curve, command=lambda cell: command, restarts=True)
-    return pool.run([("demo, seed 1", cell)])[cell.name]
+    return Pool(folder=folder, cell=AccuracyCell, result=Curve, command=lambda cell: command, restarts=True)
+
+
+def run(folder: Path, cell: AccuracyCell = CELL, code: int = 0, script: str = SCRIPT) -> Curve:
+    """Run a cell by a script, and return its result."""
+    return pool(folder, code, script).run([("demo, seed 1", cell)])[cell.name]
 
 
 def test_a_finished_cell_is_not_run_again(tmp_path: Path) -> None:
@@ -69,6 +74,52 @@ def test_a_result_of_other_settings_is_refused(tmp_path: Path) -> None:
     message = r"other settings of demo, seed 1: sizes was \[3, 4\] and is \[3, 5\]; delete this folder"
     with pytest.raises(RunError, match=message):
         run(tmp_path, other)
+
+
+def test_entries_that_differ_only_in_other_characters_have_cells_of_their_own() -> None:
+    entries = ("demo:weight_decay=1e-2", "demo:weight_decay=1e+2", "demo:weight-decay=1e-2")
+    names = {replace(CELL, entry=entry).name for entry in entries}
+    assert len(names) == 3 and all(re.fullmatch(r"[\w=.-]+", name) for name in names)
+
+
+def test_two_cells_of_one_name_are_refused(tmp_path: Path) -> None:
+    cells = [("first", CELL), ("second", replace(CELL, settings={}))]
+    with pytest.raises(RunError, match="second and first are different cells of one name"):
+        pool(tmp_path).run(cells)
+    assert not (tmp_path / "cells" / CELL.name).exists(), "nothing has run"
+    assert len(pool(tmp_path).run([("first", CELL), ("again", CELL)])) == 1
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_repeated_cell_keeps_its_result_until_it_has_a_new_one(tmp_path: Path, code: int) -> None:
+    folder = tmp_path / "cells" / CELL.name
+    run(tmp_path)
+    (folder / "earlier").touch()
+    again = pool(tmp_path, code)
+    if code:
+        with pytest.raises(VitrailError, match="exit code 7"):
+            again.repeat(again.cell_named(CELL.name))
+        assert "a line of the log" in (folder / "log.txt").read_text()
+    else:
+        assert again.repeat(again.cell_named(CELL.name)) == RESULT
+    assert read_result(folder, Curve) == RESULT and (folder / "earlier").exists() == bool(code)
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [CELL.name]
+
+
+def test_a_cell_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    new = Pool(folder=tmp_path / "new", cell=AccuracyCell, result=Curve, command=lambda cell: ())
+    with pytest.raises(ConfigError, match=r"'abc' cannot be repeated, because .*cells has no cells"):
+        new.cell_named("abc")
+    run(tmp_path)
+    with pytest.raises(ConfigError, match=f"'demo' is not in .*; nearest: {CELL.name}"):
+        pool(tmp_path).cell_named("demo")
+
+
+def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
+    run(tmp_path)
+    (tmp_path / "cells" / CELL.name / "cell.json").write_text("{")
+    with pytest.raises(RunError, match=r"has no readable cell: .*; delete the folder"):
+        run(tmp_path)
 
 
 def test_a_damaged_result_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from tests.listening import Display
 from vitrail.errors import ConfigError, SaveError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Log, read_journal, scalars
+from vitrail.training.log import Log, check_trackers, kept_result, read_journal, scalars
 from vitrail.training.run import resume, train
 
 
@@ -67,6 +68,20 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
         assert [event["step"] for event in read_journal(path)] == [1]
 
 
+def test_lines_without_an_event_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Log(path=path).tell("step", step=1)
+    with path.open("a") as file:
+        file.write('5\nnull\n[1]\n{}\n"event"\n')
+    assert [event["step"] for event in read_journal(path)] == [1]
+
+
+def test_the_time_of_an_event_is_no_metric(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Log(path=path).tell("evaluation", step=1, split="validation", images=8, kept=True, accuracy=0.5)
+    assert kept_result(path) == {"accuracy": 0.5}
+
+
 def test_a_place_that_cannot_be_written_is_a_save_error(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match=r"could not save the journal to .*missing/journal\.jsonl: No such file"):
         Log(path=tmp_path / "missing" / "journal.jsonl").tell("started", step=0)
@@ -105,10 +120,30 @@ def test_settings_that_do_not_fit(
 ) -> None:
     with pytest.raises(ConfigError, match=r"track='tensorbord': unknown program 'tensorbord'; .*tensorboard"):
         TrainConfig().override(track="tensorbord")
+    for track in ("tensorboard,tensorboard", " , "):
+        with pytest.raises(ConfigError, match=f"track='{track}' does not name different programs; .*tensorboard"):
+            TrainConfig().override(track=track)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"install it with: pip install 'vitrail\[tensorboard\]'"):
         train(small(tmp_path / "run", track="tensorboard"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_program_without_an_account_is_named_before_the_folder_is_made(
+    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def login() -> None:
+        raise OSError("No API key\n configured.")
+
+    program: Any = ModuleType("wandb")
+    program.login = login
+    monkeypatch.setitem(sys.modules, "wandb", program)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ConfigError, match=r"track='wandb' failed: No API key configured\.; .*WANDB_MODE=offline"):
+        train(small(tmp_path / "run", track="wandb"))
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_trackers("wandb")
 
 
 def journal_of(run: Path, names: tuple[str, ...]) -> dict[str, list[tuple[int, float]]]:

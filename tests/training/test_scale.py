@@ -33,6 +33,12 @@ def test_copies_keep_everything_and_add_gradients_by_two_rings() -> None:
     assert one.checkpoint_bytes == 3 * WEIGHTS
 
 
+def test_sgd_has_one_moment_and_none_without_momentum() -> None:
+    for settings, copies in (({"optimizer": "sgd"}, 3), ({"optimizer": "sgd", "momentum": 0.0}, 2)):
+        (plan,) = scale_plans(config(**settings), NETWORK, (1,))
+        assert plan.state_bytes == copies * WEIGHTS and plan.checkpoint_bytes == (copies - 1) * WEIGHTS
+
+
 def test_sharded_weights_are_divided_and_gathered_for_every_part() -> None:
     _, full = scale_plans(config(shard="full", accumulation=2), NETWORK, (1, 64))
     assert full.state_bytes == -(-4 * WEIGHTS // 64)

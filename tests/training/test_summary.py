@@ -65,10 +65,11 @@ def test_what_cannot_be_read_is_said(finished: Finished, tmp_path: Path) -> None
 
 
 def test_runs_are_found_in_folders_but_not_in_runs(tmp_path: Path) -> None:
-    for name in ("a", "deep/er/b", "deep/er/than/c", "a/model", "a/x", ".hidden/d", "checkpoints/e"):
+    for name in ("a", "deep/er/b", "deep/er/than/c", "a/model", "a/x", ".hidden/d", "checkpoints/e", "model"):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "run.json").touch()
-    assert [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)] == ["a", "deep/er/b"]
+    found = [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)]
+    assert found == ["a", "checkpoints/e", "deep/er/b", "model"]
     assert list(find_runs(tmp_path / "a")) == [tmp_path / "a"]
     assert list(find_runs(tmp_path, depth=0)) == list(find_runs(tmp_path / "nowhere")) == []
 

@@ -158,8 +158,8 @@ def test_rates_to_try_are_chosen_with_any_protocol(tiny_bundle: Bundle, model: P
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rates": ()}, r"learning_rates=\(\) must be one or more numbers above 0"),
-        ({"rates": (0.1, -0.2)}, r"learning_rates=\(0.1, -0.2\) must be one or more numbers above 0"),
+        ({"rates": ()}, r"learning_rates=\(\) must be one or more different numbers above 0"),
+        ({"rates": (0.1, -0.2)}, r"learning_rates=\(0.1, -0.2\) must be one or more different numbers above 0"),
         (
             {"rates": (0.1,), "explicit": {"learning_rate": 0.3}},
             r"learning_rate=0.3 and learning_rates=\(0.1,\) exclude each other; choose one",

@@ -179,7 +179,7 @@ def test_a_run_that_diverges_ends_at_the_linear_model(tiny_bundle: Bundle, model
 def test_a_trial_that_is_stopped_continues_with_the_same_command(
     tiny_bundle: Bundle, model: Path, colours: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = trials_folder(Path("runs/one")) / f"high-{FEW}"
+    folder = trials_folder(Path("runs/one")) / f"learning-rate-1-{FEW}"
     config = planned(tiny_bundle, model, colours, validation_share=0.3).config
     train(config.override(run=str(folder), steps=2, evaluations=0, keep="last"), initial=tiny_bundle)
     assert is_trial(folder) and not is_trial(Path("runs/one"))

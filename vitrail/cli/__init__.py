@@ -115,7 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = next((name for name in (" ".join(typed[:2]), typed[0]) if name in COMMANDS), None)
     if name is None:
         return _no_command(typed)
-    return _run(name, typed[len(name.split()) :], started, debug)
+    try:
+        return _run(name, typed[len(name.split()) :], started, debug)
+    except KeyboardInterrupt:  # also while modules are imported
+        print("vitrail: interrupted", file=sys.stderr)
+        return 130
 
 
 @contextmanager
@@ -177,9 +181,6 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
         again = shlex.join([*name.split(), *arguments, *stop.options])
         print(f"vitrail: {stop}\nContinue with: vitrail {again}", file=sys.stderr)
         return stop.exit_code
-    except KeyboardInterrupt:
-        print("vitrail: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # `head` and other readers close a pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -34,7 +34,7 @@ from vitrail.bench.reading import (
 )
 from vitrail.bench.step import OURS
 from vitrail.bench.workload import Spread, Workload, interleave, timed
-from vitrail.cli.console import Column, ReductionOptions, terminal_table
+from vitrail.cli.console import Column, ReductionOptions, message_console, print_notes, terminal_table
 from vitrail.cli.lists import OWN_SIZES
 from vitrail.cli.options import Call, Command, flag, names_in
 from vitrail.data.formats.pack import pack
@@ -628,6 +628,9 @@ def run_data(call: Call) -> None:
                 warmup=options.warmup,
                 peers=_loaders(options, preprocess, places) if options.against else None,
             )
+        if "images" in call.options and reading["images"] < options.images:
+            text = f"--images {options.images}: each round reads {reading['images']}, in whole batches and none twice"
+            print_notes(message_console(options.json), text)
         plain = {"machine": machine, **reading}
         rounds = {"repetitions": options.repetitions, "warmup": options.warmup}
         if not options.json:

@@ -15,9 +15,9 @@ from rich.table import Table
 from vitrail.analysis.charts import series_chart, side_by_side, standalone
 from vitrail.bench.workload import Spread
 from vitrail.cli.bench import parse_environments
-from vitrail.cli.console import Column, message_console, terminal_table
-from vitrail.cli.options import Call, Command, check_different, convert, names_in
-from vitrail.cli.run_options import run_options
+from vitrail.cli.console import Column, message_console, print_notes, terminal_table
+from vitrail.cli.options import Call, Command, convert, names_in, option_problems
+from vitrail.cli.run_options import check_effects, run_options
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.experiments.accuracy import (
     AccuracyComparison,
@@ -33,11 +33,13 @@ from vitrail.files import saving, write_csv, write_json
 from vitrail.machine import pick_device
 from vitrail.recipes import RECIPES
 from vitrail.report.charts import Series, horizontal_text, svg_picture
-from vitrail.settings import seconds_in, setting
+from vitrail.settings import raise_problems, seconds_in, setting
 from vitrail.training.config import TrainConfig
 from vitrail.training.stop import interrupted_by_signals
 
-SET_BY_THE_COMPARISON = ("checkpoints", "device", "evaluations", "overwrite", "run", "seed", "task")
+SET_BY_THE_COMPARISON = (
+    "checkpoints", "device", "evaluations", "max_time", "name", "overwrite", "run", "seed", "task",
+)  # fmt: skip
 """Settings of a run that an entry cannot change. The settings of the data are the same for all entries too."""
 
 
@@ -45,7 +47,7 @@ SET_BY_THE_COMPARISON = ("checkpoints", "device", "evaluations", "overwrite", "r
 class BenchAccuracy:
     """Options of `vitrail bench accuracy`."""
 
-    recipes: tuple[str, ...] = setting(argument="RECIPE...")
+    recipes: tuple[str, ...] = setting(argument="RECIPE...", distinct=True)
     """Recipes to compare, also with changed settings, such as demo:epochs=5,learning_rate=0.001. Ratios refer to the
     first one. vitrail recipes lists all."""
     data: str | None = setting(None, metavar="SPEC")
@@ -57,10 +59,10 @@ class BenchAccuracy:
     script, and timm-small, published settings for images of 32 pixels."""
     environment: tuple[str, ...] = ()
     """Python of a library's own environment, such as timm=/opt/timm/bin/python. By default the Python of Vitrail."""
-    seeds: tuple[int, ...] = setting((0, 1, 2), commas=True, least=0, below=2**32)
+    seeds: tuple[int, ...] = setting((0, 1, 2), commas=True, least=0, below=2**32, distinct=True)
     """Random seeds. Every entry runs once with each of them."""
     targets: tuple[float, ...] = setting(
-        (0.8, 0.85, 0.9), above=0, below=1, advice="give a fraction, such as 0.85 for 85 %"
+        (0.8, 0.85, 0.9), above=0, below=1, advice="give a fraction, such as 0.85 for 85 %", distinct=True
     )
     """Validation accuracies to reach, between 0 and 1."""
     budget: str | None = None
@@ -103,7 +105,6 @@ COMMAND = Command(
 
 def main(call: Call) -> None:
     options = BenchAccuracy(**call.options)
-    check_different(options, "recipes", "seeds", "targets")
     entries = peer_entries(names_in(options.against))
     comparison = AccuracyComparison(
         recipes=_recipes(options),
@@ -114,6 +115,9 @@ def main(call: Call) -> None:
         device=pick_device(options.device),
     )
     console = message_console(options.json)
+    data = next(iter(comparison.recipes.values())).data
+    if options.validation_share is not None and (note := data.open_whole().share_note(data.validation)):
+        print_notes(console, note)
 
     def show(label: str, result: Curve) -> None:
         last = result.points[-1]
@@ -159,7 +163,9 @@ def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
         if (task := config.task.name) != "classification":
             raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")
         try:
-            configs[entry] = config.override(**_changed(settings))
+            changed = _changed(settings)
+            configs[entry] = config.override(**({"steps": None} if "epochs" in changed else {}), **changed)
+            check_effects(changed, configs[entry])
         except ConfigError as error:
             raise ConfigError(f"recipe {entry!r}: {error}") from None
     return configs
@@ -175,13 +181,17 @@ def _changed(settings: str) -> dict[str, Any]:
         name, equals, value = (word.strip() for word in part.partition("="))
         name = name.replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{name!r} is no setting to compare; {nearest(name, known)}")
+            advice = nearest(name, known) if name else "give NAME=VALUE"
+            raise ConfigError(f"{name!r} is no setting to compare; {advice}")
+        if name in changes:
+            raise ConfigError(f"{name} is given twice; give each setting once")
         option = known[name]
         if option.is_flag and value not in ("on", "off"):
             raise ConfigError(f"{name}={value!r} is neither on nor off")
         if not equals or not value:
             raise ConfigError(f"{name} has no value; give {name}=VALUE")
         changes[name] = value == "on" if option.is_flag else convert(option, value.split())
+    raise_problems(option_problems(known, changes))
     return changes
 
 
@@ -255,7 +265,7 @@ def tables(curves: Curves, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """
     described = (
         Column("accuracy", "target", ".1%"),
-        Column("entry", lambda row: escape_markup(row["entry"]), is_text=True),
+        Column("entry", lambda row: escape_markup(row["entry"]), is_text=True, folds=True),
         Column("seeds", lambda row: f"{row['reached']} of {row['seeds']}"),
     )
     in_seconds = (
@@ -266,7 +276,7 @@ def tables(curves: Curves, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
         Column("TFLOP", lambda row: _cost(_ends(row, "flops"), 1e12)),
         Column("times", lambda row: _ratio(_ends(row, "flops_ratio"), row["flops_ratio_is_bound"])),
     )
-    finished = Column("finished model", lambda item: escape_markup(item[0]))
+    finished = Column("finished model", lambda item: escape_markup(item[0]), folds=True)
     accuracies = (
         finished,
         Column("validation", lambda item: final_accuracies(item[1])[0], _accuracy),

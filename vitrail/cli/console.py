@@ -129,6 +129,8 @@ class Column:
     """Text for None."""
     is_text: bool = False
     """True for a column that is aligned to the left. The first column of a table always is."""
+    folds: bool = False
+    """True for a column whose texts continue on a second line if the table would be too wide. Others are cut."""
 
     def text(self, row: Any) -> str:
         value = row[self.value] if isinstance(self.value, str) else self.value(row)
@@ -144,7 +146,12 @@ def terminal_table(columns: Sequence[Column], rows: Iterable[Any], caption: str 
     )
     for column in columns:
         is_text = column.is_text or column is columns[0]
-        table.add_column(column.heading, justify="left" if is_text else "right", no_wrap=True)
+        table.add_column(
+            column.heading,
+            justify="left" if is_text else "right",
+            no_wrap=not column.folds,
+            overflow="fold" if column.folds else "ellipsis",
+        )
     for row in rows:
         table.add_row(*(column.text(row) for column in columns))
     return table

@@ -109,7 +109,10 @@ def run_check(call: Call) -> None:
                 f"{path} exists already and is not an earlier page of data check; choose another --page"
             )
     console = Console(stderr=options.json)
-    splits = data.open(unlabelled=options.unlabelled, tolerant=True)
+    opened = data.open_whole(unlabelled=options.unlabelled, tolerant=True)
+    if "validation_share" in call.options and (note := opened.share_note(options.validation)):
+        print_notes(console, note)
+    splits = data.cut(opened)
     with showing_progress(console, "looking at images", transient=True) as progress:
         report = check_data(
             splits,

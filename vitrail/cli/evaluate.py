@@ -60,7 +60,7 @@ from vitrail.weights.load import load
 class Evaluate(DeviceOption, JsonOption, ReductionOptions, ImageSizeOption):
     """Options of `vitrail evaluate`."""
 
-    models: tuple[str, ...] = setting(argument="MODEL...")
+    models: tuple[str, ...] = setting(argument="MODEL...", distinct=True)
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub. Several
     models are measured on the same images, which none of them learned from."""
     data: str = setting("", metavar="SPEC")
@@ -308,8 +308,6 @@ def _check_images(options: Evaluate) -> None:
             f"validation_share={share} chooses validation images, but --split {options.split} measures others; leave "
             "one of them out"
         )
-    if len(set(options.models)) < len(options.models):
-        raise ConfigError("MODEL: a model is named twice; name each model once")
     if len(options.models) > 1 and (options.per_class or options.confusion):
         raise ConfigError("--per-class and --confusion show one model; name only one MODEL")
 

@@ -244,6 +244,8 @@ def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData,
     check_effects(given, base, by_user=True)
     check_request(base)
     data = base.data.open_whole()
+    if "validation_share" in given and (note := data.share_note(base.data.validation)):
+        log.note(note)
     initial = load(model, device="cpu")
     if protocol == "rule":
         if not base.start.new_head:

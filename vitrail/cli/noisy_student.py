@@ -117,6 +117,10 @@ def main(call: Call) -> None:
     config = _config(call.options)
     folder = _folder(config)
     console = Console()
+    log = Log(ConsoleDisplay(console, COMMAND.note))
+    data = config.student.data
+    if "validation_share" in call.options and (note := data.open_whole().share_note(data.validation)):
+        log.note(note)
     bar = images_bar(console, transient=True)
     labelling = bar.add_task("labelling", total=None)
 
@@ -130,7 +134,7 @@ def main(call: Call) -> None:
     again = "Finished rounds stay; give the same command again to continue"
     try:
         with interrupted_by_signals():
-            rounds = run_rounds(config, folder, Log(ConsoleDisplay(console, COMMAND.note)), show_progress)
+            rounds = run_rounds(config, folder, log, show_progress)
     except Stopped as stop:
         raise Stopped(f"{stop}\n{again}", stop.run) from None
     except KeyboardInterrupt:

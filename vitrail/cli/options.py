@@ -11,7 +11,6 @@ import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import cache, cached_property
 from pathlib import Path
 from types import UnionType
@@ -24,8 +23,8 @@ from vitrail.training.schedule import Duration
 Options = Mapping[str, Any]
 """Values of the options that the user typed, by field name."""
 
-SMALL_NEGATIVE = re.compile(r"-\d*\.?\d+[eE][+-]?\d+")
-"""Pattern of negative numbers that argparse would mistake for options."""
+NEGATIVE = re.compile(r"-\.?\d")
+"""Pattern of the beginning of words that are values, such as -1e-5 and -1m, and no options."""
 
 VALUE = r"\([^()]*\)|'[^']*'|\"[^\"]*\"|[^\s,;:()]+"
 """Pattern of a value in a message."""
@@ -130,7 +129,7 @@ class Command:
         by_name = {**by_name, **self.depends(given | typed_as)}
         for name, values in values_of.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
-        raise_problems(problem for name in given for problem in _problems(by_name[name], given))
+        raise_problems(option_problems(by_name, given))
         if "max_pixels" in given and by_name["max_pixels"].owner is ImageChoice:
             from vitrail.data.pixels.decode import allow_pixels
 
@@ -154,8 +153,8 @@ class Command:
 
         For example, `batch_size=0 is less than 1` becomes `--batch-size: 0 is less than 1`, and `layers=(9,): block 9
         does not exist` becomes `--layers 9: block 9 does not exist`. Inside a line, `name=value` is replaced only if
-        the user typed that option or the message recommends the value. For errors other than `ConfigError`, only the
-        start of a line is replaced, because the rest can name fields of files.
+        the user typed that option or the message recommends the value, and never inside quotes. For errors other than
+        `ConfigError`, only the start of a line is replaced, because the rest can name fields of files.
         """
         about_settings = isinstance(error, ConfigError)
         return "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
@@ -179,6 +178,8 @@ class Command:
             return f"{label} {typed}: " if found[3] else f"{label}: {typed} "
 
         def inside(found: re.Match[str]) -> str:
+            if found[1] is None:
+                return found[0]
             is_typed = found[1] in given or found[1] in self.spelled or ADVICE.search(line[: found.start()])
             return f"{self._label(found[1])} {_typed(found[2])}" if is_typed else found[0]
 
@@ -186,9 +187,10 @@ class Command:
         line = re.sub(rf"^({names}): ", lambda found: f"{self._label(found[1])}: ", line)
         if not about_settings:
             return line
-        before, after = r"(?<![\w/.'-])", r"(?![\w=('/])"
-        line = re.sub(rf"{before}({names})=({value})", inside, line)
-        return re.sub(rf"{before}([a-z0-9]+(?:_[a-z0-9]+)+){after}", lambda found: self._label(found[1]), line)
+        before, after, quoted = r"(?<![\w/.'-])", r"(?![\w=('/])", r"(?<!\w)'[^']*'"
+        line = re.sub(rf"{before}({names})=({value})|{quoted}", inside, line)
+        name = rf"{before}([a-z0-9]+(?:_[a-z0-9]+)+){after}|{quoted}"
+        return re.sub(name, lambda found: self._label(found[1]) if found[1] else found[0], line)
 
     def _label(self, name: str) -> str:
         return self.spelled.get(name) or (self.known[name].label if name in self.known else name)
@@ -209,6 +211,7 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
+    parser._negative_number_matcher = NEGATIVE  # argparse knows no exponents and no units
     for option in options.values():
         if option.positional:
             continue
@@ -223,16 +226,16 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
     return parser
 
 
-def _problems(option: Option, given: Options) -> Iterator[str]:
-    """Yield a message if the value of an option is not allowed, or does not go with the other typed options."""
-    value = given[option.name]
-    yield problem_of(option.name, value, option.kind, option.facts)
-    is_on = value not in (None, False, "")
-    if is_on and given.get(other := option.facts.get("excludes", "")):
-        yield f"{option.label} and {flag(other)} exclude each other; give only one of them"
-    needed, reason = option.facts.get("needs", ("", ""))
-    if is_on and needed and not given.get(needed):
-        yield f"{option.label}: {reason}"
+def option_problems(options: Mapping[str, Option], given: Options) -> Iterator[str]:
+    """Yield a message for each value of an option that is not allowed, or does not go with the other given options."""
+    for option, value in ((options[name], value) for name, value in given.items()):
+        yield problem_of(option.name, value, option.kind, option.facts)
+        is_on = value not in (None, False, "")
+        if is_on and given.get(other := option.facts.get("excludes", "")):
+            yield f"{option.label} and {flag(other)} exclude each other; give only one of them"
+        needed, reason = option.facts.get("needs", ("", ""))
+        if is_on and needed and not given.get(needed):
+            yield f"{option.label}: {reason}"
 
 
 def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
@@ -256,14 +259,11 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(word: str) -> str:
-    """Return a word that argparse understands.
-
-    In option names dashes replace underscores, and small negative numbers are written without an exponent.
-    """
+    """Return a word with dashes in place of the underscores of an option's name."""
     if word.startswith("--"):
         name, equals, value = word.partition("=")
         return name.replace("_", "-") + equals + value
-    return f"{Decimal(word):f}" if SMALL_NEGATIVE.fullmatch(word) else word
+    return word
 
 
 def _with_widths(words: Sequence[str], sizes: Collection[str]) -> Iterator[str]:
@@ -488,14 +488,6 @@ def check_own_effects(given: Options, settings: Any, *, by_user: bool = False) -
         if name in given and not effect.holds(settings) and (effect.by_user or not by_user):
             only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
             raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
-
-
-def check_different(options: Any, *names: str) -> None:
-    """Raise `ConfigError` if one of these options has a value twice."""
-    for name in names:
-        values = getattr(options, name)
-        if twice := [value for value in values if values.count(value) > 1]:
-            raise ConfigError(f"{name}: {twice[0]} is given twice; give each value once")
 
 
 def convert(option: Option, values: Sequence[str]) -> Any:

@@ -18,16 +18,17 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.analysis.charts import STYLE, series_chart
-from vitrail.cli.console import print_notes
+from vitrail.cli.console import message_console, print_notes
 from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text
-from vitrail.errors import ConfigError, RunError
+from vitrail.errors import ConfigError, RunError, plural
 from vitrail.evaluation.metrics.numbers import merit
 from vitrail.files import check_new_file, saving
 from vitrail.report.charts import Series
 from vitrail.report.page import write_page
 from vitrail.settings import setting
 from vitrail.training.folder import (
+    DEPTH,
     RunSummary,
     differing_settings,
     find_runs,
@@ -63,8 +64,8 @@ class Runs(JsonOption):
 
 COMMAND = Command(
     name="runs",
-    summary="""List the runs in a folder: state, steps, metrics, and the settings in which a run differs from most of
-    the others.
+    summary=f"""List the runs in a folder, down to {DEPTH} levels: state, steps, metrics, and the settings in which a
+    run differs from most of the others.
 
     To continue a run that is stopped or interrupted, use vitrail train --resume RUN.""",
     examples=(
@@ -79,8 +80,11 @@ COMMAND = Command(
 
 def main(call: Call) -> None:
     options = Runs(**call.options)
-    found = summaries_in(options.folder, trials=options.trials)
-    found.sort(key=_order(options.sort))
+    folders = _folders(options.folder)
+    shown = [folder for folder in folders if options.trials or not is_trial(folder)]
+    if len(shown) < len(folders):
+        print_notes(message_console(options.json), f"{plural(len(folders) - len(shown), 'trial')} not shown (--trials)")
+    found = sorted(map(summarise, shown), key=_order(options.sort))
     settings = _settings(found)
     if options.json:
         print(json.dumps(rows_of(found, settings)))
@@ -98,13 +102,14 @@ def main(call: Call) -> None:
     print_notes(console, *notes_on_data(found))
 
 
-def summaries_in(folder: Path, *, trials: bool) -> list[RunSummary]:
-    """Return the summaries of the runs in a folder. Raise `ConfigError` if it does not exist or holds no run."""
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders of the runs in a folder. Raise `ConfigError` if it does not exist or holds no run."""
     if not folder.is_dir():
         raise ConfigError(f"folder={str(folder)!r} is not a folder; give the folder that holds your runs")
-    found = [summarise(path) for path in find_runs(folder) if trials or not is_trial(path)]
-    if not found:
-        raise ConfigError(f"folder={str(folder)!r} holds no run: no folder in it has a run.json")
+    if not (found := list(find_runs(folder))):
+        raise ConfigError(
+            f"folder={str(folder)!r} holds no run: no folder in it, down to {DEPTH} levels, has a run.json"
+        )
     return found
 
 
@@ -195,11 +200,11 @@ def _measured(run: RunSummary, split: str, shared: str) -> str:
 class CompareRuns(JsonOption):
     """Options of `vitrail runs compare`."""
 
-    runs: tuple[Path, ...] = setting(argument="RUN...")
+    runs: tuple[Path, ...] = setting(argument="RUN...", distinct=True)
     """Folders of two or more runs."""
     page: Path | None = None
     """HTML file for the curves of all runs in the same charts."""
-    overwrite: bool = False
+    overwrite: bool = setting(False, needs=("page", "only the file that --page names is replaced; leave it out"))
     """Replace the file that --page names if it exists."""
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import message_console
-from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, check_different, names_in
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, names_in
 from vitrail.errors import ConfigError, Interrupted, nearest
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
@@ -37,16 +37,17 @@ class StudyOptions(DeviceOption, JsonOption):
     """Study to run. `vitrail study --help` lists all."""
     quick: bool = False
     """Run a small version, which takes at most 8 minutes on two cores. By default a study takes at most 90 minutes."""
-    plan: bool = False
+    plan: bool = setting(False, excludes="cell")
     """Print the cost of the study and of its published size (cells, FLOPs and time), and run nothing."""
     data: str = setting("bundled", metavar="SPEC")
     """Data set of classification with a test split, in any form that `vitrail train` accepts. By default the bundled
     images."""
-    arms: str = ""
+    arms: str = setting("", excludes="cell")
     """Arms to measure, separated by commas. By default all."""
     seeds: tuple[int, ...] = setting(
-        (0, 1, 2), commas=True, least=0, below=TRIAL_SEED, advice=f"the trials have the seed {TRIAL_SEED}"
-    )
+        (0, 1, 2), commas=True, least=0, below=TRIAL_SEED, advice=f"the trials have the seed {TRIAL_SEED}",
+        distinct=True, excludes="cell",
+    )  # fmt: skip
     """Random seeds. Every point is measured once with each of them. More seeds can be added to a finished study."""
     jobs: int | None = setting(None, least=1)
     """Number of cells that run at a time, each in a process of its own. By default one per core, as far as memory
@@ -84,7 +85,6 @@ def main(call: Call) -> None:
     options = StudyOptions(**call.options)
     if options.name not in STUDIES:
         raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
-    check_different(options, "seeds")
     study = STUDIES[options.name]
     console = message_console(options.json)
     device = pick_device(options.device)
@@ -116,10 +116,11 @@ def main(call: Call) -> None:
         console.print(f"{next(numbers):4} of at most {len(cost.costs)}  {label}: {text}", markup=False)
 
     pool = study_pool(folder, jobs=jobs, threads=threads, device=options.device, on_cell=show)
+    repeated = pool.cell_named(options.cell) if options.cell else None
     try:
         with interrupted_by_signals(), run.held():
-            if options.cell:
-                result = pool.repeat(options.cell)
+            if repeated is not None:
+                result = pool.repeat(repeated)
                 if options.json:
                     print(json.dumps(to_plain(result)))
                 return

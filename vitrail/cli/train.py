@@ -57,7 +57,7 @@ class Train(ResumeOptions):
     """Time of the training, such as 90s, 3m or 1h, if settings are chosen from the data. Default: 5m."""
     like: Path | None = None
     """Folder of a run whose settings and data are used again in a new run. Options on the command line replace them."""
-    plan: tuple[int, ...] | None = None
+    plan: tuple[int, ...] | None = setting(None, excludes="budget")
     """Print what a step needs on these numbers of GPUs: memory, communication and bounds of the speed, by formulas for
     the H100. No training is done."""
 
@@ -233,7 +233,7 @@ def main(call: Call) -> None:
             with join_processes(RunConfig(process_timeout=timeout).process_seconds).reporting():
                 config, data, initial = _requested(call, log)
             if numbers := call.options.get("plan"):
-                _print_plan(console, config, data, initial, numbers)
+                _print_plan(console, log, config, data, initial, numbers)
                 return
             if isinstance(recipe := RECIPES[call.options.get("recipe", "demo")], PaperRecipe):
                 _say_published(log, recipe, config)
@@ -255,10 +255,17 @@ def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
 
 def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:
     """Return the config of the run, its data if it is open, and the initial model, if there is one."""
-    if is_chosen(call.options):
-        return *_from_data(call.options, log, call.started), None
-    config, initial = _config(call.options, log, call.started)
-    return config, _data_like(call.options["like"], config, log) if "like" in call.options else None, initial
+    if not is_chosen(call.options):
+        config, initial = _config(call.options, log, call.started)
+        data = _data_like(call.options["like"], config, log) if "like" in call.options else None
+        if data is None and "validation_share" in call.options:
+            check_columns(config)
+            data = config.data.open_whole(**config.task.wanted)
+    else:
+        (config, data), initial = _from_data(call.options, log, call.started), None
+    if data is not None and "validation_share" in call.options and (note := data.share_note(config.data.validation)):
+        log.note(note)
+    return config, data, initial
 
 
 def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainConfig, OpenedData]:
@@ -267,7 +274,12 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     from vitrail.transfer.dense_rules import TASKS_OF_TARGETS
     from vitrail.transfer.facts import seconds_of
 
-    explicit = {name: value for name, value in given.items() if name not in ("budget", "plan")}
+    if "plan" in given:
+        raise ConfigError(
+            "plan: without a recipe, the settings follow a measurement of this machine; name a recipe, such as "
+            f"vitrail train folder --data {shlex.quote(given['data'])} --plan {' '.join(map(str, given['plan']))}"
+        )
+    explicit = {name: value for name, value in given.items() if name != "budget"}
     seconds = seconds_of(given.get("budget"), DEFAULT_SECONDS)
     base = TrainConfig().override(**explicit, **({} if "task" in given else {"task": task_of(given, "classification")}))
     check_effects(given, recipe_for(given).override(**{**explicit, "task": base.task.name}))
@@ -325,12 +337,36 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
     return config, initial
 
 
+COUNTED = {
+    "lora_rank": (None,),
+    "train_blocks": (None,),
+    "optimizer": ("adamw", "lamb", "sgd", "lars"),
+    "momentum_format": ("float32",),
+}
+"""Values of settings that a plan counts exactly. Other values need less than the plan says."""
+
+
 def _print_plan(
-    console: Console, config: TrainConfig, data: OpenedData | None, initial: Bundle | None, numbers: Sequence[int]
+    console: Console,
+    log: Log,
+    config: TrainConfig,
+    data: OpenedData | None,
+    initial: Bundle | None,
+    numbers: Sequence[int],
 ) -> None:
-    """Print the plan of a run on each number of GPUs. Raise the errors of `prepare` and `scale_plans`."""
+    """Print the plan of a run on each number of GPUs. Raise `ConfigError` for a precision that has no plan, and the
+    errors of `prepare` and `scale_plans`."""
     from vitrail.training.scale import scale_plans, scale_table
 
+    if config.run.precision not in ("auto", "bf16"):
+        raise ConfigError(f"precision={config.run.precision!r} has no plan; choose bf16")
+    if less := [
+        setting_text(name, value) for name, values in COUNTED.items() if (value := config.in_effect(name)) not in values
+    ]:
+        log.note(
+            f"the plan counts float32 gradients and moments of every weight, so that the run with {', '.join(less)} "
+            "needs less"
+        )
     job = prepare(config, data=data, model=initial)
     assert job.network is not None, "the command line names networks"
     network = job.network.with_head(len(config.task.output_names(job.splits)))

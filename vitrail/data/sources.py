@@ -107,6 +107,16 @@ class OpenedData:
     mixed: tuple[MixedData, ...] = ()
     """Additional training data."""
 
+    def share_note(self, validation: str) -> str:
+        """Return a note that `validation` chooses the same images with any --validation-share, because they are a split
+        of the data. Return an empty text otherwise."""
+        if validation != "auto" or self.whole.validation is None:
+            return ""
+        return (
+            f"--validation-share has no effect, because {self.whole.title} has a validation split; use --validation "
+            "train to hold out training images instead"
+        )
+
     def splits(
         self,
         *,

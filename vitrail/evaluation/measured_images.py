@@ -97,8 +97,8 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
             "or train them with the same --validation-share and --validation. --split all measures every image, and "
             "with it those that the models learned from"
         )
-    which = f"that no model learned from ({counts})" if held_out else "of it; no model records that it learned from it"
-    note = f"measuring {plural(len(keys), 'image')} of {len(train):,} in {spec!r}, {which}"
+    which = f", that no model learned from ({counts})" if held_out else "; no model records that it learned from them"
+    note = f"measuring {plural(len(keys), 'image')} of {len(train):,} in {spec!r}{which}"
     return CommonImages(keys, 0.0, note)
 
 

@@ -6,6 +6,7 @@ All cells run one after the other, in one folder.
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import json
 import math
@@ -66,8 +67,12 @@ class AccuracyCell(Cell):
 
     @property
     def name(self) -> str:
-        """The entry with its seed. Characters that some file systems do not allow are replaced."""
-        return f"{re.sub(r'[^A-Za-z0-9=.-]', '-', self.entry)}-seed{self.seed}"
+        """The entry with its seed. Characters that some file systems do not allow are replaced, and then a hash tells
+        the entry from others."""
+        plain = re.sub(r"[^A-Za-z0-9=.-]", "-", self.entry)
+        if plain != self.entry:
+            plain += f"-{hashlib.sha256(self.entry.encode()).hexdigest()[:8]}"
+        return f"{plain}-seed{self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, VitrailError, nearest
-from vitrail.files import check_parent, partial_path, saving, write_json
+from vitrail.files import check_parent, partial_path, recover_folder, replaced_path, saving, write_json
 from vitrail.settings import from_plain
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.folder import LOCK, locked, read_record
@@ -222,17 +222,18 @@ class Pool(Generic[C, R]):
         finished cells are not run again. A cell runs after the cell that it starts from, which is in `cells` or has run
         before.
 
-        Raises `RunError` if a cell was measured with other settings, and `VitrailError` if a process fails, after the
-        other running cells have ended. If this process ends, the processes of the cells end too.
+        Raises `RunError` if a cell was measured with other settings or has the name of another one, and `VitrailError`
+        if a process fails, after the other running cells have ended. If this process ends, the processes of the cells
+        end too.
         """
         results: dict[str, R] = {}
         waiting: dict[str, tuple[str, C]] = {}
         for label, cell in cells:
             found = self._finished(label, cell)
-            if found is None:
-                waiting.setdefault(cell.name, (label, cell))
-            else:
+            if found is not None:
                 results[cell.name] = found
+            elif waiting.setdefault(cell.name, (label, cell))[1] != cell:
+                raise RunError(f"{label} and {waiting[cell.name][0]} are different cells of one name, {cell.name}")
         running: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
         failure = ""
         try:
@@ -261,14 +262,33 @@ class Pool(Generic[C, R]):
             raise VitrailError(failure)
         return results
 
-    def repeat(self, name: str) -> R:
-        """Run a cell of the folder again, alone, and return its new result. Raise `ConfigError` for an unknown name."""
-        names = sorted(path.name for path in (self.folder / CELLS).iterdir() if path.is_dir())
+    def cell_named(self, name: str) -> C:
+        """Return a cell of the folder. Raise `ConfigError` for an unknown name."""
+        names = sorted(path.name for path in (self.folder / CELLS).glob("[!.]*") if path.is_dir())
+        if not names:
+            raise ConfigError(f"cell {name!r} cannot be repeated, because {self.folder / CELLS} has no cells")
         if name not in names:
             raise ConfigError(f"cell {name!r} is not in {self.folder / CELLS}; {nearest(name, names)}")
-        cell = read_cell(self.place(name), self.cell)
-        shutil.rmtree(self.place(name))
-        return self.run([(f"cell {name}", cell)])[name]
+        return read_cell(self.place(name), self.cell)
+
+    def repeat(self, cell: C) -> R:
+        """Run a cell of the folder again, alone, and return its new result. If this fails, the folder of the cell keeps
+        its earlier result, beside the log of the failure."""
+        place = self.place(cell.name)
+        earlier = replaced_path(place)
+        with saving("the cell", place):
+            shutil.rmtree(earlier, ignore_errors=True)
+            place.rename(earlier)
+        try:
+            result = self.run([(f"cell {cell.name}", cell)])[cell.name]
+        except BaseException:
+            if (place / LOG).exists():
+                (place / LOG).replace(earlier / LOG)
+            shutil.rmtree(place, ignore_errors=True)
+            recover_folder(place)
+            raise
+        shutil.rmtree(earlier, ignore_errors=True)
+        return result
 
     def place(self, name: str) -> Path:
         """Return the folder of a cell."""
@@ -277,13 +297,13 @@ class Pool(Generic[C, R]):
     def _finished(self, label: str, cell: C) -> R | None:
         place = self.place(cell.name)
         result = read_result(place, self.result)
-        if result is not None and (place / CELL).exists():
-            before, now = json.loads((place / CELL).read_text(encoding="utf-8")), _plain(cell)
-            if changed := differences(before, now):
-                raise RunError(
-                    f"{place} was measured with other settings of {label}: {'; '.join(changed[:5])}; delete this "
-                    "folder, or choose another --out"
-                )
+        if result is None or not (place / CELL).exists():
+            return result
+        if changed := differences(_plain(read_cell(place, self.cell)), _plain(cell)):
+            raise RunError(
+                f"{place} was measured with other settings of {label}: {'; '.join(changed[:5])}; delete this folder, "
+                "or choose another --out"
+            )
         return result
 
     def _start(self, cell: C) -> subprocess.Popen[bytes]:

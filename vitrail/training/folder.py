@@ -300,9 +300,6 @@ why, for example because the machine was switched off."""
 ENDS: dict[str, RunState] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 """State of a run whose last event is the key, while no process trains it."""
 
-PARTS = ("model", "checkpoints", "examples")
-"""Folders inside a run's folder, which hold no runs."""
-
 DEPTH = 3
 """Number of levels of folders in which runs are looked for."""
 
@@ -355,8 +352,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     except OSError:
         return
     for path in inside:
-        if path.name not in PARTS:
-            yield from find_runs(path, depth - 1)
+        yield from find_runs(path, depth - 1)
 
 
 def summarise(folder: Path) -> RunSummary:

@@ -165,7 +165,7 @@ def prepare(
     `origin` is the record of that model in run.json. `probes` are measured beside those of the config. Without
     `measure_test` the run has no test split. Several `processes` must find the same data.
     """
-    check_trackers(config.run.track)
+    processes.on_first(lambda: check_trackers(config.run.track))
     device = pick_device(processes.device_name(config.run.device))
     precision = resolve_precision(config.run.precision, device)
     config = config.override(

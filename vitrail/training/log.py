@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from vitrail.errors import nearest
+from vitrail.errors import ConfigError, nearest
 from vitrail.files import saving
 from vitrail.registry import optional_module
 
@@ -72,7 +72,8 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     """Return the events of a run. If a run that was resumed or rolled back repeated steps, only the events of the
     repetition are returned. If a finished run was extended, the events of its earlier end are not returned.
 
-    Incomplete lines, which a power failure can leave, are skipped. A run without a journal has no events.
+    Incomplete lines, which a power failure can leave, and lines without an event are skipped. A run without a journal
+    has no events.
     """
     if not path.exists():
         return []
@@ -81,6 +82,8 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         try:
             event = json.loads(line)
         except ValueError:
+            continue
+        if not isinstance(event, dict) or "event" not in event:
             continue
         if event["event"] in ("resumed", "rolled back"):
             events = [old for old in events if _stays(old, event)]
@@ -95,7 +98,7 @@ def end_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics among the values of an event."""
-    return {name: value for name, value in event.items() if isinstance(value, float)}
+    return {name: value for name, value in event.items() if isinstance(value, float) and name != "time"}
 
 
 def kept_result(path: Path) -> dict[str, float]:
@@ -149,10 +152,11 @@ class WeightsAndBiases:
             if not identity.exists():
                 identity.write_text(secrets.token_hex(4), encoding="utf-8")
             name = identity.read_text(encoding="utf-8")
-        quiet = wandb.Settings(console="off", silent=True)
-        self._run = wandb.init(
-            dir=folder, id=name, name=folder.name, resume="allow", config=dict(settings), settings=quiet
-        )
+        with _answering():
+            quiet = wandb.Settings(console="off", silent=True)
+            self._run = wandb.init(
+                dir=folder, id=name, name=folder.name, resume="allow", config=dict(settings), settings=quiet
+            )
         self._run.define_metric("*", step_metric="training_step")  # its own steps cannot go back to a checkpoint
 
     def receive(self, event: Mapping[str, Any]) -> None:
@@ -163,23 +167,46 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+UNSENT = ("offline", "dryrun", "disabled")
+"""Values of `WANDB_MODE` that need no account."""
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Raise `ConfigError` for an error of Weights & Biases inside the `with` block, which has a dozen types."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"track='wandb' failed: {' '.join(str(error).split())}; log in with wandb login, set WANDB_MODE=offline, "
+            "or leave wandb out"
+        ) from error
+
+
 TRACKERS: dict[str, type[TensorBoard | WeightsAndBiases]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 """The programs by their names. A name is also that of the module, and of the extra that installs the program."""
 
 
 def tracker_problems(track: str) -> list[str]:
-    """Return messages about names of `track` that are not in the table."""
+    """Return messages about names of `track` that are not in the table, and about a text that names none or one
+    twice."""
+    names = _names(track)
+    if track and (not names or len(set(names)) < len(names)):
+        return [f"track={track!r} does not name different programs; choose from {', '.join(TRACKERS)}"]
     return [
         f"track={track!r}: unknown program {name!r}; {nearest(name, TRACKERS)}"
-        for name in _names(track)
+        for name in names
         if name not in TRACKERS
     ]
 
 
 def check_trackers(track: str) -> None:
-    """Raise `ConfigError` if a program of `track` is not installed."""
+    """Raise `ConfigError` if a program of `track` is not installed, or if Weights & Biases has no login."""
     for name in _names(track):
-        optional_module(name, name)
+        module: Any = optional_module(name, name)
+        if name == "wandb" and os.environ.get("WANDB_MODE") not in UNSENT:
+            with _answering():
+                module.login()
 
 
 @contextmanager

@@ -128,7 +128,9 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
         flops += 2 * network.macs()  # every block is computed twice
     if run.accumulation > 1 and cost.batch_bytes:  # a `BatchObjective` computes every part twice
         flops += network.inference_flops(config.images.image_size)
-    copies = 4 + (config.optimizer.average > 0)  # weights, gradients, two moments, mean
+    optimizer = config.optimizer
+    moments = optimizer.momentum_rate > 0 if optimizer.kind in ("sgd", "lars") else 2
+    copies = 2 + moments + (optimizer.average > 0)  # weights, gradients, moments, mean
     vit = transformer_config(network) if config.start.lora_rank is None else None
     copied = (
         weights if vit is None or vit.reduction is not None or vit.reversible else weights - 4 * vit.block_parameters()

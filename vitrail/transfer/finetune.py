@@ -202,8 +202,8 @@ def check_choices(
             )
     if rates is None:
         return
-    if not rates or not all(0 < rate < math.inf for rate in rates):
-        raise ConfigError(f"learning_rates={rates} must be one or more numbers above 0")
+    if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+        raise ConfigError(f"learning_rates={rates} must be one or more different numbers above 0")
     if "learning_rate" in explicit:
         raise ConfigError(
             f"learning_rate={explicit['learning_rate']} and learning_rates={rates} exclude each other; choose one"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -218,9 +217,8 @@ def trials_folder(folder: Path) -> Path:
 
 
 def is_trial(folder: Path) -> bool:
-    """Return True if a run is a trial of a learning rate or of other settings, which end with their number of steps."""
-    is_inside = folder.absolute().parent.name.endswith(TRIALS_SUFFIX)
-    return is_inside and re.search(r"^learning-rate-|-\d+$", folder.name) is not None
+    """Return True if a run is a trial of settings. The names of all candidates have their learning rate."""
+    return folder.absolute().parent.name.endswith(TRIALS_SUFFIX) and "learning-rate-" in folder.name
 
 
 def read_tried(folder: Path) -> tuple[Tried, ...]:

@@ -240,6 +240,20 @@ def text_findings(train: Source, splits: Mapping[str, SplitCounts]) -> Iterator[
     )  # fmt: skip
 
 
+def number_findings(train: Source) -> Iterator[Finding]:
+    """Yield a finding about numbers that are the same for all training images."""
+    targets = truth_of(train)
+    columns = zip(targets.names, targets.values.T, strict=True)
+    same = [name for name, column in columns if len(np.unique(column[~np.isnan(column)])) == 1]
+    if same:
+        yield Finding(
+            "constant-number", "warning", len(same),
+            f"{plural(len(same), 'number')} with one value for all training images: {listed(same)}",
+            "A model predicts it without looking at an image, so its metrics say nothing.",
+            "Add images with other values, or leave the column out.",
+        )  # fmt: skip
+
+
 def balance_of(train: SplitCounts) -> Balance | None:
     counts = np.array([number for number in train.per_class if number], np.float64)
     if not len(counts):
@@ -670,6 +684,7 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
         line += f" of {balance.smallest:,} to {balance.largest:,} training {each} each"
     looks = _glance(splits.train)
     found = [*_broken_now(splits.train, looks), *label_findings(splits.classes, counts, kind)]
+    found += number_findings(splits.train) if kind == "numbers" else ()
     seen = f"checked {plural(len(looks), 'image')}: "
     if (sizes := sizes_of(looks)) is not None:
         (low, high), kinds = (sizes.smallest, sizes.largest), list(kinds_of(looks))

@@ -26,6 +26,7 @@ from vitrail.data.check.findings import (
     kinds_of,
     label_findings,
     most_severe_first,
+    number_findings,
     sizes_of,
     target_findings,
     text_findings,
@@ -75,6 +76,7 @@ def check_data(
         *target_findings(examined, kind),
         *label_findings(splits.classes, counts, kind),
         *(text_findings(splits.train, counts) if kind == "texts" else ()),
+        *(number_findings(splits.train) if kind == "numbers" else ()),
     ]
     notes = list(splits.notes)
     if (looked_at := len(looks)) < (images := sum(map(len, sources.values()))):
