@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import fnmatch
+import glob
 import hashlib
 import json
 import os
@@ -69,6 +70,25 @@ def check_new_folder(
         )
     if entries and not overwrite:
         raise DestinationError(f"{path} exists already; choose another folder, or replace it with --overwrite")
+
+
+def check_listed_folder(path: Path, contents: str, *, overwrite: bool) -> list[str]:
+    """Raise `DestinationError` unless a folder may be written at `path`, as `check_new_folder` does. With `overwrite`,
+    an earlier output is a folder whose JSON file `contents` lists its other files under "files".
+
+    Return shell patterns of the entries of the earlier output, for `replacing_folder`. Each pattern matches one name.
+    """
+    ours: set[str] = set()
+    theirs: set[str] = set()
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        listed = {contents, *json.loads((path / contents).read_text(encoding="utf-8"))["files"]}
+        for entry in path.rglob("*"):
+            if entry.is_symlink() or not entry.is_dir():
+                inside = entry.relative_to(path)
+                (ours if inside.as_posix() in listed else theirs).add(inside.parts[0])
+    patterns = [glob.escape(name) for name in ours - theirs]
+    check_new_folder(path, patterns, overwrite=overwrite)
+    return patterns
 
 
 def check_new_file(path: Path, *, overwrite: bool) -> None:

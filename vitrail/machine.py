@@ -11,7 +11,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 
@@ -85,9 +85,12 @@ def resolve_precision(precision: TrainingPrecision, device: torch.device) -> Tra
 def resolve_precision(precision: Precision | TrainingPrecision, device: torch.device) -> Precision | TrainingPrecision:
     """Return the precision with "auto" resolved: "bf16" if the device has matrix units for it, else "float32".
 
-    Raises `ConfigError` for "float8" on a device that cannot multiply 8-bit floating-point numbers, and for "int8" on a
-    device without fast products of 8-bit integers.
+    Raises `ConfigError` for an unknown precision, for "float8" on a device that cannot multiply 8-bit floating-point
+    numbers, and for "int8" on a device without fast products of 8-bit integers.
     """
+    known = dict.fromkeys((*get_args(Precision), *get_args(TrainingPrecision)))
+    if precision not in known:
+        raise ConfigError(f"precision={precision!r} is not one of {', '.join(map(repr, known))}")
     if precision == "float8":
         _check_float8(device)
     if precision == "int8" and not has_int8_products(device):

@@ -146,6 +146,8 @@ def test_what_is_there_is_kept(embed: Embed, tmp_path: Path) -> None:
     code, _, errors = embed("--overwrite")
     assert code == 2 and "out/train holds files that Vitrail did not write (mine.png)" in errors
     assert (tmp_path / "out" / "train" / "mine.png").exists()
+    (tmp_path / "out" / "train" / "mine.png").rename(tmp_path / "out" / "train" / "features.npy")
+    assert embed("--overwrite")[0] == 2, "other programs write files of this name"
 
 
 @pytest.mark.slow

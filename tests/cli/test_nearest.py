@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,10 @@ from torch.nn.functional import cosine_similarity
 
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.features.index import FeatureIndex
+from vitrail.models.network import with_weights
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -121,6 +127,36 @@ def test_the_weights_of_the_model_are_checked(run: Run, features: Path, tmp_path
     about.write_text(json.dumps(content))
     code, _, errors = run(features, query, "--model", moved)
     assert code == 2 and "hold features of different models; name the folder of one split" in errors
+
+
+def test_a_model_with_the_same_tensors_is_not_the_same_model(
+    run: Run, features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    query = tmp_path / "data" / "test" / "red" / "11.png"
+    bundle = load(tmp_path / "model", device="cpu")
+    network = bundle.network
+    others: dict[str, Bundle] = {}
+    for name, changes in {"heads": {"heads": 1}, "reduction": {"reduction": TokenReduction(tokens=1)}}.items():
+        config = dataclasses.replace(network.config, **changes)
+        others[name] = dataclasses.replace(bundle, network=with_weights(network, config, network.state_dict()))
+    others["mean"] = dataclasses.replace(bundle, preprocess=dataclasses.replace(bundle.preprocess, mean=(0.1,)))
+    index = FeatureIndex.open(features)
+    index.check(dataclasses.replace(bundle, metrics={"accuracy": 0.5}))
+    for name, other in others.items():
+        with pytest.raises(ConfigError, match="other preprocessing" if name == "mean" else "other settings"):
+            index.check(other)
+        model = other.save(tmp_path / name)
+        if name != "mean":
+            assert run(features, query, "--model", model)[0] == 2
+        (tmp_path / "mixed").mkdir(exist_ok=True)
+        shutil.copytree(features / "train", tmp_path / "mixed/train", dirs_exist_ok=True)
+        words = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "mixed"), "--overwrite", "--no-cache"]
+        assert main(["embed", str(model), *words, "--split", "test", "--precision", "float32"]) == 0
+        with pytest.raises(DataError, match="different models"):
+            FeatureIndex.open(tmp_path / "mixed")
+    capsys.readouterr()
+    expected = run(features, query, "--json")[1]
+    assert run(features, query, "--json", "--model", tmp_path / "mean")[1] == expected, "prepared as the features are"
 
 
 def test_features_of_earlier_versions_are_searched_with_a_warning(run: Run, features: Path, tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.make import make_colour_folder
+from tests.make import make_bundle, make_colour_folder
 from vitrail.cli import main
 from vitrail.experiments import faster as search_module
+from vitrail.weights.exported import ExportedNetwork, Interface
 from vitrail.weights.load import load
 
 
@@ -51,6 +54,20 @@ def test_a_faster_model_is_written_and_used(
         assert any(f" {trial['accuracy']:.1%} " in line for line in table), "accuracies are not cut off"
     assert main(["evaluate", str(out), "--data", "bundled", "--json"]) == 0  # the same held-out images are known
     assert json.loads(capsys.readouterr().out)["test"]["images"] == 300
+
+
+def test_an_exported_file_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_bundle(num_classes=3)
+    network: Any = ExportedNetwork(plain.network.config, plain.preprocess, Interface(), lambda _: {}, "a.onnx", "0")
+    exported = replace(plain, network=network)
+    monkeypatch.setattr("vitrail.weights.load.load", lambda *_, **__: exported)
+    monkeypatch.setattr("vitrail.cli.inside.load", lambda *_, **__: exported)
+    for words in (["optimize", "a.onnx", "--data", "bundled"], ["explain", "a.onnx", str(tmp_path)]):
+        (tmp_path / "a.png").touch()
+        assert main([*words, "--device", "cpu"]) == 2
+        assert "a.onnx is an exported model" in capsys.readouterr().err
 
 
 @pytest.mark.slow

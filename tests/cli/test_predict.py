@@ -92,8 +92,9 @@ def test_json_has_the_likeliest_only_if_asked(
     example = trained.examples[0]
     for words, count in ((("--top", "2"), 2), (("--top", "99"), 10), ((), 10)):
         assert main(["predict", str(model), str(example.path), "--json", *words]) == 0
-        row = json.loads(capsys.readouterr().out)
-        assert row["label"] == example.prediction.label
+        captured = capsys.readouterr()
+        row = json.loads(captured.out)
+        assert row["label"] == example.prediction.label and ("10 classes" in captured.err) == ("99" in words)
         assert list(row["probabilities"].items()) == list(load(model).predict([example.path])[0].ranking[:count])
 
 

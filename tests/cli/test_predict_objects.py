@@ -56,7 +56,9 @@ def test_coco_results_have_all_boxes_with_the_numbers_of_the_data(
     captured = capsys.readouterr()
     assert "broken.jpg" in captured.err and "threshold" not in captured.err and "category_id" not in captured.err
     (photos / "broken.jpg").unlink()
-    assert main(["predict", str(detector), str(photos), "--coco", str(file)]) == 0, "results are replaced"
+    words = ["predict", str(detector), str(photos), "--coco", str(file)]
+    assert main(words) == 2 and "--overwrite" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
     rows = json.loads(file.read_text())
     names = ["a.png", "more/b.jpg", "turned.jpg"]
     sizes = {"a.png": (31, 67), "more/b.jpg": (83, 40), "turned.jpg": (50, 20)}
@@ -125,7 +127,10 @@ def test_images_of_parquet_files_have_names_of_their_own(detector: Path, photos:
     parquet.write_table(pyarrow.table({"image": images, "label": ["a", "b"]}), tmp_path / "rows/train.parquet")
     words = ["--data", str(tmp_path / "rows"), "--split", "all", "--yolo", str(tmp_path / "yolo")]
     assert main(["predict", str(detector), *words]) == 0
-    assert sorted(path.name for path in (tmp_path / "yolo").iterdir()) == ["train.parquet_0.txt", "train.parquet_1.txt"]
+    assert sorted(path.name for path in (tmp_path / "yolo").glob("*.txt")) == [
+        "train.parquet_0.txt",
+        "train.parquet_1.txt",
+    ]
 
 
 def test_boxes_are_drawn_and_written_as_yolo(detector: Path, photos: Path, tmp_path: Path) -> None:
@@ -142,6 +147,32 @@ def test_boxes_are_drawn_and_written_as_yolo(detector: Path, photos: Path, tmp_p
     np.testing.assert_allclose(values[:, 1:3], centres, atol=1e-6)
     np.testing.assert_allclose(values[:, 5], expected.scores, atol=1e-6)
     assert main(["predict", str(detector), str(photos), *words]) == 2, "a folder is not replaced unasked"
+
+
+def test_only_an_earlier_prediction_is_replaced(
+    detector: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    album, file = tmp_path / "album", tmp_path / "found.json"
+    (album / "old").mkdir(parents=True)
+    for name in ("mine.jpg", "mine.txt", "old/b.jpg"):
+        (album / name).write_text("mine")
+    words = ["predict", str(detector), str(photos), "--overwrite"]
+    for option in ("--out", "--yolo"):
+        assert main([*words, option, str(album)]) == 2
+        assert "holds files that Vitrail did not write" in capsys.readouterr().err
+        assert main([*words, option, str(photos)]) == 2, "the images themselves"
+    written = [*words, "--out", str(tmp_path / "drawn"), "--yolo", str(tmp_path / "yolo"), "--coco", str(file)]
+    assert main(written) == 0
+    (photos / "a.png").unlink()
+    assert main(written) == 0, "also with folders in it"
+    assert {path.name for path in (tmp_path / "drawn").rglob("*.jpg")} == {"b.jpg", "turned.jpg"}
+    assert main([*words[:2], str(tmp_path / "yolo/.."), *written[3:]]) == 2 and "predicted" in capsys.readouterr().err
+    (tmp_path / "drawn/more/mine.jpg").write_text("mine")
+    assert main(written) == 2 and "Vitrail did not write (more)" in capsys.readouterr().err
+    file.write_text('[{"image_id": 3}]')
+    assert main([*words, "--coco", str(file)]) == 2 and "no COCO results" in capsys.readouterr().err
+    assert len([path for path in tmp_path.rglob("mine*") if path.read_text() == "mine"]) == 3
+    assert (album / "old/b.jpg").is_file() and file.read_text() == '[{"image_id": 3}]'
 
 
 @pytest.mark.slow
@@ -190,6 +221,7 @@ def test_images_of_all_splits_have_different_numbers(
     names = {row["image_id"]: row["file_name"] for row in rows}
     assert sorted(names) == [1, 2, 3, 4, 5] and len(set(names.values())) == 5
     capsys.readouterr()
+    file.unlink()
     assert main([*arguments, str(coco_data(tmp_path / "data", IDS))]) == 0
     assert "the same image_id" in capsys.readouterr().err
 
@@ -203,7 +235,8 @@ def test_images_of_a_data_set_keep_their_numbers(
     assert {(row["image_id"], Path(row["file_name"]).name) for row in rows} == {(1000, "test0.png"), (999, "test1.png")}
     other = coco_data(tmp_path / "other", [5, 90, 17])
     capsys.readouterr()
-    assert main(["predict", str(detector), "--data", str(other), "--coco", str(file)]) == 2
+    words = ["--coco", str(file), "--overwrite"]
+    assert main(["predict", str(detector), "--data", str(other), *words]) == 2
     assert "'dog' the number 90" in capsys.readouterr().err
     config = TrainConfig(task=Detection()).override(
         data=str(data), variant="ViT-Pico/8", image_size=(24, 32), depth=1, steps=1, batch_size=2,
@@ -212,7 +245,7 @@ def test_images_of_a_data_set_keep_their_numbers(
     )  # fmt: skip
     train(config)
     assert load(tmp_path / "run").class_ids == (5, 17, 90), "a run keeps the numbers of its data"
-    assert main(["predict", str(tmp_path / "run"), str(data / "test"), "--coco", str(file)]) == 0
+    assert main(["predict", str(tmp_path / "run"), str(data / "test"), *words]) == 0
     assert {row["category_id"] for row in json.loads(file.read_text())} <= {5, 17, 90}
 
 

@@ -48,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     make_idx_folder(root / "digits", train=20, test=4)
     _write_tables(root)
     _write_models(root)
-    for name in ("empty", "hollow/bare", "single/only", "taken", "flat", "folder.npz"):
+    for name in ("empty", "hollow/bare", "single/only", "taken", "flat", "folder.npz", "triton-models/headless/mine"):
         (root / name).mkdir(parents=True)
     shutil.copy(root / "colours/red/00.png", root / "single/only/a.png")
     for name in ("0.png", "1.png"):
@@ -512,6 +512,7 @@ USE = {
     "predict model 1.png --classes 'a bee' 'a fly'": "no text tower",
     "embed headless --data split --out new --split validation": "has no validation split; choose one that it has",
     "embed headless --data split --out new --no-cache --cache x": "--cache and --no-cache exclude each other",
+    "embed headless --data empty --out new": "empty has no images",
     "embed headless --data split --out file.txt/out": "file.txt is not a folder; choose another path",
     "embed headless --data split --out file.txt/out --format parquet": "file.txt is not a folder",
     "embed headless --data split --out new --image-size 21 30": "30",
@@ -560,15 +561,26 @@ USE = {
     "convert model file.txt/out --to huggingface": "file.txt is not a folder; choose another path",
     "export missing --to onxx": "--to: 'onxx' is not a format; nearest: onnx",
     "export missing --to pt2 --out a.onnx": "must end in '.pt2'",
+    "export headless --to triton": "triton-models/headless holds files that Vitrail did not write (mine)",
     "export missing --to pt2 --images 0": "--images: 0 is less than 1; at least one",
     "export missing --to pt2 --out file.txt/a.pt2": "is not a folder",
     "export model --to onnx --precision int8": "--data: precision 'int8' needs data with the model's classes",
     "export model --to onnx --precision dynamic": "--precision: 'dynamic' is refused: dynamic quantisation takes its",
     "export model --to onnx --precision float32,int8 --out a.onnx": "--out: 'a.onnx' is the name of one file, but 2",
+    "export missing --to pt2 --opset 23": "--opset: it has an effect only with --to onnx",
+    "export missing --to onnx --max-drop 1": "--max-drop: it has an effect only with --precision int8",
+    "export missing --to onnx --calibration-images 9": "--calibration-images: it has an effect only with",
+    "export missing --to onnx --max-drop 101 --precision int8": "--max-drop: 101.0 is not in [0, 100]",
+    "export missing --to onnx --tolerance inf": "--tolerance: inf is not a finite number",
+    "export missing --to onnx --tolerance nan": "--tolerance: nan is not a finite number",
+    "export missing --to onnx --tolerance -1": "--tolerance: -1.0 is less than 0",
     "export model --to onnx --calibration-images 0": "--calibration-images: 0 is less than 1",
     "serve": "MODEL... is missing; usage: vitrail serve MODEL...",
     "serve model model --port 0": "MODEL: two models are called 'model'; give another name to one",
     "serve =model --port 0": "lacks a name or a path; give NAME=MODEL",
+    "serve model --token ''": "--token",
+    "serve model --token ' abc '": "--token",
+    "serve model --max-body 0": "--max-body: 0 is less than 1",
     "serve model --workers 0": "--workers: 0 is less than 1",
     "serve model --max-queue 8 --port 0": "--max-images: 64 is more than --max-queue 8",
     "serve model --port PORT": "on host='127.0.0.1' cannot be used: Address already in use",

@@ -22,7 +22,7 @@ from tests.serving.conftest import CLASSES, make_bundle, make_samples, probabili
 from vitrail import load
 from vitrail.data.source import Sample
 from vitrail.errors import BundleError, ConfigError, DestinationError, ExportFailed, VitrailError
-from vitrail.export.export import Exporter, export
+from vitrail.export.export import Exporter, check_export, export
 from vitrail.export.formats import FORMATS
 from vitrail.export.parity import compare, expected_outputs
 from vitrail.export.program import describe
@@ -179,6 +179,20 @@ def test_the_folder_for_triton(
     (path / "mine.txt").touch()
     with pytest.raises(DestinationError, match=r"Vitrail did not write \(mine.txt\)"):
         export(bundle, path, "triton", samples, overwrite=True)
+
+
+def test_only_a_folder_for_triton_of_our_own_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/model.onnx").write_text("weights")
+    config = 'backend: "onnxruntime"\nmax_batch_size: 8\n'
+    (tmp_path / "config.pbtxt").write_text(config)
+    with pytest.raises(DestinationError, match="holds files that Vitrail did not write"):
+        check_export(tmp_path, "triton", overwrite=True)
+    (tmp_path / "config.pbtxt").write_text(config + 'parameters { key: "vitrail" value: { string_value: "{}" } }\n')
+    check_export(tmp_path, "triton", overwrite=True)
+    (tmp_path / "1/tokens.txt").write_text("mine")
+    with pytest.raises(DestinationError, match="did not write"):
+        check_export(tmp_path, "triton", overwrite=True)
 
 
 @pytest.mark.slow

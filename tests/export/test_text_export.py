@@ -24,6 +24,7 @@ from vitrail.export.formats import FORMATS
 from vitrail.export.parity import usual_texts
 from vitrail.export.program import describe, trace
 from vitrail.models.text import TextConfig, TextPool, TextTower
+from vitrail.settings import to_plain
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.words import Words
 from vitrail.weights.zero_shot import zero_shot
@@ -163,7 +164,11 @@ def test_the_tokenizer_belongs_to_the_file(model: Bundle, onnx: Path, tmp_path: 
 
 
 def test_texts_find_the_images_of_the_same_model(model: Bundle, onnx: Path) -> None:
-    about = {"weights_sha256": weights_sha256(model.network)}
+    about = {
+        "weights_sha256": weights_sha256(model.network),
+        "config": to_plain(model.network.config),
+        "preprocess": to_plain(model.preprocess),
+    }
     index = FeatureIndex(Path("f"), np.zeros((1, 20), np.float32), ("a.png",), (None,), about)
     index.check(load(onnx))
     with pytest.raises(ConfigError, match="other weights"):

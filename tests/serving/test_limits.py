@@ -224,6 +224,8 @@ def test_a_port_in_use(server: Running) -> None:
         ({"drain_seconds": -1.0}, "drain_seconds=-1.0 is less than 0"),
         ({"max_body": "1GB"}, "max_body=1GB is more than body_memory=256MB"),
         ({"max_body": "huge"}, "max_body"),
+        ({"token": ""}, "token"),
+        ({"token": "abc\n"}, "token"),
         ({"allow_host": ("http://a.example",)}, "allow_host='http://a.example' is not the name of a host"),
         ({"allow_host": ("a.example:80",)}, "is not the name of a host"),
         ({"allow_host": ("",)}, "is not the name of a host"),

@@ -317,6 +317,16 @@ def test_a_wrong_request_is_refused(server: Running, path: str, content: Any, wo
     assert answer.status == 400 and words in answer.json["error"]
 
 
+def test_a_name_that_a_body_gives_twice_is_refused(server: Running) -> None:
+    for path, text in (
+        ("/", b'{"inputs": "", "parameters": {"top_k": 1, "top_k": 2}}'),
+        ("/v1/embeddings", b'{"input": "x", "input": "y"}'),
+        ("/v2/models/flowers/infer", b'{"inputs": [], "id": "1", "id": "2"}'),
+    ):
+        answer = server.ask("POST", path, text, Content_Type="application/json")
+        assert answer.status == 400 and "more than once" in answer.json["error"]
+
+
 def test_what_a_path_does_not_take(server: Running, images: list[bytes]) -> None:
     assert server.ask("POST", "/predict", images[0]).status == 415
     assert "no file" in server.ask_form("/predict").json["error"]
@@ -330,6 +340,7 @@ def test_what_a_path_does_not_take(server: Running, images: list[bytes]) -> None
     answer = infer(server, {"inputs": [TENSOR]}, b"tail")
     assert answer.status == 400 and "4 bytes follow the JSON text" in answer.json["error"]
     assert server.ask_form("/predict?top=many", ("a.png", images[0])).status == 400
+    assert "out of range" in server.ask_form("/predict?top=4", ("a.png", images[0])).json["error"]
     field = b'--limit\r\nContent-Disposition: form-data; name="top"\r\n\r\n3\r\n--limit--\r\n'
     answer = server.ask("POST", "/predict", field, Content_Type="multipart/form-data; boundary=limit")
     assert answer.status == 400 and "the form's field 'top' is not a file" in answer.json["error"]

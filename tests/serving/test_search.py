@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from collections.abc import Iterator
@@ -102,6 +103,12 @@ def test_searches_that_are_refused(searching: Running, server: Running, pictures
     for body, said in (({"top": 3}, "text: this must"), ({"text": "x", "top": 0}, "not a number of images")):
         answer = searching.ask_json("/search", body)
         assert answer.status == 400 and said in answer.json["error"]
+    for path, text in (
+        ("/search", b'{"text": "x", "top": 1, "top": 2}'),
+        ("/search?top=3", b'{"text": "x", "top": 1}'),
+    ):
+        answer = searching.ask("POST", path, text, Content_Type="application/json")
+        assert answer.status == 400 and "top" in answer.json["error"]
     assert searching.ask("POST", "/search", b"no image", Content_Type="image/png").status == 422
     for row in ("4", "-1", "x", "%2e%2e"):
         assert searching.ask("GET", f"/search/pictures/{row}").status == 404
@@ -124,12 +131,20 @@ def test_features_of_a_model_that_was_replaced_are_not_searched(words: Bundle, i
     with serving({"words": words}, index) as running:
         running.service.index = replace(index, about={**index.about, "weights_sha256": "0" * 64})
         answer = running.ask_json("/search", {"text": "a bee"})
-    assert answer.status == 409 and "was replaced" in answer.json["error"]
+        assert answer.status == 409 and "was replaced" in answer.json["error"]
+        running.service.index = index
+        assert running.ask_json("/search", {"text": "a bee"}).status == 200
+        other = replace(words, preprocess=replace(words.preprocess, mean=(0.1,)))
+        asyncio.run(running.service.replace("words", other))
+        assert running.ask_json("/search", {"text": "a bee"}).status == 409, "the same weights, other images"
 
 
 def test_an_index_of_no_served_model_is_refused(index: FeatureIndex, words: Bundle) -> None:
-    with pytest.raises(ConfigError, match="no model here has the weights"), serving({"flowers": make_bundle()}, index):
+    with (
+        pytest.raises(ConfigError, match="other weights"),
+        serving({"flowers": make_bundle()}, index),
+    ):
         pass
     other = replace(words, preprocess=replace(words.preprocess, crop_share=0.5))
-    with pytest.raises(ConfigError, match="prepared in another way"), serving({"words": other}, index):
+    with pytest.raises(ConfigError, match="other preprocessing"), serving({"words": other}, index):
         pass

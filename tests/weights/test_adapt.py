@@ -21,6 +21,7 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.adapt import adapted, in_colour, moved_positions, with_reduction
 from vitrail.weights.answers import Prediction
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.engine import Engine
 from vitrail.weights.load import convert, load
 
 
@@ -43,6 +44,29 @@ def outputs(bundle: Bundle, size: tuple[int, int]) -> torch.Tensor:
     with torch.inference_mode():
         result: torch.Tensor = bundle.network(images)
     return result
+
+
+def test_two_classes_do_not_share_a_name(vit: Callable[..., Bundle]) -> None:
+    with pytest.raises(BundleError, match="a occur more than once"):
+        adapted(vit(), classes=["a", "b", "a"])
+    same = replace(vit(), classes=("a", "b", "a"))
+    assert adapted(same, classes=["a", "b", "a"]) is same, "a file may have such names"
+
+
+def test_another_network_is_not_computed_by_the_runtime_of_the_old_one(vit: Callable[..., Bundle]) -> None:
+    def run(images: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the runtime has the old network")
+
+    plain = vit()
+    engine = Engine("onnxruntime", plain.network, "float32", "logits", run)
+    fast = replace(plain, engine=engine)
+    assert replace(fast, classes=("x", "y", "z")).engine is engine
+    for other in (
+        adapted(fast, num_classes=5),
+        adapted(fast, image_size=(16, 20)),
+        with_reduction(fast, TokenReduction(tokens=2)),
+    ):
+        assert other.engine is None and len(other.predict([np.zeros((9, 9, 3), np.uint8)])) == 1
 
 
 # --- classes

@@ -13,7 +13,7 @@ import resource
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -267,6 +267,18 @@ def test_a_ranking_out_of_range(bundle: Bundle, top: int) -> None:
 
 
 # --- numbers
+
+
+def test_unknown_choices_are_refused(bundle: Bundle, types_unchecked: None) -> None:
+    for precision in ("nonsense", "bfloat16", "float8"):
+        with pytest.raises(ConfigError, match="precision"):
+            Predictor(bundle.network, cast(Any, precision))
+        with pytest.raises(ConfigError, match="precision"):
+            bundle.predict([np.zeros((4, 4, 3), np.uint8)], precision=cast(Any, precision))
+    with pytest.raises(ConfigError, match="undecodable='skip' is not one of 'raise', 'return'"):
+        bundle.predict([b"no image"], undecodable=cast(Any, "skip"))
+    with pytest.raises(ConfigError, match="engine='tensorrt' is not one of 'auto'"):
+        vitrail.with_engine(bundle, cast(Any, "tensorrt"))
 
 
 def test_numbers_are_the_networks_outputs(tmp_path: Path) -> None:
@@ -594,6 +606,9 @@ def test_a_model_is_replaced_only_on_request(bundle: Bundle, tmp_path: Path) -> 
     with pytest.raises(DestinationError, match="model exists already; choose another folder, or replace it"):
         bundle.save(tmp_path / "model")
     bundle.save(tmp_path / "model", overwrite=True)
+    (tmp_path / "model/model.json").unlink()
+    with pytest.raises(DestinationError, match="files that Vitrail did not write"):
+        bundle.save(tmp_path / "model", overwrite=True)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

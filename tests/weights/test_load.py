@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vitrail
-from tests.make import assert_same, golden, place_of, random_bundle, write_file
+from tests.make import assert_same, golden, make_bundle, place_of, random_bundle, write_file
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DestinationError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
@@ -193,6 +193,13 @@ def preprocesses(config: AnyConfig, drawn: st.DataObject) -> Preprocess:
         mean=drawn.draw(per_channel),
         std=drawn.draw(per_channel),
     )
+
+
+def test_metrics_of_another_preprocessing_are_dropped(tmp_path: Path) -> None:
+    bundle = replace(make_bundle(num_classes=3), metrics={"test_accuracy": 1.0})
+    saved = bundle.save(tmp_path / "model")
+    assert load(saved, mean=bundle.preprocess.mean).metrics == bundle.metrics
+    assert load(saved, mean=(0.9,)).metrics == {} == load(saved, std=(0.9,)).metrics
 
 
 ROUND_TRIPS = [

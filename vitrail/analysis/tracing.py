@@ -25,6 +25,7 @@ from vitrail.models.network import block_numbers
 from vitrail.models.positions.embedding import AttentionPositions
 from vitrail.models.variants import transformer
 from vitrail.models.vit import VisionTransformer
+from vitrail.weights.exported import ExportedNetwork
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -235,15 +236,13 @@ def traces(
 
 
 def transformer_of(network: nn.Module) -> VisionTransformer:
-    """Return the network if it is a Vision Transformer or a hybrid. Raise `ConfigError` for any other network."""
+    """Return the network if it is a Vision Transformer or a hybrid. Raise `ConfigError` for any other network, and
+    `BundleError` for an exported file."""
     vit = transformer(network)
     if vit is not None:
         return vit
-    if (path := getattr(network, "path", None)) is not None and hasattr(network, "exported"):
-        raise ConfigError(
-            f"{path} is an exported model, whose blocks cannot be looked into; choose the model that it was exported "
-            "from"
-        )
+    if isinstance(network, ExportedNetwork):
+        network.refuse("its blocks cannot be looked into")
     config = getattr(network, "config", None)
     name = getattr(config, "architecture", type(network).__name__)
     raise ConfigError(

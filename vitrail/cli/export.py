@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import print_notes
-from vitrail.cli.options import Call, Command, ImageSizeOption, JsonOption, ModelOption, names_in
+from vitrail.cli.options import Call, Command, ImageSizeOption, JsonOption, ModelOption, check_own_effects, names_in
 from vitrail.data.source import Sample, truth_of
 from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, ExportFailed, plural
@@ -26,7 +26,7 @@ from vitrail.export.export import TIMED_BATCHES, Exporter, ExportResult, check_e
 from vitrail.export.formats import FORMATS, OPSETS
 from vitrail.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
 from vitrail.export.parity import BATCHES, Parity, describe_drop, spread_samples, usual_texts
-from vitrail.settings import setting
+from vitrail.settings import Effect, setting
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents
 from vitrail.weights.load import convert, load, model_name
@@ -36,6 +36,8 @@ USUAL_IMAGES = 40
 
 USUAL_IMAGES_INT8 = 1000
 """Default number of images on which the accuracy of 8-bit integers is measured."""
+
+WITH_INT8 = Effect(lambda own: "int8" in names_in(own.precision), "with --precision int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,8 @@ class Export(JsonOption, ImageSizeOption, ModelOption):
     --data. float32,int8 writes both."""
     out: Path | None = None
     """File or folder to write. The default is the model's name with the format's suffix in the current folder, and
-    triton/NAME for Triton, where triton is the model repository. Several files are written into this folder."""
+    triton-models/NAME for Triton, where triton-models is the model repository. Several files are written into this
+    folder."""
     output: Contents | None = None
     """Result of the exported file: logits (with probabilities), embedding, tokens, or text_embedding (of the text
     tower). The default is logits, or embedding for a model without a head."""
@@ -60,12 +63,14 @@ class Export(JsonOption, ImageSizeOption, ModelOption):
     images: int | None = setting(None, least=1, advice="at least one image is needed")
     """Number of images of the comparison, taken at equal distances from those that the model's training held out. The
     default is 40, and 1000 for int8."""
-    calibration_images: int = setting(CALIBRATION_IMAGES, least=1, advice="at least one image is needed")
+    calibration_images: int = setting(
+        CALIBRATION_IMAGES, effect=WITH_INT8, least=1, advice="at least one image is needed"
+    )
     """Number of training images on which the ranges of int8 are found."""
-    max_drop: float = MAX_DROP
+    max_drop: float = setting(MAX_DROP, effect=WITH_INT8, least=0, most=100)
     """Percentage points of accuracy that an int8 file may lose on the held-out images. A file is deleted if the whole
     95 % interval of its loss is above this."""
-    tolerance: float | None = None
+    tolerance: float | None = setting(None, least=0, below=math.inf)
     """Largest tolerated difference from the network, as a fraction of the change of an output from image to image. The
     default is 0.001, and 0.01 with --resize."""
     resize: bool = False
@@ -74,7 +79,9 @@ class Export(JsonOption, ImageSizeOption, ModelOption):
     any_size: bool = False
     """Let the file take resized images of any height and width that patches divide. Networks with learned positions
     have one size."""
-    opset: int = OPSETS[0]
+    opset: int = setting(
+        OPSETS[0], effect=Effect(lambda own: names_in(own.to) != ["pt2"], "with --to onnx, openvino or triton")
+    )
     """Version of ONNX's operators: 20, or 23 for newer runtimes."""
     overwrite: bool = False
     """Replace an existing file."""
@@ -104,6 +111,7 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Export(**call.options)
+    check_own_effects(call.options, options)
     targets, texts = _targets(options), options.output == "text_embedding"
     for target in targets:
         check_export(
@@ -190,7 +198,7 @@ def _default_path(options: Export, to: str, precision: str) -> Path:
     name += "" if precision == "float32" else f"-{precision}"
     if to not in FORMATS or FORMATS[to].suffix:
         return Path(name + (FORMATS[to].suffix if to in FORMATS else ""))
-    return Path(to) / name
+    return Path(f"{to}-models") / name  # a folder of the format's name would hide the package that PyTorch imports
 
 
 @dataclass(frozen=True)
@@ -283,7 +291,8 @@ class Convert(JsonOption):
     std: tuple[float, ...] = ()
     """Standard deviation of the training pixels, stated like `--mean`."""
     num_classes: int | None = None
-    """Replace the head by a zero-initialised head with this many outputs. 0 removes the head."""
+    """Replace the head by a zero-initialised head with this many outputs, unless the head has this number already. 0
+    removes the head."""
     drop_head_hidden: bool = False
     """Remove the head and the hidden layer before it."""
     tokenizer: Path | None = setting(None, metavar="FILE")

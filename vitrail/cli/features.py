@@ -110,7 +110,7 @@ def run_nearest(call: Call) -> int:
 def _model(options: Nearest, index: FeatureIndex) -> Bundle:
     """Return the model that computed the features, with their preprocessing.
 
-    Raise `ConfigError` if the model is not found or has other weights.
+    Raise `ConfigError` if the model is not found or is another one.
     """
     place = options.model or index.about.get("model")
     if not isinstance(place, str):
@@ -124,7 +124,7 @@ def _model(options: Nearest, index: FeatureIndex) -> Bundle:
     if index.weights_sha256 is None:
         print_messages(f"{index.path} does not record the weights of its model, so they are not compared with {place}")
         return bundle
-    index.check(bundle, place)
+    index.check(bundle, place, any_preprocess=True)
     return replace(bundle, preprocess=index.preprocess)
 
 
@@ -357,7 +357,8 @@ def _about(bundle: Bundle, split: str, source: Source, options: Embed, precision
     root = None if files is None else files.root.absolute()
     return {
         "model": str(model.absolute()) if model.exists() else options.model,
-        "weights_sha256": weights_sha256(bundle.network), "preprocess": to_plain(bundle.preprocess),
+        "weights_sha256": weights_sha256(bundle.network), "config": to_plain(bundle.network.config),
+        "preprocess": to_plain(bundle.preprocess),
         "data": options.data, "split": split, "folder": None if root is None else str(root), "precision": precision,
         "image_size": list(bundle.preprocess.image_size),
     }  # fmt: skip

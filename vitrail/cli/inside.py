@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, UndecodableImage, nearest
 from vitrail.evaluation.measured_images import common_images, open_images
 from vitrail.evaluation.outputs import Outputs
-from vitrail.files import check_new_folder, replacing_folder, write_json
+from vitrail.files import check_listed_folder, check_new_folder, replacing_folder, write_json
 from vitrail.settings import setting
 from vitrail.training.folder import INSIDE, link_inside, run_of
 from vitrail.weights.bundle import Bundle, read_image
@@ -89,9 +88,7 @@ EXPLAIN = Command(
 def run_explain(call: Call) -> int:
     options = Explain(**call.options)
     paths = image_paths(options.images)
-    earlier = _earlier(options.out)
-    is_ours = (options.out / CONTENTS).is_file()
-    check_new_folder(options.out, (CONTENTS, *earlier), overwrite=options.overwrite, recognise=lambda _: is_ours)
+    earlier = check_listed_folder(options.out, CONTENTS, overwrite=options.overwrite)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     transformer_of(bundle.network)
     target = _target(options, bundle)
@@ -99,7 +96,7 @@ def run_explain(call: Call) -> int:
     wanted = Wanted(target, options.box, options.place)
     settings: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "top": options.top}
     broken, names = [], _names(paths)
-    with replacing_folder("explanations", options.out, (CONTENTS, *earlier)) as partial:
+    with replacing_folder("explanations", options.out, earlier) as partial:
         files: list[str] = []
         pages: list[tuple[Path, str]] = []
         for path, name in zip(paths, names, strict=True):
@@ -139,15 +136,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
             name, number = f"{path.stem}-{number}", number + 1
         names.append(name)
     return names
-
-
-def _earlier(folder: Path) -> list[str]:
-    """Return shell patterns of the files that an earlier command wrote into a folder. Each pattern matches one name."""
-    try:
-        files = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [glob.escape(name) for name in files if isinstance(name, str)] if isinstance(files, list) else []
 
 
 # Options and steps that `vitrail report` and `vitrail compare` share.

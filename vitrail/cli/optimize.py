@@ -123,7 +123,11 @@ def _opened(bundle: Bundle, options: Optimize) -> tuple[Bundle, Images, tuple[st
     from vitrail.evaluation.measured_images import open_images
     from vitrail.experiments.faster import Images, linear_head
     from vitrail.weights.answers import check_predicts_classes
+    from vitrail.weights.exported import ExportedNetwork
 
+    network: Any = bundle.network
+    if isinstance(network, ExportedNetwork):
+        network.refuse("it cannot be made faster")
     check_predicts_classes(bundle.output, "made faster by this command, which keeps the accuracy")
     opened = open_images(bundle, options.data, "validation")
     train = _some(opened.train, TRAIN_TIMES * options.images)

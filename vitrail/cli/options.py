@@ -17,7 +17,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vitrail.errors import ConfigError, UserError, nearest
-from vitrail.settings import from_word, problem_of, raise_problems, setting, without_none
+from vitrail.settings import facts, from_word, problem_of, raise_problems, setting, without_none
 from vitrail.training.schedule import Duration
 
 Options = Mapping[str, Any]
@@ -492,6 +492,15 @@ def _for_users(text: str) -> str:
 def names_in(text: str) -> list[str]:
     """Return the names in a text that are separated by commas, without repetitions."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def check_own_effects(given: Options, settings: Any, *, by_user: bool = False) -> None:
+    """Raise `ConfigError` if a typed option of a dataclass has no effect with the values of the dataclass. With
+    `by_user`, consider only conditions that no rule decides about."""
+    for name, effect in facts(type(settings), "effect").items():
+        if name in given and not effect.holds(settings) and (effect.by_user or not by_user):
+            only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
+            raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
 
 
 def convert(option: Option, values: Sequence[str]) -> Any:

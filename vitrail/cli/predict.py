@@ -28,7 +28,14 @@ from vitrail.data.source import Samples, image_of, samples_of
 from vitrail.errors import ConfigError, DestinationError, UndecodableImage, listed, plural
 from vitrail.evaluation.measured_images import open_images
 from vitrail.export.engines import with_engine
-from vitrail.files import check_new_folder, check_parent, replacing_file, replacing_folder, saving
+from vitrail.files import (
+    check_listed_folder,
+    check_new_file,
+    replacing_file,
+    replacing_folder,
+    saving,
+    write_json,
+)
 from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
 from vitrail.report.drawing import with_legend
@@ -127,7 +134,7 @@ class Predict(DeviceOption, ImageSizeOption, ModelOption):
     masks: Path | None = setting(None, metavar="DIR")
     """New folder for a PNG per image, with the number of a class in each pixel, and classes.txt with the names."""
     overwrite: bool = False
-    """Replace the folders of an earlier prediction."""
+    """Replace the folders and the file of an earlier prediction."""
 
 
 COMMAND = Command(
@@ -155,8 +162,11 @@ FITTING: dict[str, tuple[OutputKind, ...]] = {
 }  # fmt: skip
 """Options that only fit models with certain outputs."""
 
-WRITTEN = {"out": ("*.jpg",), "yolo": ("*.txt",), "masks": ("*.png", "classes.txt")}
-"""Patterns of the files in each folder that is written."""
+FOLDERS = ("out", "yolo", "masks")
+"""Options of the folders that are written."""
+
+CONTENTS = ".predictions.json"
+"""File of each such folder that lists its other files. It is hidden, because the folder can become a part of data."""
 
 NO_CLASS = "unlabelled"
 """Name in classes.txt of a value in masks that is no class of the model."""
@@ -171,8 +181,11 @@ def main(call: Call) -> int:
         bundle = zero_shot(bundle, options.classes, templates=options.templates)
     _check_fitting(options, call.options, bundle)
     pictures, notes = _pictures(options, bundle) if options.data else (given, ())
-    for option, _ in folders:
+    for option, path, _ in folders:
         _check_names(option, pictures)
+        places = {Path(each.path).parent for each in given}
+        if any(place.resolve().is_relative_to(path.resolve()) for place in places):
+            raise DestinationError(f"{path} holds images that are predicted; choose another folder for {flag(option)}")
     thresholds = (options.threshold, bundle.score_threshold, USUAL_THRESHOLD)
     threshold = next(one for one in thresholds if one is not None)
     top = _top(options, bundle)
@@ -190,8 +203,8 @@ def main(call: Call) -> int:
     objects: list[dict[str, Any]] = []
     with ExitStack() as stack:
         writers = [
-            (write, stack.enter_context(replacing_folder(f"the folder of --{name}", path, WRITTEN[name])))
-            for write, (name, path) in ((WRITERS[one[0]], one) for one in folders)
+            (WRITERS[name], stack.enter_context(replacing_folder(f"the folder of --{name}", path, earlier)))
+            for name, path, earlier in folders
         ]
         for picture, result in _results(options, bundle, pictures, top):
             if isinstance(result, Detections):
@@ -208,9 +221,11 @@ def main(call: Call) -> int:
                 place = folder / without_suffix(picture.name)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write(place, result, picture, bundle)
-        for (name, _), (_, folder) in zip(folders, writers, strict=True):
+        for (name, *_), (_, folder) in zip(folders, writers, strict=True):
             if name == "masks":
                 (folder / "classes.txt").write_text("".join(f"{one}\n" for one in _values(bundle)), encoding="utf-8")
+            files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+            write_json(folder / CONTENTS, {"files": sorted(files)})
     if options.coco is not None:
         with saving("the objects", options.coco), replacing_file(options.coco) as partial:
             partial.write_text(json.dumps(objects, ensure_ascii=False), encoding="utf-8")
@@ -224,27 +239,36 @@ def main(call: Call) -> int:
 # Checks, before a file is written.
 
 
-def _check(options: Predict) -> list[tuple[str, Path]]:
-    """Return the folders that are written, by option. Raise `ConfigError` unless there is one choice of images, and
-    `DestinationError` for a place that is taken."""
+def _check(options: Predict) -> list[tuple[str, Path, list[str]]]:
+    """Return the folders that are written: the option, the path, and patterns of the entries of an earlier prediction.
+    Raise `ConfigError` unless there is one choice of images, and `DestinationError` for a place that is taken."""
     if options.images and options.data:
         raise ConfigError("IMAGE... and --data exclude each other; give only one of them")
     if not options.images and not options.data:
         raise ConfigError(f"IMAGE... is missing; usage: {COMMAND.usage}, or --data SPEC instead of images")
-    folders = [(name, path) for name in WRITTEN if (path := getattr(options, name)) is not None]
-    for name, path in folders:
-        check_new_folder(path, WRITTEN[name], overwrite=options.overwrite)
-    if len({path.resolve() for _, path in folders}) < len(folders):
+    folders = [
+        (name, path, check_listed_folder(path, CONTENTS, overwrite=options.overwrite))
+        for name in FOLDERS
+        if (path := getattr(options, name)) is not None
+    ]
+    if len({path.resolve() for _, path, _ in folders}) < len(folders):
         raise ConfigError(
-            f"{listed([flag(name) for name, _ in folders])} name one folder; give each a folder of its own"
+            f"{listed([flag(name) for name, *_ in folders])} name one folder; give each a folder of its own"
         )
-    if (path := options.coco) is not None:
-        if path.is_dir():
-            raise DestinationError(f"{path} is a folder; choose another path for the file to write")
-        if path.exists() and path.stat().st_size and path.read_bytes()[:64].lstrip()[:1] != b"[":
-            raise DestinationError(f"{path} exists already and holds no COCO results; choose another file")
-        check_parent(path)
+    if options.coco is not None:
+        if options.coco.is_file() and not _has_results(options.coco):
+            raise DestinationError(f"{options.coco} holds no COCO results, so it is not replaced; choose another file")
+        check_new_file(options.coco, overwrite=options.overwrite)
     return folders
+
+
+def _has_results(path: Path) -> bool:
+    """Return True for a file of COCO results, and for an empty file."""
+    try:
+        rows = json.loads(path.read_bytes() or b"[]")
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(rows, list) and all(isinstance(row, dict) and {"image_id", "score"} <= row.keys() for row in rows)
 
 
 def _check_fitting(options: Predict, given: Any, bundle: Bundle) -> None:
@@ -280,6 +304,8 @@ def _top(options: Predict, bundle: Bundle) -> int | None:
 
 def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:
     """Yield notes about values that the model does not have."""
+    if options.top is not None and options.top > len(bundle.classes):
+        yield f"--top {options.top}: the model has {plural(len(bundle.classes), 'class')}, and all of them are shown"
     if bundle.output != "boxes":
         return
     only_coco = options.coco and not (options.json or options.csv or options.out or options.yolo)
@@ -424,10 +450,10 @@ def _values(bundle: Bundle) -> list[str]:
 
 
 def _say_written(
-    options: Predict, folders: Sequence[tuple[str, Path]], objects: Sequence[dict[str, Any]], images: int
+    options: Predict, folders: Sequence[tuple[str, Path, Any]], objects: Sequence[dict[str, Any]], images: int
 ) -> None:
     """Name the files that were written."""
-    for _, path in folders:
+    for _, path, _ in folders:
         print(f"{path}: {plural(images, 'image')}")
     if options.coco is not None:
         print(f"{options.coco}: {plural(len(objects), 'object')} of {plural(images, 'image')}")

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from vitrail.cli.options import Option, flag, options_of, shown
+from vitrail.cli.options import Option, check_own_effects, flag, options_of, shown
 from vitrail.errors import ConfigError, plural
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import facts, setting, without_none
+from vitrail.settings import setting, without_none
 from vitrail.tasks import TASKS
 from vitrail.tasks.task import Task
 from vitrail.training.config import LENGTHS, ON_RESUME, TrainConfig
@@ -131,11 +131,7 @@ def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: boo
     """Raise `ConfigError` if a typed option has no effect in a run with this config. With `by_user`, consider only
     conditions that no rule decides about."""
     for section in dataclasses.fields(config):
-        settings = getattr(config, section.name)
-        for name, effect in facts(type(settings), "effect").items():
-            if name in given and not effect.holds(settings) and (effect.by_user or not by_user):
-                only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
-                raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
+        check_own_effects(given, getattr(config, section.name), by_user=by_user)
     local = config.task.local_views_of(config.images, config.augment, config.run.seed)
     views = config.task.views + (0 if local is None else local.count)
     for name in ("blur", "solarise"):

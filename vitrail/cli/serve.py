@@ -60,7 +60,7 @@ COMMAND = Command(
 
 
 def main(call: Call) -> None:
-    options = Serve(**{"token": os.environ.get(TOKEN_VARIABLE, ""), **call.options})
+    options = Serve(**{"token": os.environ.get(TOKEN_VARIABLE) or None, **call.options})
     for module in NEEDED:
         optional_module(module, "serve")
     from vitrail.serving.server import ServeJob, Supervisor, named_models, open_socket, serve, serve_as_worker

@@ -36,7 +36,7 @@ from vitrail.files import cache_folder, saving, write_json
 from vitrail.machine import Precision, cpu_name, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.predictor import Predictor
-from vitrail.settings import to_plain
+from vitrail.settings import problem_of, raise_problems, to_plain
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.engine import Engine, EngineChoice, EngineName
 from vitrail.weights.exported import ExportedNetwork, open_onnx, open_openvino
@@ -96,9 +96,10 @@ def with_engine(
     that will be predicted: for few of them, "auto" is PyTorch, because a measurement would take longer. None stands for
     a server. `note` is called with a sentence about a choice. A named runtime is used without a measurement.
 
-    Raise `ConfigError` for a named runtime that is not installed or cannot compute this model, `ExportFailed` if its
-    outputs differ from PyTorch's, and `SaveError` if the cache cannot be written.
+    Raise `ConfigError` for an unknown name and for a named runtime that is not installed or cannot compute this model,
+    `ExportFailed` if its outputs differ from PyTorch's, and `SaveError` if the cache cannot be written.
     """
+    raise_problems([problem_of("engine", engine, EngineChoice, {})])
     if engine == "torch":
         return replace(bundle, engine=None)
     resolved = resolve_precision(precision or bundle.precision, bundle.device)
@@ -280,7 +281,7 @@ class _Engines:
             return torch.from_numpy(next(iter(outputs.values())))
 
         precision: Literal["float32", "bf16"] = "bf16" if self.precision == "bf16" else "float32"
-        return Engine(name, precision, self.contents, run)
+        return Engine(name, self.bundle.network, precision, self.contents, run)
 
     def _compare(self, engine: Engine) -> None:
         """Raise `ExportFailed` if the outputs of a runtime differ from PyTorch's."""

@@ -113,7 +113,7 @@ def check_export(
     if precision == "int8" and reads_texts:
         raise ConfigError("precision='int8' is decided by the accuracy on images; a text tower is written in float32")
     if chosen.folder_files:
-        check_new_folder(path, chosen.folder_files, overwrite=overwrite)
+        check_new_folder(path, chosen.folder_files, overwrite=overwrite, recognise=chosen.recognise)
     elif path.suffix != chosen.suffix:
         raise ConfigError(f"out={str(path)!r} must end in {chosen.suffix!r}, by which the file is recognised")
     else:

@@ -88,6 +88,8 @@ class Format:
     """Suffix of a second file, which belongs to the first one."""
     folder_files: tuple[str, ...] = ()
     """Names in the folder that is written. Empty for formats of one file."""
+    recognise: Callable[[Path], bool] = lambda path: True
+    """Function that returns True for a folder that `write` wrote, which may be replaced."""
     int8_needs: tuple[str, ...] | None = None
     """Packages that 8-bit integers need in addition, or None if the format has no 8-bit integers."""
 
@@ -207,6 +209,13 @@ def write_triton(traced: Traced, path: Path) -> None:
     (path / "labels.txt").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
 
 
+def _is_triton_model(folder: Path) -> bool:
+    """Return True if `write_triton` wrote a folder. Other writers of such folders use the same names of files."""
+    config = folder / "config.pbtxt"
+    has_key = config.is_file() and f'key: "{KEY}"' in config.read_text(encoding="utf-8", errors="replace")
+    return has_key and {entry.name for entry in (folder / "1").glob("*")} <= {"model.onnx"}
+
+
 def _triton_config(traced: Traced) -> str:
     """Return the text of `config.pbtxt`. It has no name, so that the folder can be renamed."""
     preprocess = traced.bundle.preprocess
@@ -255,6 +264,7 @@ FORMATS: dict[str, Format] = {
         write_triton,
         ONNX_PACKAGES,
         folder_files=("config.pbtxt", "labels.txt", "1", *FILES.values()),
+        recognise=_is_triton_model,
         int8_needs=(),
     ),
 }

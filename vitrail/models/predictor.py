@@ -19,6 +19,7 @@ from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.low_bits import use_int8
 from vitrail.models.network import Features
 from vitrail.models.resnet import StandardisedConv
+from vitrail.settings import problem_of, raise_problems
 
 
 class _Exact(nn.Module):
@@ -49,11 +50,12 @@ class Predictor:
     def __init__(self, network: nn.Module, precision: Precision = "float32", *, exact_head: bool = False) -> None:
         """Prepare a network for prediction. The precision "auto" is "bf16" if the processor has matrix units for
         bfloat16. With `exact_head`, the last dense layer computes in float32 in every precision: bfloat16 has eight
-        bits for a number such as a year. Raise `ConfigError` for "int8" on a device without fast products of 8-bit
-        integers, and for a network without dense layers in blocks."""
+        bits for a number such as a year. Raise `ConfigError` for an unknown precision, and for "int8" on a device
+        without fast products of 8-bit integers and for a network without dense layers in blocks."""
         first = next(itertools.chain(network.parameters(), network.buffers()), None)
         self.device = torch.device("cpu") if first is None else first.device
         """Device of the weights. Images have to be on the same device."""
+        raise_problems([problem_of("precision", precision, Precision, {})])
         self.precision: str = resolve_precision(precision, self.device)
         """Format of matrix products: "int8", "bf16" or "float32"."""
         self.network: Any = shared_copy(network)

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import hashlib
 import io
-import json
 import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -45,6 +44,7 @@ from vitrail.serving.protocol_v2 import (
     parse_base64,
     parse_data_uri,
     parse_request,
+    read_json,
 )
 from vitrail.serving.service import Refused, Service
 from vitrail.serving.watch import Watcher
@@ -397,6 +397,8 @@ def _asked_in_address(request: Request, model: ServedModel) -> _Asked:
     for name, value, fitting in (("top", top, ("softmax", "sigmoid")), ("threshold", threshold, ("boxes",))):
         if value is not None and output not in fitting:
             raise Refused(400, f"{name}: it does not fit model {model.name!r}, whose output is {output}; leave it out")
+    if top is not None and parse_top(top) > (classes := len(model.bundle.classes)):
+        raise Refused(400, f"top: {top} is out of range, because model {model.name!r} has {classes} classes")
     return _Asked(TOP if top is None else parse_top(top), None, _parse_threshold(threshold))
 
 
@@ -607,6 +609,8 @@ async def _search(request: Request) -> Response:
     model, top = service.searched_by(), parse_top(request.query_params.get("top", TOP), what="images")
     if request.headers.get("content-type", "").lower().startswith(JSON):
         text, stated = await service.parse(_parse_search, body)
+        if stated is not None and "top" in request.query_params:
+            raise Refused(400, "top: the address and the body give it; give one value")
         (query,) = await service.text_outputs(model, [text])
         top = top if stated is None else stated
     else:
@@ -759,7 +763,7 @@ def model_headers(model: ServedModel) -> dict[str, str]:
 def parse_json(body: bytes) -> dict[str, Any]:
     """Return a JSON object. Raise `Refused` for anything else."""
     try:
-        content = json.loads(body)
+        content = read_json(body)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):

@@ -115,7 +115,7 @@ class Guard:
         """Return the refusal of a request that needs the token and has not sent it."""
         is_open = scope["path"] in PROBE_PATHS or (scope["path"] == "/" and scope["method"] in ("GET", "HEAD"))
         wanted = f"Bearer {self._settings.token}".encode()
-        if self._settings.token and not is_open:
+        if self._settings.token is not None and not is_open:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, wanted):
                 message = "this server needs a token: send the header 'Authorization: Bearer TOKEN'"

@@ -50,7 +50,7 @@ def parse_request(body: bytes, header: str | None) -> InferRequest:
         length = len(body) if header is None else int(header)
         if not 0 <= length <= len(body):
             raise Refused(400, f"{HEADER}: {header} does not lie within the body of {len(body)} bytes")
-        message = json.loads(body[:length])
+        message = read_json(body[:length])
         inputs = message["inputs"]
         check_names(message, ("id", "inputs", "outputs", "parameters"), "the request")
         check_names(message.get("parameters") or {}, ("binary_data_output",), "parameters of the request")
@@ -68,6 +68,20 @@ def parse_request(body: bytes, header: str | None) -> InferRequest:
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise Refused(400, f"the body is not a request of the Open Inference Protocol v2 ({why})") from None
+
+
+def read_json(text: bytes) -> Any:
+    """Return the content of a JSON text. Raise `Refused` if an object has a name twice, and `ValueError`."""
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise Refused(400, f"{name}: the body gives it more than once; give one value")
+            found[name] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def format_answer(model: str, version: str, request: InferRequest, rows: Sequence[Row]) -> tuple[bytes, int | None]:

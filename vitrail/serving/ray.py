@@ -39,7 +39,7 @@ class ModelDeployment:
         bundles = {name: load(path, device=device) for name, path in named_models(models).items()}
         # The framework listens, so its address is not known here. Names of hosts are checked only if some are
         # given.
-        chosen = ServeSettings(**{"host": "0.0.0.0", "token": os.environ.get(TOKEN_VARIABLE, ""), **settings})
+        chosen = ServeSettings(**{"host": "0.0.0.0", "token": os.environ.get(TOKEN_VARIABLE) or None, **settings})
         self._service = Service(bundles, chosen, precision, overlays)
         self._app = make_app(self._service)
 

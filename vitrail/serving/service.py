@@ -192,9 +192,9 @@ class Service:
 
     async def search(self, query: Row, top: int) -> list[Similar]:
         """Return the images of the index that resemble an image or a text most. Raise `Refused` without an index, and
-        if the model of the index was replaced by one with other weights."""
+        if the model of the index was replaced by another one."""
         index, model = self.index, self.searched_by()
-        if index is None or index.weights_sha256 not in (None, model.sha256):
+        if index is None or index.difference(model.bundle, model.sha256) is not None:
             raise Refused(409, f"model {model.name!r} was replaced, and the features of the index are not its own")
         (found,) = await asyncio.to_thread(index.search, query["embedding"][None], top)
         return found
@@ -293,17 +293,13 @@ class Service:
 
 def searching_model(index: FeatureIndex, models: Mapping[str, ServedModel]) -> str:
     """Return the name of the model that computed the features of an index. Raise `ConfigError` if none of the models
-    did, or if it prepares images in another way."""
-    recorded = index.weights_sha256
-    for name, model in models.items():
-        if recorded == model.sha256 or (recorded is None and model is next(iter(models.values()))):
-            if recorded is not None and model.bundle.preprocess != index.preprocess:
-                raise ConfigError(
-                    f"--index: the features in {index.path} are of images that were prepared in another way than model "
-                    f"{name!r} prepares them; compute them again with vitrail embed and this model"
-                )
+    did."""
+    found = {name: index.difference(model.bundle, model.sha256) for name, model in models.items()}
+    for name, difference in found.items():
+        if difference is None:
             return name
+    differing = "; ".join(f"{name!r} has other {difference}" for name, difference in found.items())
     raise ConfigError(
-        f"--index: no model here has the weights that computed the features in {index.path}; serve that model, or "
-        "compute the features again with vitrail embed"
+        f"--index: no model here computed the features in {index.path}: {differing}; serve that model, or compute the "
+        "features again with vitrail embed"
     )

@@ -35,7 +35,7 @@ class ServeSettings:
     """Address to listen on. The default is reachable from this machine only; 0.0.0.0 is every network."""
     port: int = setting(8000, least=0, most=65535)
     """Port to listen on. 0 chooses a free port."""
-    token: str = ""
+    token: str | None = None
     """Secret that requests must send as `Authorization: Bearer TOKEN`. The default is the environment variable
     VITRAIL_TOKEN, and without it no token is needed. Probes and the empty page need no token."""
     allow_host: tuple[str, ...] = ()
@@ -83,6 +83,11 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         raise_problems(problems(self))
+        if self.token is not None and not (self.token.isprintable() and self.token == self.token.strip() != ""):
+            raise ConfigError(
+                "token: it is empty, begins or ends with a space, or has control characters, so that no request could "
+                "send it; give another one, or none at all for a server without a token"
+            )
         if self.max_images > self.max_queue:
             raise ConfigError(
                 f"max_images={self.max_images} is more than max_queue={self.max_queue}, so such a request could never "
@@ -100,6 +105,8 @@ class ServeSettings:
                     f"allow_origin={origin!r} is not an origin, which is a scheme and a host without a path; give for "
                     "example https://flowers.example, or * for all"
                 )
+        if self.body_bytes < 1:
+            raise ConfigError(f"max_body={self.max_body} is less than 1 byte, so every request would be refused")
         if self.body_bytes > self.body_memory_bytes:
             raise ConfigError(
                 f"max_body={self.max_body} is more than body_memory={self.body_memory}, so such a request could never "

@@ -3,13 +3,14 @@ head."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import BundleError, ConfigError
+from vitrail.errors import BundleError, ConfigError, listed
 from vitrail.models.network import with_weights
 from vitrail.models.positions import Covered
 from vitrail.models.reduction import TokenReduction
@@ -32,8 +33,8 @@ def adapted(
 ) -> Bundle:
     """Return a bundle with the requested changes, and with a note on each change. If nothing changes, return the given
     bundle. The given bundle is not modified, and shares all unchanged tensors with the result. Raise `BundleError` if
-    the number of class names is not `num_classes`, if patches do not divide the image size, or if `channels` is
-    neither the network's number of channels nor 3 for a grey network (`in_colour`).
+    the number of class names is not `num_classes`, if two new classes have the same name, if patches do not divide the
+    image size, or if `channels` is neither the network's number of channels nor 3 for a grey network (`in_colour`).
     """
     if classes is not None:
         if num_classes is not None and num_classes != len(classes):
@@ -66,6 +67,8 @@ def adapted(
         names = tuple(map(str, range(new)))
     if classes is not None:
         names = tuple(classes)
+        if names != bundle.classes and (twice := [name for name, count in Counter(names).items() if count > 1]):
+            raise BundleError(f"classes: {listed(twice)} occur more than once; give each class a name of its own")
     if (network, names) == (bundle.network, bundle.classes):
         return bundle
     metrics = bundle.metrics if network is bundle.network else {}  # the metrics were measured with the old network

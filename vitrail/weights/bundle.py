@@ -26,7 +26,7 @@ from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
-from vitrail.settings import from_plain, to_plain
+from vitrail.settings import from_plain, problem_of, raise_problems, to_plain
 from vitrail.weights.answers import (
     DENSE,
     OUTPUT_NOUNS,
@@ -96,12 +96,15 @@ class Bundle:
     """The text tower that was trained with the network, or None if the model does not read texts."""
     engine: Engine | None = None
     """Another runtime that computes predictions, from `vitrail.with_engine`, or None for PyTorch. It is not saved, and
-    computes only in its own precision. A change of the network's weights does not reach it."""
+    computes only in its own precision. A change of the network's weights does not reach it, and a bundle that is made
+    with another network does not keep it."""
     first_positions: FirstPositions | None = None
     """Positions before they were resized. Another change of the image size starts from these positions, so that
     nothing is lost by resizing twice. They are not saved."""
 
     def __post_init__(self) -> None:
+        if self.engine is not None and self.engine.network is not self.network:
+            self.engine = None
         config = self.network.config
         if len(self.classes) != config.num_classes:
             raise BundleError(
@@ -202,8 +205,8 @@ class Bundle:
 
         An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
         exception instead of a prediction for that image. Raises `DataError` for a path that does not exist,
-        `ConfigError` for a model without a head or a `top` that is out of range, and `BundleError` for outputs that are
-        not finite.
+        `ConfigError` for a model without a head, a `top` that is out of range or an unknown choice, and `BundleError`
+        for outputs that are not finite.
         """
         if not self.classes:
             raise ConfigError(
@@ -211,6 +214,7 @@ class Bundle:
                 + ("" if self.words is None else ", or name classes, which its text tower reads (--classes)")
             )
         self._count(top)
+        raise_problems([problem_of("undecodable", undecodable, Literal["raise", "return"], {})])
         results: list[AnyPrediction | UndecodableImage] = []
         predictor = self.predictor(precision)
         share_cores()
@@ -257,10 +261,10 @@ class Bundle:
     def predictor(self, precision: Precision | None = None) -> Predictor:
         """Return what computes the outputs of batches in a precision, by default the bundle's own: the engine if it has
         this precision, else PyTorch. Raise `ConfigError` as `Predictor`."""
-        wanted = resolve_precision(precision or self.precision, self.device)
-        if self.engine is not None and self.engine.precision == wanted:
+        chosen = precision or self.precision
+        if self.engine is not None and self.engine.precision == resolve_precision(chosen, self.device):
             return EnginePredictor(self.network, self.engine)
-        return Predictor(self.network, precision or self.precision, exact_head=self.output == "numbers")
+        return Predictor(self.network, chosen, exact_head=self.output == "numbers")
 
     def reader_of_texts(self) -> Words:
         """Return the text tower. Raise `ConfigError` for a model without one."""

@@ -21,6 +21,8 @@ class Engine:
     """A runtime that has loaded a network. `with_engine` in `vitrail/export/engines.py` makes engines."""
 
     name: EngineName
+    network: nn.Module
+    """The network that it has loaded. A bundle of another network does not keep the engine."""
     precision: Literal["float32", "bf16"]
     """Number format of matrix products."""
     contents: Literal["logits", "embedding"]

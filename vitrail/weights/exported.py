@@ -216,9 +216,9 @@ class ExportedNetwork(nn.Module):
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """Return the embedding. Raise `BundleError` if the file contains something else."""
         if self.interface.reads_texts:
-            self._refuse("it has the text tower only, which embeds texts and cannot read images")
+            self.refuse("it has the text tower only, which embeds texts and cannot read images")
         if self.interface.contents != "embedding":
-            self._refuse(
+            self.refuse(
                 f"it was exported with output={self.interface.contents!r}, but output='embedding' is needed here"
             )
         return self._run(images)
@@ -228,19 +228,19 @@ class ExportedNetwork(nn.Module):
         return self.embed(images)
 
     def features(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse("the tokens of its blocks cannot be read")
+        self.refuse("the tokens of its blocks cannot be read")
 
     def layers(self) -> NoReturn:
-        self._refuse("it cannot be trained or examined")
+        self.refuse("it cannot be trained or examined")
 
     def with_image_size(self, image_size: tuple[int, int]) -> NoReturn:
-        self._refuse(f"it takes images of {self.config.image_size}, not image_size={image_size}")
+        self.refuse(f"it takes images of {self.config.image_size}, not image_size={image_size}")
 
     def with_head(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse("it cannot be given another head")
+        self.refuse("it cannot be given another head")
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse("its weights cannot be read, saved or trained")
+        self.refuse("its weights cannot be read, saved or trained")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExportedNetwork:
         """Return the network itself. It has no state that a copy could change."""
@@ -256,7 +256,8 @@ class ExportedNetwork(nn.Module):
         (found,) = (values for name, values in self.run(taken).items() if name != "probabilities")
         return torch.from_numpy(found)
 
-    def _refuse(self, why: str) -> NoReturn:
+    def refuse(self, why: str) -> NoReturn:
+        """Raise `BundleError` with the reason why the file cannot be used."""
         raise BundleError(f"{self.path} is an exported model: {why}. Use the model that it was exported from")
 
 

@@ -109,7 +109,9 @@ def load(
     else:
         bundle = _read(source, layout, hints, None if tokenizer is None else Path(tokenizer).expanduser())
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
-    bundle = replace(bundle, preprocess=replace(bundle.preprocess, **colours))
+    preprocess = replace(bundle.preprocess, **colours)
+    if preprocess != bundle.preprocess:
+        bundle = replace(bundle, preprocess=preprocess, metrics={})  # they were measured with the old preprocessing
     bundle = adapted(
         bundle, image_size=image_size, num_classes=num_classes, classes=classes, drop_head_hidden=drop_head_hidden
     )

@@ -60,7 +60,7 @@ def tokenizer_file(path: Path) -> Path | None:
 def check_model_folder(path: Path, *, overwrite: bool) -> None:
     """Raise `DestinationError` unless a model may be saved at `path`, by the rules of
     `vitrail.files.check_new_folder`."""
-    check_new_folder(path, NAMES, overwrite=overwrite)
+    check_new_folder(path, NAMES, overwrite=overwrite, recognise=is_bundle)
 
 
 def write_folder(

@@ -339,7 +339,7 @@ def open_folders(request: Request) -> Splits:
     """
     root, classes, unlabelled, chosen = request.path, request.classes, request.unlabelled, request.choice.splits
     inner = class_folders(root)
-    if not inner and not (unlabelled and has_images(root)):
+    if not inner and not unlabelled:
         if has_images(root) and request.choice.text is not None:
             raise DataError(f"{root} has images without texts; name a table with columns such as path and caption")
         if has_images(root):

@@ -117,7 +117,7 @@ def check_features_folder(path: Path, *, overwrite: bool) -> None:
     """Raise `DestinationError` unless features may be saved at `path`, by the rules of
     `vitrail.files.check_new_folder`.
     """
-    check_new_folder(path, NAMES, overwrite=overwrite)
+    check_new_folder(path, NAMES, overwrite=overwrite, recognise=lambda folder: (folder / ABOUT).is_file())
 
 
 def save_parquet(features: FeatureSet, path: Path) -> None:

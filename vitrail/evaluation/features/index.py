@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float32
@@ -16,8 +16,21 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.nearest import lengths_of, nearest
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.features.feature_files import about_features, feature_folders, load_features
-from vitrail.settings import from_plain
+from vitrail.settings import from_plain, to_plain
 from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.exported import ExportedNetwork
+
+IDENTITY = ("weights_sha256", "config", "preprocess")
+"""Entries of the description of features that tell their model from others."""
+
+UNUSED = frozenset(
+    {"num_classes", "head_bias", "initial_weights", "position_std", "position_resize", "dropout", "patch_dropout",
+     "stochastic_depth", "skip_dropped"}
+)  # fmt: skip
+"""Settings of networks that do not change the features of an image, so that another layout may store other values."""
+
+Difference = Literal["weights", "settings", "preprocessing"]
+"""Part in which a model differs from the one that computed features. Its settings are those of its network."""
 
 
 class Similar(NamedTuple):
@@ -66,7 +79,7 @@ class FeatureIndex:
             )
         about = parts[0][1]
         for folder, (_, other) in zip(folders, parts, strict=True):
-            if other.get("weights_sha256") != about.get("weights_sha256"):
+            if any(other.get(name) != about.get(name) for name in IDENTITY):
                 raise DataError(f"{folder} and {folders[0]} hold features of different models; {rule}")
         images = [_path(other.get("folder"), key) for part, other in parts for key in part.keys]
         if not images:
@@ -89,7 +102,7 @@ class FeatureIndex:
         size = self.about.get("image_size")
         return (int(size[0]), int(size[1])) if isinstance(size, list) and len(size) == 2 else None
 
-    @property
+    @functools.cached_property
     def preprocess(self) -> Preprocess:
         """Preprocessing with which the features were computed."""
         return from_plain(Preprocess, self.about["preprocess"])
@@ -98,12 +111,29 @@ class FeatureIndex:
     def _lengths(self) -> Float32[np.ndarray, " n"]:
         return lengths_of(self.features)
 
-    def check(self, bundle: Bundle, name: str = "the model") -> None:
-        """Raise `ConfigError` for a model with other weights than the one that computed the features. Nothing is
-        compared if the features do not record their weights."""
-        if self.weights_sha256 is not None and weights_sha256(bundle.network) != self.weights_sha256:
+    def difference(self, bundle: Bundle, sha256: str | None = None) -> Difference | None:
+        """Return the first part in which a model differs from the one that computed the features, or None. `sha256` is
+        the hash of the model's weights, if it is known. Nothing is compared that the features do not record."""
+        if self.weights_sha256 not in (None, weights_sha256(bundle.network) if sha256 is None else sha256):
+            return "weights"
+        if "config" in self.about:
+            config = bundle.network.config
+            recorded = to_plain(from_plain(type(config), self.about["config"]))
+            if any(value != recorded[name] for name, value in to_plain(config).items() if name not in UNUSED):
+                return "settings"
+        network: Any = bundle.network
+        is_text_tower = isinstance(network, ExportedNetwork) and network.interface.reads_texts  # it takes no images
+        if "preprocess" in self.about and bundle.preprocess != self.preprocess and not is_text_tower:
+            return "preprocessing"
+        return None
+
+    def check(self, bundle: Bundle, name: str = "the model", *, any_preprocess: bool = False) -> None:
+        """Raise `ConfigError` for another model than the one that computed the features, as `difference` tells. With
+        `any_preprocess`, the model may prepare images in another way, because the caller changes that."""
+        found = self.difference(bundle)
+        if found is not None and not (found == "preprocessing" and any_preprocess):
             raise ConfigError(
-                f"{name} has other weights than the model that computed the features in {self.path}, so their cosines "
+                f"{name} has other {found} than the model that computed the features in {self.path}, so their cosines "
                 "cannot be compared; name that model with --model, or compute the features again with vitrail embed"
             )
 
