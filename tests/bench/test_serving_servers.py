@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.bench.serving import SERVERS, ServerKind, cpu_seconds, memory_bytes, started
+from vitrail.bench import serving
+from vitrail.bench.serving import SERVERS, ServerKind, check_pythons, cpu_seconds, memory_bytes, started
+from vitrail.errors import ConfigError
 
 SCRIPT = """
 import subprocess, sys, time
@@ -23,6 +25,15 @@ while time.process_time() - begun < 0.2:
 print("ready", flush=True)
 sys.stdin.read()
 """
+
+
+def test_a_library_that_cannot_be_imported_is_named_with_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "litserve.py").write_text("print('a banner')\nraise ImportError('no such part')")
+    monkeypatch.setattr(serving, "_environment", lambda: {"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(ConfigError, match="ImportError: no such part"):
+        check_pythons(["litserve"], {})
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from vitrail.cli import main
+from vitrail.cli.console import image_paths
 from vitrail.data.sources import open_data
 from vitrail.training.run import RunResult
 from vitrail.weights.load import load
@@ -115,6 +117,13 @@ def test_csv_has_the_numbers_of_json(
     assert second == [str(broken), "", "", "", "", error["error"]] and error["error"] in captured.err
     assert main(["predict", str(model), str(trained.examples[0].path), "--csv"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("class_3,probability_3,error")
+
+
+def test_the_name_of_a_table_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (4, 4)).save("a.jpg")
+    Path("~photos.csv").write_text("path\na.jpg\n")
+    assert image_paths([Path("~photos.csv")]) == [Path("a.jpg")]
 
 
 def test_a_table_of_paths_needs_no_labels(

@@ -32,7 +32,7 @@ def test_an_unknown_cell_is_refused(tmp_path: Path) -> None:
     cell = cell_of()
     (tmp_path / CELLS / cell.name).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"cell 'abc' is not in .*cells; (nearest|choices): {cell.name}"):
-        pool_of(tmp_path).repeat("abc")
+        pool_of(tmp_path).cell_named("abc")
 
 
 @pytest.mark.slow  # imports torch in two processes

@@ -418,7 +418,7 @@ def check_pythons(names: Sequence[str], pythons: Mapping[str, str]) -> None:
                 f"environment: {library!r} is not a library of the servers to measure: {', '.join(names)}"
             )
     for library in sorted(needed):
-        words = ["-c", f"import {library}, vitrail.weights.load"]
+        words = ["-c", f"import sys; sys.stdout = sys.stderr; import {library}, vitrail.weights.load"]
         advice = f"Install {library} and the packages of Vitrail in an environment, and name its Python"
         run_python(pythons.get(library, sys.executable), library, words, advice, _environment())
 

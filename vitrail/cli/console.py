@@ -79,7 +79,7 @@ def _files_in(root: Path) -> tuple[list[Path], list[str]]:
 def _images_of_table(path: Path) -> Iterator[Path]:
     from vitrail.data.formats.table import open_table
 
-    splits = open_table(Request(str(path), unlabelled=True), [path])
+    splits = open_table(Request(str(path.absolute()), unlabelled=True), [path])
     refuse(splits.faults)
     for source in splits.sources.values():
         for index in range(len(source)):

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int64, UInt8, UInt64
@@ -102,8 +103,8 @@ def find_duplicates(
 def same(values: UInt64[np.ndarray, " n"]) -> list[Int64[np.ndarray, " _"]]:
     """Return the indices of equal values, one group for every value that occurs more than once."""
     order = np.argsort(values, kind="stable")
-    edges = np.flatnonzero(np.diff(values[order])) + 1
-    return [group for group in np.split(order, edges) if len(group) > 1]
+    edges = [0, *(np.flatnonzero(np.diff(values[order])) + 1).tolist(), len(order)]
+    return [order[start:end] for start, end in pairwise(edges) if end - start > 1]
 
 
 def neighbours(thumbnails: UInt8[np.ndarray, "n 8 8"], radius: float = RADIUS) -> Neighbours:

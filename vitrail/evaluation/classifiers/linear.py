@@ -192,13 +192,17 @@ def _sweep(
     Each fit starts from the previous one.
     """
     found: dict[float, dict[str, float]] = {}
-    fits: dict[float, Fit] = {}
+
+    def score(penalty: float) -> float:
+        return found[penalty][SELECTING[truth.kind]]
+
     fit: Fit | None = None
     for penalty in penalties:
-        fit = fits[penalty] = problem.regression.fit(penalty, start=fit)
+        fit = problem.regression.fit(penalty, start=fit)
         found[penalty] = problem.model(fit).measure(features, truth)
-    best = max(found, key=lambda penalty: found[penalty][SELECTING[truth.kind]])  # the first of equal ones
-    return found, best, fits[best]
+        if max(found, key=score) == penalty:  # of equal ones, the first
+            best = penalty, fit  # the weights of all penalties would take several times the memory
+    return found, *best
 
 
 def _cut(truth: Targets, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
