@@ -159,3 +159,10 @@ def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) ->
     found = compared(folder, bundle, bundle_of(seed=4))
     assert found.paired.images == found.looked_at == 8
     assert [(item.key, item.reason) for item in found.skipped] == [(source.key(4), "is empty (0 bytes)")]
+
+
+def test_models_that_cannot_be_compared_are_refused(colours: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^images=3 is too small to compare layers; choose at least 4"):
+        compared(colours, bundle_of(), bundle_of(seed=1), images=3)
+    with pytest.raises(ConfigError, match="a model that predicts numbers cannot be compared"):
+        compared(colours, bundle_of(), bundle_of(output="numbers"))

@@ -60,6 +60,7 @@ def attention_rollout(
     `fusion` and `discard`, see `rollout`. For the other arguments and the errors, see
     `vitrail.analysis.tracing.trace`.
     """
+    _check(fusion, discard)
     vit, found = transformer_of(network), []
     for piece in traces(
         vit,
@@ -89,6 +90,7 @@ def class_relevance(
     The rows of `relevance` are pooled as in `attention_rollout`. For `form`, see `relevance`. For the other arguments
     and the errors, see `vitrail.analysis.tracing.trace`.
     """
+    _check_form(form)
     vit = transformer_of(network)
     found, classes = [], []
     for piece in traces(
@@ -120,10 +122,7 @@ def rollout(
     maps of all layers are multiplied. A row without weights stays 0. Raises `ConfigError` for an unknown fusion and
     for a fraction outside of 0 <= discard < 1.
     """
-    if fusion not in FUSIONS:
-        raise ConfigError(f"fusion={fusion!r} is not one of {', '.join(map(repr, FUSIONS))}")
-    if not 0 <= discard < 1:
-        raise ConfigError(f"discard={discard} is not at least 0 and below 1; it is a fraction of the weights")
+    _check(fusion, discard)
     images, _, _, tokens, _ = attention.shape
     joint = torch.eye(tokens, dtype=attention.dtype, device=attention.device).expand(images, -1, -1)
     for weights in attention.unbind(dim=1):
@@ -151,14 +150,25 @@ def relevance(
     of attention times gradient (2103.15679). With the form "gradient", A is the mean of the positive
     part of the gradient alone.
     """
-    if form not in get_args(RelevanceForm):
-        raise ConfigError(f"form={form!r} is not one of {', '.join(map(repr, get_args(RelevanceForm)))}")
+    _check_form(form)
     images, _, _, tokens, _ = attention.shape
     joint = torch.eye(tokens, dtype=attention.dtype, device=attention.device).expand(images, -1, -1)
     for weights, slopes in zip(attention.unbind(dim=1), gradients.unbind(dim=1), strict=True):
         both = slopes if form == "gradient" else weights * slopes
         joint = joint + both.clamp(min=0).mean(dim=1) @ joint
     return joint
+
+
+def _check(fusion: str, discard: float) -> None:
+    if fusion not in FUSIONS:
+        raise ConfigError(f"fusion={fusion!r} is not one of {', '.join(map(repr, FUSIONS))}")
+    if not 0 <= discard < 1:
+        raise ConfigError(f"discard={discard} is not at least 0 and below 1; it is a fraction of the weights")
+
+
+def _check_form(form: str) -> None:
+    if form not in get_args(RelevanceForm):
+        raise ConfigError(f"form={form!r} is not one of {', '.join(map(repr, get_args(RelevanceForm)))}")
 
 
 def _for_reading(vit: VisionTransformer) -> set[Kept]:

@@ -41,18 +41,25 @@ def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -
     if compile == "off" or (compile == "auto" and device.type != "cuda"):
         return "off"
     lacks = _lacks(device)
-    refusals = {
-        "compiles a transformer's blocks, but a ResNet has none. Choose 'off'": not config.has_uniform_blocks,
-        f"needs CUDA, but this device is {device.type!r}; choices: 'auto', 'on', 'off'": (
-            compile == "graphs" and device.type != "cuda"
+    refusals = (
+        (not config.has_uniform_blocks, "compiles a transformer's blocks, but a ResNet has none. Choose 'off'"),
+        (
+            compile == "graphs" and device.type != "cuda",
+            f"needs CUDA, but this device is {device.type!r}; choices: 'auto', 'on', 'off'",
         ),
-        "makes one graph for all blocks, but with skip_dropped every block has another number of images; choose 'off', "
-        "or leave out skip_dropped": getattr(config, "skip_dropped", False),
-        "compiles the call of a block, but with reversible=True the backward pass computes its branches one by one; "
-        "choose 'off', or leave out reversible": getattr(config, "reversible", False),
-        f"needs {lacks}, which is not installed here; choices: 'auto', 'off'": lacks is not None,
-    }
-    reason = next((text for text, is_true in refusals.items() if is_true), None)
+        (
+            getattr(config, "skip_dropped", False),
+            "makes one graph for all blocks, but with skip_dropped every block has another number of images; choose "
+            "'off', or leave out skip_dropped",
+        ),
+        (
+            getattr(config, "reversible", False),
+            "compiles the call of a block, but with reversible=True the backward pass computes its branches one by "
+            "one; choose 'off', or leave out reversible",
+        ),
+        (lacks is not None, f"needs {lacks}, which is not installed here; choices: 'auto', 'off'"),
+    )
+    reason = next((text for is_refused, text in refusals if is_refused), None)
     if compile == "auto":
         return "on" if reason is None else "off"
     if reason is not None:

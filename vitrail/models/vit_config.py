@@ -647,7 +647,10 @@ def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: Fo
     kept = all_tokens + results  # outputs of the two norms
     makes_gelu_again = bf16 and ONEDNN and not config.dropout
     kept += _kept_of_hidden(config, makes_gelu_again) * hidden
-    kept += 2 * results * (config.layer_scale > 0) + (2 * results + hidden) * (config.dropout > 0)
+    if config.layer_scale:
+        kept += 2 * results
+    if config.dropout:
+        kept += 2 * results + hidden
     return 4 * exact + bytes_each(precision) * kept + config.attention_in(block).kept_bytes(n, read, precision)
 
 
