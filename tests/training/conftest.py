@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.listening import Display, Shown
-from tests.training.jobs import Finished
+from tests.training.jobs import Finished, StopAt
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
@@ -140,10 +139,7 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Job]]:
         torch.nn.init.normal_(network.head.weight, std=0.1)
         objective = config.task.objective(network, splits)
         batches = TrainingBatches(
-            splits.train,
-            [Stage(preprocess, config.run.batch_size)],
-            seed=config.run.seed,
-            readers=config.run.readers,
+            splits.train, [Stage(preprocess, config.run.batch_size)], seed=config.run.seed, readers=config.run.readers
         )
         rates = config.optimizer
         average = Average(objective, rates.average, rates.average_start) if rates.average else None
@@ -213,21 +209,10 @@ def straight(finished: Finished, outcome: Callable[[Path], dict[str, Any]]) -> d
     return outcome(finished.result.folder)
 
 
-class _StopAt(Display):
-    """Sends this process a real SIGTERM when a step is reported."""
-
-    def __init__(self, step: int) -> None:
-        self.at = step
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        if step == self.at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.fixture(scope="session")
 def stop_at() -> Callable[[int], Display]:
     """A display that stops the run it is shown, at a step of runs of at most 100 steps."""
-    return _StopAt
+    return StopAt
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 import vitrail.training.checkpoint as best_module
 from tests.listening import Display
+from tests.training.jobs import Make, Outcome
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.tasks.masked_patches import MaskedPatches, MaskedPatchesObjective
 from vitrail.tasks.own_model import BESIDE
 from vitrail.training.checkpoint import BestModel, Checkpoints
-from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 from vitrail.weights.bundle import Bundle
@@ -108,7 +108,7 @@ class AtTheBeginning(Display):
 
 @pytest.mark.slow
 def test_a_crash_after_a_new_best_model_leaves_that_of_the_checkpoint(
-    small: Callable[..., TrainConfig], outcome: Callable[[Path], dict[str, Any]], tmp_path: Path
+    small: Make, outcome: Outcome, tmp_path: Path
 ) -> None:
     fields = {"evaluations": 24, "checkpoints": 8, "learning_rate": 3e-3}
     train(small(tmp_path / "straight", **fields))

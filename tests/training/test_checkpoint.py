@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
+from tests.training.jobs import Make
 from vitrail.errors import RunError, SaveError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
@@ -33,50 +34,58 @@ FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
 
 @pytest.fixture(scope="module")
 def moving(
-    small: Callable[..., TrainConfig],
-    prepare: Callable[[TrainConfig], tuple[TrainState, Job]],
-    tmp_path_factory: pytest.TempPathFactory,
+    small: Make, prepare: Callable[[TrainConfig], tuple[TrainState, Job]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TrainState, Job]:
     return prepare(small(tmp_path_factory.mktemp("moving") / "run", threads=0))
 
 
-@pytest.fixture
-def saved(moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    """Take a step, save under the given step numbers, and return the tensors of the last save."""
-    state, job = moving
-
-    def save(*steps: int, retain: int = 2) -> dict[str, Any]:
-        checkpoints = Checkpoints(tmp_path / "checkpoints", retain=retain)
-        for step in steps:
-            state.step = 0
-            train_step(job, state, next(state.batches))
-            state.step, state.best, state.skipped = step, Best(step / 100, step), {f"bad {step}"}
-            checkpoints.save(state)
-        return {name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)}
-
-    return save
-
-
 @pytest.fixture(scope="module")
-def two(
-    moving: tuple[TrainState, Job], tmp_path_factory: pytest.TempPathFactory, flat: Callable[..., dict[str, Any]]
-) -> tuple[Path, dict[str, Any]]:
-    """A folder with checkpoints of steps 3 and 4, which tests copy, and the tensors of step 3."""
+def tensors_of(flat: Callable[..., dict[str, Any]]) -> Callable[[TrainState], dict[str, Any]]:
+    """Copies the tensors of a state, by their names."""
+    return lambda state: {
+        name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)
+    }
+
+
+def save_steps(moving: tuple[TrainState, Job], checkpoints: Checkpoints, *steps: int) -> TrainState:
+    """Take a step before each save under the given step numbers."""
     state, job = moving
-    checkpoints, tensors = Checkpoints(tmp_path_factory.mktemp("two") / "checkpoints"), {}
-    for step in (3, 4):
+    for step in steps:
         state.step = 0
         train_step(job, state, next(state.batches))
         state.step, state.best, state.skipped = step, Best(step / 100, step), {f"bad {step}"}
         checkpoints.save(state)
-        leaves = flat(state.tensors())
-        tensors[step] = {name: leaf.clone() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    return checkpoints.folder, tensors[3]
+    return state
+
+
+@pytest.fixture
+def saved(moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Save under the given step numbers, and return the tensors of the last save."""
+    return lambda *steps, retain=2: tensors_of(
+        save_steps(moving, Checkpoints(tmp_path / "checkpoints", retain=retain), *steps)
+    )
+
+
+@pytest.fixture(scope="module")
+def two(
+    moving: tuple[TrainState, Job], tmp_path_factory: pytest.TempPathFactory, tensors_of: Callable[..., Any]
+) -> tuple[Path, dict[str, Any]]:
+    """A folder with checkpoints of steps 3 and 4, which tests copy, and the tensors of step 3."""
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("two") / "checkpoints")
+    tensors = tensors_of(save_steps(moving, checkpoints, 3))
+    save_steps(moving, checkpoints, 4)
+    return checkpoints.folder, tensors
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.slow
 def test_everything_comes_back(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any]
 ) -> None:
     state, job = moving
     tensors, values, following = saved(5), state.values(), next(state.batches)
@@ -85,14 +94,11 @@ def test_everything_comes_back(
     state.step, state.best, state.skipped = 77, Best(), set()
     torch.rand(3)
     assert Checkpoints(tmp_path / "checkpoints").restore(state) == []
-    restored = {name: leaf for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)}
-    assert restored.keys() == tensors.keys() and len(tensors) > 50
-    for name, tensor in tensors.items():
-        assert torch.equal(restored[name], tensor), name
+    assert_same(tensors_of(state), tensors)
+    assert len(tensors) > 50
     assert (state.step, state.best, state.skipped) == (5, Best(0.05, 5), {"bad 5"})
     assert torch.equal(next(state.batches).images, following.images)
-    names = {path.name for path in (tmp_path / "checkpoints" / "step-5").iterdir()}
-    assert names == set(FILES)
+    assert {path.name for path in (tmp_path / "checkpoints" / "step-5").iterdir()} == set(FILES)
 
 
 def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
@@ -105,21 +111,14 @@ def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
 
 
 @pytest.mark.slow
-def test_the_numerically_newest_wins(saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path) -> None:
-    saved(9, 10)
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
-    assert checkpoints.steps() == [10, 9]
-    assert checkpoints.restore(moving[0]) == [] and moving[0].step == 10
-    saved(99, 100, 1000)
-    assert checkpoints.steps() == [1000, 100]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("retain", [1, 3])
-def test_the_newest_are_kept(retain: int, saved: Callable[..., Any], tmp_path: Path) -> None:
-    saved(8, 9, 10, 11, retain=retain)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == sorted(f"step-{step}" for step in (11, 10, 9)[:retain])
+def test_the_numerically_newest_are_kept_and_win(
+    retain: int, saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
+) -> None:
+    saved(8, 9, 10, 100, retain=retain)
+    checkpoints, kept = Checkpoints(tmp_path / "checkpoints"), [100, 10, 9][:retain]
+    assert {path.name for path in checkpoints.folder.iterdir()} == {f"step-{step}" for step in kept}
+    assert checkpoints.steps() == kept and checkpoints.restore(moving[0]) == [] and moving[0].step == 100
 
 
 @pytest.mark.slow
@@ -173,7 +172,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES)
 def test_a_missing_or_short_file_falls_back(
     damage: Callable[[Path], object], problem: str, two: tuple[Path, dict[str, Any]], moving: tuple[TrainState, Job],
-    tmp_path: Path, flat: Callable[..., dict[str, Any]],
+    tmp_path: Path, tensors_of: Callable[..., Any],
 ) -> None:  # fmt: skip
     folder, expected = two
     shutil.copytree(folder, tmp_path / "checkpoints")
@@ -182,8 +181,7 @@ def test_a_missing_or_short_file_falls_back(
     (note,) = checkpoints.restore(moving[0])
     assert f"step-4 is damaged ({problem}" in note
     assert moving[0].step == 3
-    restored = flat(moving[0].tensors())
-    assert all(torch.equal(restored[name], tensor) for name, tensor in expected.items())
+    assert_same(tensors_of(moving[0]), expected)
 
 
 @pytest.mark.slow
@@ -200,7 +198,7 @@ def test_without_a_manifest_it_does_not_exist(
 
 
 def test_none_whole_is_an_error_that_leaves_the_state_alone(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any]
 ) -> None:
     before = saved(3, 4)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -211,11 +209,8 @@ def test_none_whole_is_an_error_that_leaves_the_state_alone(
     newest, older, rule = str(caught.value).splitlines()
     assert "step-4 is damaged" in newest and "step-3 is damaged" in older
     assert rule == f"{checkpoints.folder} has no complete checkpoint to resume from"
-    after = flat(moving[0].tensors())
-    assert moving[0].step == 4 and all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-def test_no_checkpoint_at_all_is_an_error(moving: tuple[TrainState, Job], tmp_path: Path) -> None:
+    assert moving[0].step == 4
+    assert_same(tensors_of(moving[0]), before)
     with pytest.raises(RunError, match="has no complete checkpoint to resume from"):
         Checkpoints(tmp_path / "nowhere").restore(moving[0])
 
@@ -237,7 +232,7 @@ def test_an_exception_while_saving_leaves_nothing_behind(
 
 @pytest.mark.slow
 def test_the_background_writes_the_state_of_the_moment(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]],
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     state, job = moving
@@ -247,9 +242,7 @@ def test_the_background_writes_the_state_of_the_moment(
     checkpoints = Checkpoints(
         tmp_path / "checkpoints", in_background=True, log=Log(lambda event: complete.append(event["step"]))
     )
-    before = {
-        name: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in flat(state.tensors()).items()
-    }
+    before = tensors_of(state)
     state.step = 4
     path = checkpoints.save(state)
     state.step, state.best.waited = 0, 99
@@ -262,10 +255,7 @@ def test_the_background_writes_the_state_of_the_moment(
     assert complete == [4] and checkpoints.steps() == [4, 3]
     assert checkpoints.restore(state) == [] and state.step == 4 and state.best.waited == 0
     assert state.skipped == {"bad 3"}
-    after = flat(state.tensors())
-    assert after.keys() == before.keys()
-    for name, leaf in before.items():
-        assert torch.equal(after[name], leaf) if isinstance(leaf, torch.Tensor) else after[name] == leaf
+    assert_same(tensors_of(state), before)
     checkpoints.close()
 
 
@@ -321,7 +311,7 @@ def lock() -> Iterator[Callable[[Path], None]]:
 
 @pytest.mark.slow
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
-    tiny: Callable[..., TrainConfig], lock: Callable[[Path], None]
+    tiny: Make, lock: Callable[[Path], None]
 ) -> None:
     config = tiny(checkpoints=4)
     folder = Path(config.run.folder or "") / "checkpoints"

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.listening import Display
+from tests.training.curves import events_of, steps_of
+from tests.training.jobs import Make, Outcome, StopAt, train_until
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.log import Log, read_journal
+from vitrail.training.log import Log
 from vitrail.training.run import finished, resume, train
 
-Small = Callable[..., TrainConfig]
-Outcome = Callable[[Path], dict[str, Any]]
 FEW = {"evaluations": 2, "checkpoints": 1}
 
 
 def rates(run: Path) -> dict[int, float]:
-    return {
-        event["step"]: event["learning_rate"]
-        for event in read_journal(run / "journal.jsonl")
-        if event["event"] == "step"
-    }
+    return {event["step"]: event["learning_rate"] for event in events_of(run)}
 
 
 @pytest.mark.slow
 def test_with_a_constant_rate_the_longer_run_is_bitwise_that_of_the_whole_length(
-    small: Small, outcome: Outcome, tmp_path: Path
+    small: Make, outcome: Outcome, tmp_path: Path
 ) -> None:
     fields = {"schedule": "constant", "warmup": 0.0, "keep": "last", "average": 0.9, **FEW}
     train(small(tmp_path / "whole", steps=31, **fields))
@@ -45,7 +38,7 @@ def test_with_a_constant_rate_the_longer_run_is_bitwise_that_of_the_whole_length
 
 
 @pytest.mark.slow
-def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: Path) -> None:
+def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Make, tmp_path: Path) -> None:
     train(small(tmp_path / "whole", steps=40, **FEW))
     train(small(tmp_path / "longer", steps=20, **FEW))
     before = rates(tmp_path / "longer")
@@ -58,7 +51,7 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "rises"), [("cosine", True), ("constant", False)])
-def test_a_rate_that_rises_again_is_noted(small: Small, tmp_path: Path, schedule: str, *, rises: bool) -> None:
+def test_a_rate_that_rises_again_is_noted(small: Make, tmp_path: Path, schedule: str, *, rises: bool) -> None:
     train(small(tmp_path / "run", steps=4, schedule=schedule, warmup=0.0, **FEW))
     shown = Display()
     resume(tmp_path / "run", changes={"steps": 8}, log=Log(shown))
@@ -68,7 +61,7 @@ def test_a_rate_that_rises_again_is_noted(small: Small, tmp_path: Path, schedule
 
 
 @pytest.mark.slow
-def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path: Path) -> None:
+def test_the_record_and_the_journal_tell_of_the_extension(small: Make, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(run, steps=8, **FEW))
     shown = Display()
@@ -81,10 +74,8 @@ def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path
     ]  # fmt: skip
     config = read_record(run).config.run
     assert (config.steps, config.epochs) == (None, 1.5)
-    events = read_journal(run / "journal.jsonl")
-    resumed = [(event["step"], event["steps"], event["extends"]) for event in events if event["event"] == "resumed"]
-    assert resumed == [(8, 12, 8), (12, 15, 12)]
-    assert [event["step"] for event in events if event["event"] == "finished"] == [15]
+    resumed = [(event["step"], event["steps"], event["extends"]) for event in events_of(run, "resumed")]
+    assert resumed == [(8, 12, 8), (12, 15, 12)] and steps_of(run, "finished") == [15]
     result = finished(run)
     assert result is not None and result.summary["steps"] == 15
     with pytest.raises(RunError, match=r"is complete.* it has done all of its 15 steps"):
@@ -92,30 +83,25 @@ def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path
 
 
 @pytest.mark.slow
-def test_a_stopped_run_can_be_made_longer_and_stopped_again(
-    small: Small, stop_at: Callable[[int], Display], tmp_path: Path
-) -> None:
+def test_a_stopped_run_can_be_made_longer_and_stopped_again(small: Make, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(Stopped):
-        train(small(run, **FEW), log=Log(stop_at(9)))
+    train_until(small(run, **FEW), 9)
     with pytest.raises(Stopped, match="stopped at step 20 of 30"):
-        resume(run, changes={"steps": 30}, log=Log(stop_at(20)))
+        resume(run, changes={"steps": 30}, log=Log(StopAt(20)))
     assert finished(run) is None
     assert resume(run).summary["steps"] == 30
 
 
 @pytest.mark.slow
-def test_a_length_that_is_not_larger_is_refused(small: Small, tmp_path: Path) -> None:
+def test_a_length_that_is_not_larger_is_refused(small: Make, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(run, steps=12))
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    with pytest.raises(RunError, match="it has done all of its 12 steps"):
+        resume(run)
     for length, steps in (({"steps": 12}, 12), ({"epochs": 1.0}, 10)):
-        with pytest.raises(RunError) as caught:
+        with pytest.raises(RunError, match=rf"has 12 steps \(1.2 epochs\), and {steps} steps are not more"):
             resume(run, changes=length)
-        assert str(caught.value) == (
-            f"run {run} has 12 steps (1.2 epochs), and {steps} steps are not more; a run can only be made "
-            "longer: choose a larger total"
-        )
     with pytest.raises(ConfigError, match=r"epochs=-1.0 is not above 0"):
         resume(run, changes={"epochs": -1.0})
     with pytest.raises(ConfigError, match=r"epochs=3.0 and steps=9: a run is extended to .*; give one of them"):
@@ -124,13 +110,9 @@ def test_a_length_that_is_not_larger_is_refused(small: Small, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_without_the_checkpoint_of_the_end_the_way_out_is_named(small: Small, tmp_path: Path) -> None:
+def test_without_the_checkpoint_of_the_end_the_way_out_is_named(small: Make, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(run, steps=12))
     shutil.rmtree(run / "checkpoints" / "step-12")
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(RunError, match=r"checkpoint of its end, .*/step-12, is gone; .* new run with --init .*/model"):
         resume(run, changes={"steps": 20})
-    assert str(caught.value) == (
-        f"run {run} cannot be extended, because the checkpoint of its end, {run}/checkpoints/step-12, is gone; to "
-        f"train its model further, start a new run with --init {run}/model"
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +12,18 @@ import torch
 from torch import nn
 
 from tests.listening import Display
-from tests.several import in_processes
 from tests.training import ranks
-from tests.training.jobs import job_of
+from tests.training.curves import events_of
+from tests.training.jobs import Initial, Make, job_of, results_of
 from vitrail.models.variants import variant_config
 from vitrail.tasks.classification import Classification
 from vitrail.training import clock as limit
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Log, read_journal
+from vitrail.training.log import Log
 from vitrail.training.run import train
 
 LIMIT = 3e12
 CPU = torch.device("cpu")
-Small = Callable[..., TrainConfig]
 
 
 @pytest.fixture
@@ -103,12 +102,12 @@ def test_a_slower_second_measurement_does_not_count(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_no_fraction_is_above_one(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_fraction_is_above_one(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limit, "product_limit", lambda *_, again=False: 2.0 if again else 1.0)
     display = Fractions()
     train(small(tmp_path / "run", steps=4, evaluations=1), log=Log(display))
-    limits, steps = of_run(tmp_path / "run")
-    assert [event["flops_per_second"] for event in limits] == [1.0, 2.0]
+    assert [event["flops_per_second"] for event in events_of(tmp_path / "run", "limit")] == [1.0, 2.0]
+    steps = events_of(tmp_path / "run")
     assert len(steps) > 1 and not any("limit_fraction" in event for event in steps)
     assert set(display.fractions) == {None}
     assert [note for note in display.notes if "faster than the matrix products" in note] == display.notes[-1:]
@@ -124,12 +123,6 @@ class Fractions(Display):
         self.fractions.append(metrics.get("limit_fraction"))
 
 
-def of_run(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the events of the limit and of the steps."""
-    events = read_journal(run / "journal.jsonl")
-    return tuple([event for event in events if event["event"] == name] for name in ("limit", "step"))  # type: ignore[return-value]
-
-
 def network_of(**fields: Any) -> Any:
     sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "channels": 1, "num_classes": 10}
     return variant_config("ViT-Pico/7", **{**sizes, "image_size": (28, 28), **fields})
@@ -137,13 +130,13 @@ def network_of(**fields: Any) -> Any:
 
 @pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_fraction_is_that_of_the_closed_form(
-    accumulation: int, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accumulation: int, small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limit, "product_limit", lambda *_, **__: LIMIT)
     display = Fractions()
     early = {"early_image_size": ("14x21:0.5",), "early_batch_size": ("12:0.5",)}
     train(small(tmp_path / "run", steps=4, evaluations=1, accumulation=accumulation, **early), log=Log(display))
-    (found,), steps = of_run(tmp_path / "run")
+    (found,), steps = events_of(tmp_path / "run", "limit"), events_of(tmp_path / "run")
     assert found["flops_per_second"] == LIMIT and found["precision"] == "float32" and found["step"] == 0
     assert found["threads"] == torch.get_num_threads()
     each = [network_of(image_size=(14, 21)).training_flops()] * 2 + [network_of().training_flops()] * 2
@@ -155,15 +148,12 @@ def test_the_fraction_is_that_of_the_closed_form(
 
 @pytest.mark.slow
 def test_frozen_blocks_have_no_backward_pass(
-    initial: Callable[..., Path],
-    from_model: Callable[..., TrainConfig],
-    colour_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    initial: Initial, from_model: Make, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limit, "product_limit", lambda *_, **__: LIMIT)
     config = from_model(initial(), colour_folder, train_blocks=1, steps=1)
     result = train(config)
-    (event,) = of_run(result.folder)[1]
+    (event,) = events_of(result.folder)
     network = result.bundle.network.config
     flops = network.training_flops(trained_blocks=1)
     assert flops < 0.8 * network.training_flops() and network.num_classes == 3
@@ -172,44 +162,32 @@ def test_frozen_blocks_have_no_backward_pass(
 
 @pytest.mark.slow
 def test_unknown_flops_are_left_out(
-    initial: Callable[..., Path],
-    from_model: Callable[..., TrainConfig],
-    small: Small,
-    colour_folder: Path,
-    tmp_path: Path,
+    initial: Initial, from_model: Make, small: Make, colour_folder: Path, tmp_path: Path
 ) -> None:
     adapted = train(from_model(initial(), colour_folder, lora_rank=2, steps=2)).folder
     plain = small(tmp_path / "own", steps=2, variant=None, width=None, depth=None, heads=None, mlp_width=None)
     own = train(plain, network=nn.Sequential(nn.Flatten(), nn.Linear(784, 10))).folder
     for run in (adapted, own):
-        limits, steps = of_run(run)
-        assert limits == [] and steps and not any("limit_fraction" in event for event in steps)
+        steps = events_of(run)
+        assert events_of(run, "limit") == [] and steps and not any("limit_fraction" in event for event in steps)
 
 
 @pytest.mark.slow
 def test_processes_add_their_limits(three_splits: Path, tmp_path: Path) -> None:
-    found = in_processes(2, ranks.trained_with_limits, ranks.config_of(three_splits, tmp_path / "run"))
-    assert [one.error for one in found] == [None, None]
-    (event,), steps = of_run(tmp_path / "run")
+    results_of(2, ranks.trained_with_limits, ranks.config_of(three_splits, tmp_path / "run"))
+    (event,) = events_of(tmp_path / "run", "limit")
     assert event["flops_per_second"] == 3e12, "1e12 of the first process, and 2e12 of the second"
     flops = network_of().training_flops()
-    for step in steps:
+    for step in events_of(tmp_path / "run"):
         assert step["limit_fraction"] == pytest.approx(flops * step["images_per_second"] / 3e12, rel=1e-9)
 
 
 @pytest.mark.slow
-def test_the_task_decides_about_its_views(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_decides_about_its_views(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limit, "product_limit", lambda *_, **__: LIMIT)
     cost = Classification.step_cost
-
-    class Costly(Classification):
-        """A task whose steps compute 1,000 FLOPs more per image."""
-
-        def step_cost(self, network: Any, precision: Any) -> Any:
-            return cost(self, network, precision)._replace(flops=1000)
-
-    monkeypatch.setattr(Classification, "step_cost", Costly.step_cost)
+    monkeypatch.setattr(Classification, "step_cost", lambda *given: cost(*given)._replace(flops=1000))  # per image
     train(small(tmp_path / "run", steps=1))
-    (event,) = of_run(tmp_path / "run")[1]
+    (event,) = events_of(tmp_path / "run")
     flops = network_of().training_flops() + 1000
     assert event["limit_fraction"] == pytest.approx(flops * event["images_per_second"] / LIMIT, rel=1e-9)

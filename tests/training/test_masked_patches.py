@@ -3,19 +3,17 @@ model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from tests.listening import Display
-from vitrail.errors import ConfigError, Stopped
+from tests.training.curves import events_of, same_weights
+from tests.training.jobs import Make, train_until
+from vitrail.errors import ConfigError
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
-from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 from vitrail.weights.load import load
 
@@ -24,8 +22,7 @@ Events = list[dict[str, Any]]
 
 def evaluations(run: Path) -> Events:
     """Return the evaluations of a run without the time of day."""
-    events = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "evaluation"]
-    return [{name: value for name, value in event.items() if name != "time"} for event in events]
+    return [{name: value for name, value in event.items() if name != "time"} for event in events_of(run, "evaluation")]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -33,38 +30,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mae": {"remove_fraction": 0.6, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2},
     "simclr": {"projection_width": 8, "crop_area": (0.3, 1.0)},
     "dino": {
-        "crop_area": (0.4, 1.0),
-        "local_views": 3,
-        "local_size": (14, 7),
-        "prototypes": 32,
-        "projection_hidden": 24,
-        "bottleneck": 8,
-        "target_temperature": 0.07,
-        "target_temperature_epochs": 0.6,
-        "frozen_epochs": 0.5,
-        "teacher_momentum": 0.8,
-        "end_weight_decay": 0.4,
+        "crop_area": (0.4, 1.0), "local_views": 3, "local_size": (14, 7), "prototypes": 32, "projection_hidden": 24,
+        "bottleneck": 8, "target_temperature": 0.07, "target_temperature_epochs": 0.6, "frozen_epochs": 0.5,
+        "teacher_momentum": 0.8, "end_weight_decay": 0.4,
     },
     "moco": {"crop_area": (0.3, 1.0), "projection_width": 8, "projection_hidden": 12, "teacher_momentum": 0.8},
+}  # fmt: skip
+MEASURED = {
+    "masked-patches": ("patch_loss", "mask_embedding"),
+    "mae": ("patch_loss", "decoder.mask_token"),
+    "simclr": ("contrast_loss", "projection.0.weight"),
+    "dino": ("dino_loss", "network.blocks.0.norm1.weight"),
+    "moco": ("contrast_loss", "teacher.blocks.0.norm1.weight"),
 }
-LOSSES = {
-    "masked-patches": "patch_loss",
-    "mae": "patch_loss",
-    "simclr": "contrast_loss",
-    "dino": "dino_loss",
-    "moco": "contrast_loss",
-}
-BESIDE = {
-    "masked-patches": "mask_embedding",
-    "mae": "decoder.mask_token",
-    "simclr": "projection.0.weight",
-    "dino": "network.blocks.0.norm1.weight",
-    "moco": "teacher.blocks.0.norm1.weight",
-}
+"""The loss of each task, and one of the weights beside the network."""
 
 
 @pytest.fixture
-def masked(small: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., TrainConfig]:
+def masked(small: Make, tmp_path: Path) -> Make:
     """Return a function that makes configs of short runs on grey images, with all kinds of randomness switched on."""
 
     def make(name: str, **fields: Any) -> TrainConfig:
@@ -77,36 +60,30 @@ def masked(small: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., T
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", SETTINGS)
-def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
-    task: str, masked: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
-) -> None:
+def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(task: str, masked: Make, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"task": task, "probe": "knn", "accumulation": 2}
     straight = train(masked("straight", **fields))
-    with pytest.raises(Stopped):
-        train(masked("stopped", **fields), log=Log(stop_at(3)))
+    train_until(masked("stopped", **fields), 3)
     stopped = resume(tmp_path / "stopped")
     for name in ("model/model.safetensors", "beside.safetensors"):
-        one, other = load_file(straight.folder / name), load_file(stopped.folder / name)
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    assert BESIDE[task] in one
+        assert same_weights(straight.folder / name, stopped.folder / name)
+    loss, beside = MEASURED[task]
+    assert beside in load_file(straight.folder / "beside.safetensors")
     page = (stopped.folder / "report.html").read_text(encoding="utf-8")
-    title = "Restored patches" if LOSSES[task] == "patch_loss" else "Nearest neighbours"
+    title = "Restored patches" if loss == "patch_loss" else "Nearest neighbours"
     assert f"<h2>{title}</h2>" in page and page.count("<img") >= 24
     *during, validation, _ = evaluations(straight.folder)
     assert during == [event for event in evaluations(stopped.folder) if not event.get("kept")]
-    loss = LOSSES[task]
     best = min(during, key=lambda event: event[loss])
     assert validation[loss] == best[loss] == straight.metrics[f"validation_{loss}"]
     if task == "masked-patches":
         assert validation["colour_accuracy"] == best["colour_accuracy"]
-    probes = [event for event in read_journal(straight.folder / "journal.jsonl") if event["event"] == "probe"]
+    probes = events_of(straight.folder, "probe")
     assert len(probes) == 4 and all(0 <= event["knn_1"] <= 1 for event in probes)
 
 
 @pytest.mark.slow
-def test_the_saved_model_has_features_and_starts_other_runs(
-    masked: Callable[..., TrainConfig], small: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
+def test_the_saved_model_has_features_and_starts_other_runs(masked: Make, small: Make, tmp_path: Path) -> None:
     result = train(masked("pre-training", patch_target="pixels", steps=2, evaluations=1, checkpoints=1))
     assert set(result.metrics) == {"validation_patch_loss", "test_patch_loss"} and result.examples == ()
     bundle = load(result.folder)
@@ -122,9 +99,7 @@ def test_the_saved_model_has_features_and_starts_other_runs(
 
 
 @pytest.mark.slow
-def test_labels_are_not_needed_but_probes_measure_by_them(
-    masked: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path
-) -> None:
+def test_labels_are_not_needed_but_probes_measure_by_them(masked: Make, colour_folder: Path, tmp_path: Path) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
     for path in colour_folder.glob("*/*.png"):
@@ -148,7 +123,7 @@ def test_labels_are_not_needed_but_probes_measure_by_them(
     ],
 )
 def test_a_run_that_cannot_work_leaves_no_folder(
-    masked: Callable[..., TrainConfig], fields: dict[str, Any], message: str, tmp_path: Path
+    masked: Make, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(masked("none", **fields))

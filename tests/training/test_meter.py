@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,10 @@ import pytest
 import torch
 
 from tests.listening import Display
+from tests.training.curves import events_of
+from tests.training.jobs import CrashAt, Make
 from vitrail.data.pipeline import default_threads
-from vitrail.errors import ConfigError, NonFiniteLoss, Stopped
+from vitrail.errors import ConfigError, NonFiniteLoss
 from vitrail.training.after_step import Meter, ReaderTrials, RunningMeans
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
@@ -49,9 +50,6 @@ def test_running_means_weigh_reports_by_their_steps() -> None:
     assert means.read() == {"loss": 0.5}
 
 
-Small = Callable[..., TrainConfig]
-
-
 def chosen(*turns: float, works: tuple[float, ...] = (1.0,) * 4) -> tuple[int | None, list[int], dict[int, float]]:
     """Return the choice between 3 threads and the main thread, the numbers of threads in order, and the times. Each
     turn has steps of these seconds."""
@@ -72,8 +70,7 @@ def test_the_faster_turn_of_each_choice_counts() -> None:
 
 
 def test_a_gain_below_two_percent_keeps_the_threads() -> None:
-    assert chosen(0.5, 0.4901, 0.5, 0.5)[0] == 3
-    assert chosen(0.5, 0.4899, 0.5, 0.5)[0] == 0
+    assert (chosen(0.5, 0.4901, 0.5, 0.5)[0], chosen(0.5, 0.4899, 0.5, 0.5)[0]) == (3, 0)
 
 
 def test_steps_are_compared_by_their_cost() -> None:
@@ -94,6 +91,12 @@ def weights_of(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
+def shorten(monkeypatch: pytest.MonkeyPatch, **settings: float) -> None:
+    """Let each turn of the trials have one step."""
+    for name, value in {"SECONDS": 0.0, "STEPS": 1, **settings}.items():
+        monkeypatch.setattr(ReaderTrials, name, value)
+
+
 def curve_of(run: Path) -> list[dict[str, Any]]:
     """Return the events of steps, evaluations and skipped images, without what depends on the machine. They tell at
     which step two runs part, and if an image was skipped."""
@@ -106,16 +109,14 @@ def curve_of(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_run_records_its_choice_and_computes_the_same(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
-    monkeypatch.setattr(ReaderTrials, "STEPS", 1)
-    monkeypatch.setattr(ReaderTrials, "GAIN", 2.0)  # so that the usual threads win, whatever the steps took
+    shorten(monkeypatch, GAIN=2.0)  # so that the usual threads win, whatever the steps took
     display = Display()
     train(small(tmp_path / "auto", threads="auto", steps=14), log=Log(display))
     train(small(tmp_path / "two", threads=2, steps=14))
     assert weights_of(tmp_path / "auto") == weights_of(tmp_path / "two")
-    (event,) = [event for event in read_journal(tmp_path / "auto" / "journal.jsonl") if event["event"] == "readers"]
+    (event,) = events_of(tmp_path / "auto", "readers")
     count = default_threads()
     assert (event["step"], event["threads"]) == (12, count) and set(event["seconds_per_step"]) == {"0", str(count)}
     assert sum(line.startswith("images are read by ") and "with the main thread" in line for line in display.said) == 1
@@ -123,23 +124,14 @@ def test_a_run_records_its_choice_and_computes_the_same(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_reads_as_the_run_chose(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
-    monkeypatch.setattr(ReaderTrials, "STEPS", 1)
-    monkeypatch.setattr(ReaderTrials, "GAIN", -99.0)  # so that the faster one wins by any margin
-    monkeypatch.setattr(ReaderTrials, "TURNS", 1)
+def test_a_resumed_run_reads_as_the_run_chose(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, GAIN=-99.0, TURNS=1)  # so that the faster one wins by any margin
     times = iter([*[9.0] * 3, *[1.0] * 3])
     plain = ReaderTrials.add
     monkeypatch.setattr(ReaderTrials, "add", lambda self, seconds, work: plain(self, next(times), work))
-
-    class Stops(Display):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 8:
-                raise KeyboardInterrupt
-
     config = small(tmp_path / "run", threads="auto", steps=14, checkpoints=14)
-    with pytest.raises((KeyboardInterrupt, Stopped)):
-        train(config, log=Log(Stops()))
+    with pytest.raises(MemoryError):
+        train(config, log=Log(CrashAt(8)))
     assert read_record(tmp_path / "run").config.run.threads == 0
     display = Display()
     resume(tmp_path / "run", log=Log(display))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.listening import Display
-from vitrail.errors import Stopped
+from tests.training.curves import events_of
+from tests.training.jobs import Make, train_until
 from vitrail.training import page as progress
-from vitrail.training.config import TrainConfig
-from vitrail.training.log import Log, read_journal
 from vitrail.training.page import ProgressPage
 from vitrail.training.run import resume, train
 
@@ -28,12 +25,7 @@ CURVES = [
 
 
 @pytest.mark.slow
-def test_the_page_grows_with_the_run(
-    small: Callable[..., TrainConfig],
-    tmp_path: Path,
-    stop_at: Callable[[int], Display],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_page_grows_with_the_run(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, versions = tmp_path / "a <run>", []
     plain = ProgressPage.write
 
@@ -43,8 +35,7 @@ def test_the_page_grows_with_the_run(
 
     monkeypatch.setattr(ProgressPage, "write", kept)
     monkeypatch.setattr(progress, "SECONDS", 0.0)
-    with pytest.raises(Stopped):
-        train(small(run, threads=0, learning_rate=0.005), log=Log(stop_at(9)))
+    train_until(small(run, threads=0, learning_rate=0.005), 9)
     assert "The run is in progress: 4 of 24 steps were done" in versions[0]
     assert "The run was stopped after 9 of 24 steps. Continue it with vitrail train --resume" in versions[-1]
     stopped = versions[-1]
@@ -57,12 +48,8 @@ def test_the_page_grows_with_the_run(
     assert found == ["Run a &lt;run&gt;", "Held-out images", "Curves", *CURVES, "Settings"]
     assert "<td>learning rate</td><td>0.005</td>" in page and "<td>weight decay rule</td>" not in page
     assert "<td>label smoothing</td><td>0.1</td>" in page and "<td>loss</td>" not in page
-    (accuracy,) = {
-        f"{event['accuracy']:.2%}"
-        for event in read_journal(run / "journal.jsonl")
-        if event["event"] == "evaluation" and event["split"] == "test"
-    }
-    assert f"<td>test</td><td>accuracy {accuracy}</td>" in page
+    *_, tested = events_of(run, "evaluation")
+    assert tested["split"] == "test" and f"<td>test</td><td>accuracy {tested['accuracy']:.2%}</td>" in page
     pairs = re.findall(r"true: (.*?)<br>predicted: (.*?)<br>[\d.]+%", page)
     right = [truth == predicted for truth, predicted in pairs]
     assert len(pairs) == 10 and right == sorted(right), "the wrong ones first"
@@ -70,9 +57,7 @@ def test_the_page_grows_with_the_run(
 
 
 @pytest.mark.slow
-def test_versions_are_half_a_minute_apart(
-    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_are_half_a_minute_apart(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     monkeypatch.setattr(ProgressPage, "write", lambda self: written.append(1))
     train(small(tmp_path / "run", threads=0, steps=8, evaluations=4, checkpoints=4))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.training.jobs import Finished
+from tests.training.jobs import Finished, Make
 from vitrail.settings import bare_names
-from vitrail.training.config import TrainConfig
 from vitrail.training.folder import (
     differing_settings,
     find_runs,
@@ -18,8 +16,6 @@ from vitrail.training.folder import (
     settings_of,
     summarise,
 )
-
-Tiny = Callable[..., TrainConfig]
 
 
 def rewritten(run: Path, journal: list[dict[str, object]], place: Path) -> Path:
@@ -73,7 +69,7 @@ def test_runs_are_found_in_folders_but_not_in_runs(tmp_path: Path) -> None:
     assert list(find_runs(tmp_path, depth=0)) == list(find_runs(tmp_path / "nowhere")) == []
 
 
-def test_every_section_of_a_config_can_differ(tiny: Tiny) -> None:
+def test_every_section_of_a_config_can_differ(tiny: Make) -> None:
     usual = tiny(steps=3)
     settings = settings_of(usual)
     for section in (usual.early, usual.faults):
@@ -82,7 +78,7 @@ def test_every_section_of_a_config_can_differ(tiny: Tiny) -> None:
     assert differing_settings([usual, usual, changed])[2] == {"on_non_finite": "skip", "max_faults": 7}
 
 
-def test_values_of_presets_and_variants_are_compared(tiny: Tiny) -> None:
+def test_values_of_presets_and_variants_are_compared(tiny: Make) -> None:
     """A setting that repeats the value of the preset or of the variant is no difference."""
     usual = tiny(steps=3, variant="ViT-Pico/8", preset="light2")
     same = usual.override(mixup=usual.augment.settings.mixup, depth=usual.in_effect("depth"), optimizer="adamw")
@@ -96,7 +92,7 @@ def test_values_of_presets_and_variants_are_compared(tiny: Tiny) -> None:
     assert differing_settings([usual, longer])[1] == {"epochs": 2.0, "steps": None}
 
 
-def test_runs_on_data_that_changed_are_named(tiny: Tiny, finished: Finished, tmp_path: Path) -> None:
+def test_runs_on_data_that_changed_are_named(tiny: Make, finished: Finished, tmp_path: Path) -> None:
     other = rewritten(finished.result.folder, [BEGUN, BETTER], tmp_path / "other")
     assert list(notes_on_data([summarise(finished.result.folder), summarise(other)])) == []
     record = json.loads((other / "run.json").read_text())
@@ -106,7 +102,7 @@ def test_runs_on_data_that_changed_are_named(tiny: Tiny, finished: Finished, tmp
     assert "other" in note and finished.result.folder.name in note and "not comparable" in note
 
 
-def test_only_settings_unlike_the_others_are_returned(tiny: Tiny) -> None:
+def test_only_settings_unlike_the_others_are_returned(tiny: Make) -> None:
     usual = tiny(steps=3)
     others = usual.override(learning_rate=0.5), usual.override(threads=1, device="cpu", name="x", flip=True)
     flipped = differing_settings([usual, *others])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.training.curves import events_of
 from tests.training.jobs import Blank, Finished, job_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
@@ -17,9 +18,9 @@ from vitrail.training import clock as timing
 from vitrail.training.clock import SmoothedRate, TimeLeft, Timing
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.job import Job, Phase
-from vitrail.training.log import read_journal
 
 STEPS = 10
+SUMMARY = "seconds", "seconds_to_first_step", "training_seconds", "images_per_second", "waiting_share"
 PHASES = (
     Phase(0, 4, (16, 24), patch_dropout=0.0, batch_size=3, cost=0.5, flops=100),
     Phase(4, 6, (32, 48), patch_dropout=0.0, batch_size=3, flops=200),
@@ -74,13 +75,7 @@ def test_a_report_counts_steps_without_pauses(clock: Clock) -> None:
     clock.passes(1)
     assert times.after_step(3, 6, was_taken=True) == (1.0, 0.5)
     assert times.report(3)[:2] == (1, {"images_per_second": 6, "waiting_share": 0, "limit_fraction": 0.1})
-    assert times.summary() == {
-        "seconds": 2.0 + 55.0,
-        "seconds_to_first_step": 4.0,
-        "training_seconds": 5.0,
-        "images_per_second": 18 / 5,
-        "waiting_share": 1 / 5,
-    }
+    assert times.summary() == dict(zip(SUMMARY, (2.0 + 55.0, 4.0, 5.0, 18 / 5, 1 / 5), strict=True))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -106,20 +101,12 @@ def test_a_rollback_counts_the_steps_again(clock: Clock) -> None:
     times.go_back(4)
     clock.passes(2)
     assert times.after_step(5, 3, was_taken=True) == (2.0, 1.0)
-    assert times.report(5)[:2] == (
-        1,
-        {"images_per_second": 12 / 10, "waiting_share": 0.0},
-    )  # the time of lost steps is training
+    expected = {"images_per_second": 12 / 10, "waiting_share": 0.0}  # the time of lost steps is training
+    assert times.report(5)[:2] == (1, expected)
 
 
 def test_a_run_without_steps_has_no_speed(clock: Clock) -> None:
-    assert made().summary() == {
-        "seconds": 2.0,
-        "seconds_to_first_step": 0.0,
-        "training_seconds": 0.0,
-        "images_per_second": 0.0,
-        "waiting_share": 0.0,
-    }
+    assert made().summary() == {**dict.fromkeys(SUMMARY, 0.0), "seconds": 2.0}
 
 
 def test_the_start_up_is_dropped_when_more_is_known() -> None:
@@ -150,7 +137,7 @@ def test_a_lasting_change_is_shown_after_minutes() -> None:
 
 def test_the_display_shows_the_smoothed_rate_and_the_journal_that_of_each_report(finished: Finished) -> None:
     rate, last = SmoothedRate(), 0
-    events = [event for event in read_journal(finished.result.folder / "journal.jsonl") if event["event"] == "step"]
+    events = events_of(finished.result.folder)
     assert len(events) == len(finished.shown.reports) > 3
     for event, (step, shown) in zip(events, finished.shown.reports, strict=True):
         images, last = 20 * (step - last), step

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.listening import Display
-from tests.several import in_processes
 from tests.tasks.books import make_tokenizer
 from tests.training import ranks
-from vitrail.errors import ConfigError, RunError, Stopped
+from tests.training.curves import events_of, same_weights, values_of
+from tests.training.jobs import Make, results_of, train_until
+from vitrail.errors import ConfigError, RunError
 from vitrail.tasks.tokenizer import load_tokenizer
-from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
-from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 from vitrail.weights.load import load
 
-Make = Callable[..., TrainConfig]
 TOKENIZER: dict[str, Any] = {
     "task": "vqvae", "codes": 24, "code_width": 6, "decoder_width": 8, "decoder_depth": 1, "restart_below": 0.3,
     "code_decay": 0.8, "steps": 8, "evaluations": 4, "checkpoints": 2, "accumulation": 2,
@@ -32,47 +29,34 @@ TOKENIZER: dict[str, Any] = {
 PREDICTED: dict[str, Any] = {"task": "masked-patches", "patch_target": "tokens", "steps": 8, "evaluations": 4}
 
 
-def same(one: Path, other: Path) -> bool:
-    """Return True if two files of weights have equal bits."""
-    ours, theirs = load_file(one), load_file(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 @pytest.mark.slow
-def test_a_tokenizer_resumes_bitwise_and_keeps_the_best_codes(
-    small: Make, stop_at: Callable[[int], Display], tmp_path: Path
-) -> None:
+def test_a_tokenizer_resumes_bitwise_and_keeps_the_best_codes(small: Make, tmp_path: Path) -> None:
     tokenizer = train(small(tmp_path / "straight", **TOKENIZER)).folder
-    with pytest.raises(Stopped):
-        train(small(tmp_path / "stopped", **TOKENIZER), log=Log(stop_at(3)))
+    train_until(small(tmp_path / "stopped", **TOKENIZER), 3)
     stopped = resume(tmp_path / "stopped")
     for name in ("model/model.safetensors", "model/tokenizer.safetensors", "beside.safetensors"):
-        assert same(tokenizer / name, stopped.folder / name)
-    events = read_journal(tokenizer / "journal.jsonl")
-    *during, kept, _ = [event for event in events if event["event"] == "evaluation"]
+        assert same_weights(tokenizer / name, stopped.folder / name)
+    *during, kept, _ = events_of(tokenizer, "evaluation")
     best = min(during, key=lambda event: event["reconstruction_loss"])
     for name in ("reconstruction_loss", "perplexity", "codes_used"):
         assert kept[name] == best[name] == stopped.metrics[f"validation_{name}"]
-    steps = [event for event in events if event["event"] == "step"]
-    assert all(0 < event["perplexity"] <= 24.001 and event["commitment_loss"] >= 0 for event in steps)
+    steps = values_of(tokenizer, "perplexity", "commitment_loss")
+    assert all(0 < perplexity <= 24.001 and loss >= 0 for perplexity, loss in steps)
     page = (tokenizer / "report.html").read_text(encoding="utf-8")
     assert "<h2>Images restored from tokens</h2>" in page and page.count("<img") == 16
     assert load(tokenizer).classes == () and load_tokenizer(tokenizer).coder.config.codes == 24
 
 
 @pytest.mark.slow
-def test_tokens_are_predicted_and_a_changed_tokenizer_is_refused(
-    small: Make, stop_at: Callable[[int], Display], tmp_path: Path
-) -> None:
+def test_tokens_are_predicted_and_a_changed_tokenizer_is_refused(small: Make, tmp_path: Path) -> None:
     copied = make_tokenizer(size=(28, 28), channels=1).save(tmp_path / "tokenizer")
     fields = PREDICTED | {"tokenizer": str(copied), "checkpoints": 2}
     straight = train(small(tmp_path / "straight", **fields))
-    with pytest.raises(Stopped):
-        train(small(tmp_path / "stopped", **fields), log=Log(stop_at(3)))
+    train_until(small(tmp_path / "stopped", **fields), 3)
     shutil.copytree(tmp_path / "stopped", tmp_path / "other")
     stopped = resume(tmp_path / "stopped")
-    assert same(straight.folder / "model/model.safetensors", stopped.folder / "model/model.safetensors")
-    assert same(straight.folder / "beside.safetensors", stopped.folder / "beside.safetensors")
+    assert same_weights(straight.folder / "model/model.safetensors", stopped.folder / "model/model.safetensors")
+    assert same_weights(straight.folder / "beside.safetensors", stopped.folder / "beside.safetensors")
     record = json.loads((straight.folder / "run.json").read_text())
     sha256 = load_tokenizer(copied).sha256
     assert record["models"] == {"tokenizer": sha256} and straight.bundle.provenance["tokenizer_sha256"] == sha256
@@ -111,13 +95,9 @@ def test_a_tokenizer_on_several_processes_is_that_of_one(
     sizes = {name: TOKENIZER[name] for name in ("task", "codes", "code_width", "decoder_width", "decoder_depth")}
     fields = {**sizes, "code_decay": 0.9, **fields}
     alone = train(ranks.config_of(three_splits, tmp_path / "one", **fields | {"shard": "none"}))
-    found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "two", **fields))
-    assert [one.error for one in found] == [None, None] and found[0].result == found[1].result
-    assert found[0].result == pytest.approx(alone.metrics, rel=1e-3)
-    rows = []
-    for name in ("one", "two"):
-        steps = [event for event in read_journal(tmp_path / name / "journal.jsonl") if event["event"] == "step"]
-        rows.append([event[key] for event in steps for key in ("loss", "commitment_loss", "perplexity")])
-    assert len(rows[0]) == 36 and rows[0] == pytest.approx(rows[1], rel=1e-4)
+    first, second = results_of(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "two", **fields))
+    assert first == second == pytest.approx(alone.metrics, rel=1e-3)
+    one, two = (np.array(values_of(tmp_path / run, "loss", "commitment_loss", "perplexity")) for run in ("one", "two"))
+    assert len(one) == 12 and one == pytest.approx(two, rel=1e-4)
     ours, theirs = (load_file(tmp_path / name / "model" / "tokenizer.safetensors") for name in ("one", "two"))
     torch.testing.assert_close(ours["codebook.codes"], theirs["codebook.codes"], rtol=1e-3, atol=1e-4)
