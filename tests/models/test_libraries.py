@@ -59,8 +59,7 @@ def by_hand(made: nn.Module, epochs: int) -> nn.Module:
 
 
 def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
-    for name, weight in expected.state_dict().items():
-        torch.testing.assert_close(found.state_dict()[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
 
 
 KINDS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {

@@ -696,6 +696,23 @@ def test_positions_start_normal_with_the_std_of_the_config(std: float) -> None:
 # --- what a config may not say
 
 
+OUT_OF_RANGE = {
+    "channels": (0,), "width": (0,), "depth": (0, -3), "heads": (0,), "mlp_width": (0,), "num_classes": (-1,),
+    "head_hidden": (-1,), "registers": (-2,), "position_std": (-0.1,), "layer_scale": (-0.5, math.nan),
+    "dropout": (1.0, -0.1), "stochastic_depth": (1.0, -0.1), "patch_dropout": (1.0, -0.5), "norm_eps": (0.0, math.nan),
+    "head_bias": (math.inf, math.nan),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in OUT_OF_RANGE.items() for value in values]
+)
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_number_out_of_range_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}={value!r} is "):
+        small_config(**{name: value})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
