@@ -21,7 +21,7 @@ from vitrail.models.variants import create
 from vitrail.tasks.tokenizer import load_tokenizer
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
-from vitrail.training.run import resume, train
+from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -58,23 +58,29 @@ MEASURED = {
 def masked(small: Make, tmp_path: Path) -> Make:
     """Return a function that makes configs of short runs on grey images, with all kinds of randomness switched on."""
 
-    def make(name: str, **fields: Any) -> TrainConfig:
+    def make(folder: Path | str, **fields: Any) -> TrainConfig:
         chosen: dict[str, Any] = {"steps": 8, "evaluations": 4, "checkpoints": 2}
         chosen |= SETTINGS[fields.get("task", "masked-patches")]
-        return small(tmp_path / name, **{**chosen, **fields})
+        return small(tmp_path / folder, **{**chosen, **fields})
 
     return make
+
+
+def straight_and_resumed(make: Make, folder: Path, *more: str, **fields: Any) -> tuple[RunResult, RunResult]:
+    """Return a run, and one that was stopped and resumed to the same bits. The folder "other" is one that stopped."""
+    fields = {"steps": 8, "evaluations": 4, "checkpoints": 2, "accumulation": 2, **fields}
+    straight = train(make(folder / "straight", **fields))
+    shutil.copytree(train_until(make(folder / "stopped", **fields), 3), folder / "other")
+    resumed = resume(folder / "stopped")
+    for name in ("model/model.safetensors", "beside.safetensors", *more):
+        assert same_weights(straight.folder / name, resumed.folder / name)
+    return straight, resumed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", SETTINGS)
 def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(task: str, masked: Make, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"task": task, "probe": "knn", "accumulation": 2}
-    straight = train(masked("straight", **fields))
-    train_until(masked("stopped", **fields), 3)
-    stopped = resume(tmp_path / "stopped")
-    for name in ("model/model.safetensors", "beside.safetensors"):
-        assert same_weights(straight.folder / name, stopped.folder / name)
+    straight, stopped = straight_and_resumed(masked, tmp_path, task=task, probe="knn")
     loss, beside = MEASURED[task]
     assert beside in load_file(straight.folder / "beside.safetensors")
     page = (stopped.folder / "report.html").read_text(encoding="utf-8")
@@ -140,18 +146,15 @@ def test_a_run_that_cannot_work_leaves_no_folder(
 
 TOKENIZER: dict[str, Any] = {
     "task": "vqvae", "codes": 24, "code_width": 6, "decoder_width": 8, "decoder_depth": 1, "restart_below": 0.3,
-    "code_decay": 0.8, "steps": 8, "evaluations": 4, "checkpoints": 2, "accumulation": 2,
+    "code_decay": 0.8,
 }  # fmt: skip
 PREDICTED: dict[str, Any] = {"task": "masked-patches", "patch_target": "tokens", "steps": 8, "evaluations": 4}
 
 
 @pytest.mark.slow
 def test_a_tokenizer_resumes_bitwise_and_keeps_the_best_codes(small: Make, tmp_path: Path) -> None:
-    tokenizer = train(small(tmp_path / "straight", **TOKENIZER)).folder
-    train_until(small(tmp_path / "stopped", **TOKENIZER), 3)
-    stopped = resume(tmp_path / "stopped")
-    for name in ("model/model.safetensors", "model/tokenizer.safetensors", "beside.safetensors"):
-        assert same_weights(tokenizer / name, stopped.folder / name)
+    straight, stopped = straight_and_resumed(small, tmp_path, "model/tokenizer.safetensors", **TOKENIZER)
+    tokenizer = straight.folder
     *during, kept, _ = events_of(tokenizer, "evaluation")
     best = min(during, key=lambda event: event["reconstruction_loss"])
     for name in ("reconstruction_loss", "perplexity", "codes_used"):
@@ -166,13 +169,7 @@ def test_a_tokenizer_resumes_bitwise_and_keeps_the_best_codes(small: Make, tmp_p
 @pytest.mark.slow
 def test_tokens_are_predicted_and_a_changed_tokenizer_is_refused(small: Make, tmp_path: Path) -> None:
     copied = make_tokenizer(size=(28, 28), channels=1).save(tmp_path / "tokenizer")
-    fields = PREDICTED | {"tokenizer": str(copied), "checkpoints": 2}
-    straight = train(small(tmp_path / "straight", **fields))
-    train_until(small(tmp_path / "stopped", **fields), 3)
-    shutil.copytree(tmp_path / "stopped", tmp_path / "other")
-    stopped = resume(tmp_path / "stopped")
-    assert same_weights(straight.folder / "model/model.safetensors", stopped.folder / "model/model.safetensors")
-    assert same_weights(straight.folder / "beside.safetensors", stopped.folder / "beside.safetensors")
+    straight, _ = straight_and_resumed(small, tmp_path, tokenizer=str(copied), **PREDICTED, accumulation=1)
     record = json.loads((straight.folder / "run.json").read_text())
     sha256 = load_tokenizer(copied).sha256
     assert record["models"] == {"tokenizer": sha256} and straight.bundle.provenance["tokenizer_sha256"] == sha256
@@ -230,15 +227,9 @@ def test_a_run_resumes_bitwise_and_saves_the_mean_of_both_heads(small: Make, tmp
     torch.nn.init.normal_(network.head.weight)
     teacher = Bundle(network, prepare(usual).splits.classes, usual.images).save(tmp_path / "teacher")
     fields: dict[str, Any] = {
-        "task": "distillation", "teacher": str(teacher), "steps": 8, "evaluations": 4, "checkpoints": 2, "mixup": 0.4,
-        "pool": "cls+dist", "registers": 1, "accumulation": 2,
+        "task": "distillation", "teacher": str(teacher), "mixup": 0.4, "pool": "cls+dist", "registers": 1,
     }  # fmt: skip
-    straight = train(small(tmp_path / "straight", **fields))
-    train_until(small(tmp_path / "stopped", **fields), 3)
-    shutil.copytree(tmp_path / "stopped", tmp_path / "other")
-    stopped = resume(tmp_path / "stopped")
-    for name in ("model/model.safetensors", "beside.safetensors"):
-        assert same_weights(straight.folder / name, stopped.folder / name)
+    straight, _ = straight_and_resumed(small, tmp_path, **fields)
     beside = load_file(straight.folder / "beside.safetensors")
     assert set(beside) == {"bias_difference"} and beside["bias_difference"].abs().max() > 0
     assert straight.bundle.provenance["teacher"] == str(teacher)
