@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.listening import Display, Shown
+from tests.make import idx_bytes
+from tests.training.curves import events_of, values_of
 from tests.training.jobs import Finished, StopAt
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import Stage, TrainingBatches
@@ -27,7 +29,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import Job
 from vitrail.training.job import prepare as prepare_run
-from vitrail.training.log import Log, read_journal
+from vitrail.training.log import Log
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
 from vitrail.training.state import Average, TrainState
@@ -41,9 +43,7 @@ def three_splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, prefix, first, last in (("train", "train", 0, 200), ("train", "val", 200, 240), ("test", "t10k", 0, 40)):
         images, labels = find_idx(BUNDLED, split) or ()
         for path, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
-            array = read_idx(path)[first:last]
-            sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-            (root / f"{prefix}-{kind}-ubyte").write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
+            (root / f"{prefix}-{kind}-ubyte").write_bytes(idx_bytes(read_idx(path)[first:last]))
     return root
 
 
@@ -179,16 +179,13 @@ def outcome(flat: Callable[[Any], dict[str, Any]]) -> Callable[[Path], dict[str,
         moments = [name for name in tensors if "exp_avg" in name or "momentum" in name]
         moved = [parameter for parameter in state.objective.parameters() if parameter.requires_grad]
         assert len(moments) >= len(moved)
-        events = read_journal(run / "journal.jsonl")
-        names = ("step", "loss", "accuracy", "gradient_norm", "learning_rate")
         return {
             "tensors": tensors,
             "values": state.values(),
-            "steps": [[event[name] for name in names] for event in events if event["event"] == "step"],
+            "steps": values_of(run, "step", "loss", "accuracy", "gradient_norm", "learning_rate"),
             "evaluations": [
-                [event["step"], event["split"], event["accuracy"], event["cross_entropy"]]
-                for event in events
-                if event["event"] == "evaluation"
+                [event[name] for name in ("step", "split", "accuracy", "cross_entropy")]
+                for event in events_of(run, "evaluation")
             ],
             "model": (run / "model" / "model.safetensors").read_bytes(),
         }
