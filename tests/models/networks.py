@@ -1,16 +1,19 @@
-"""Configs and image sizes that several tests of costs share."""
+"""Networks, configs and checks that several tests of models share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
-from vitrail.models.variants import AnyConfig, variant_config
+from vitrail.models.variants import AnyConfig, create, variant_config
 from vitrail.models.vit_config import ViTConfig
 
 HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
@@ -60,6 +63,36 @@ DROPPED: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
     },
 }  # fmt: skip
 """Configs with patch dropout, with image sizes."""
+
+
+def small_vit(*, std: float = 0.05, **fields: Any) -> Any:
+    """Return a network for images of 35 x 21 and five classes. With random numbers added, every weight matters."""
+    sizes = {"image_size": (35, 21), "num_classes": 5, "width": 48, "depth": 3, "heads": 4, "mlp_width": 80}
+    torch.manual_seed(3)
+    network = create("ViT-Pico/7", **{**sizes, **fields})
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(std * torch.randn_like(parameter))
+    return network
+
+
+def assert_uniform(weight: Tensor, fan_in: int, fan_out: int) -> None:
+    """Assert that a weight is Xavier uniform."""
+    bound = math.sqrt(6 / (fan_in + fan_out))
+    assert 0.99 * bound < weight.abs().max() <= bound
+    assert weight.mean().abs() < 0.03 * bound
+    assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+
+
+def assert_lecun(weight: Tensor, noise: float = 0.01) -> None:
+    """Assert a variance of 1 / fan-in, and a normal distribution cut at two of its own standard deviations."""
+    std = math.prod(weight.shape[1:]) ** -0.5
+    assert weight.std().item() == pytest.approx(std, rel=2 * noise)
+    assert weight.mean().abs() < 2 * noise * std
+    cut = 2 * std / 0.87962566103423978  # what a unit normal, cut at +-2, has left of its deviation
+    assert (1 - noise) * cut < weight.abs().max() <= cut
+    share = (weight.abs() < cut / 2).double().mean().item()  # one deviation of a normal, among those within two
+    assert share == pytest.approx(math.erf(1 / math.sqrt(2)) / math.erf(2 / math.sqrt(2)), abs=noise)
 
 
 def with_slow(names: Iterable[str], slow: Collection[str]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.attention.oracle import config_of, made_network
+from tests.models.networks import assert_lecun, assert_uniform
 from tests.models.test_cost import saved_per_image
 from vitrail.bench.step import record
 from vitrail.cli import main
@@ -62,25 +62,19 @@ def test_dropout_of_an_mlp_is_after_each_dense_layer(activation: Activation) -> 
     assert torch.equal(mlp.eval()(x), mlp(x))
 
 
-def assert_xavier(weight: Tensor) -> None:
-    bound = math.sqrt(6 / sum(weight.shape))
-    assert 0.99 * bound < weight.abs().max() <= bound
-    assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03)
-
-
 @pytest.mark.parametrize("kind", [Mlp, SwiGlu])
 def test_mlps_start_xavier_uniform_with_tiny_biases(kind: type[Mlp] | type[SwiGlu]) -> None:
     torch.manual_seed(0)
     mlp = kind(96, 2048).requires_grad_(False)
     mlp.initialise()
     for layer in (mlp.up, mlp.down):
-        assert_xavier(layer.weight)
+        assert_uniform(layer.weight, *layer.weight.shape)
     assert mlp.up.bias.std().item() == pytest.approx(1e-6, rel=0.1)
     assert mlp.down.bias.std().item() == pytest.approx(1e-6, rel=0.25)
     without = kind(96, 128, bias=False)
     without.initialise()
     assert without.up.bias is None and without.down.bias is None
-    assert_xavier(without.up.weight.detach())
+    assert_uniform(without.up.weight.detach(), *without.up.weight.shape)
 
 
 @pytest.mark.parametrize("read", [None, 1])
@@ -126,13 +120,7 @@ def test_lecun_normal_has_variance_1_over_fan_in_and_no_tails(shape: tuple[int, 
     torch.manual_seed(0)
     weight = torch.empty(shape)
     lecun_normal_(weight)
-    std = math.prod(shape[1:]) ** -0.5
-    assert weight.std().item() == pytest.approx(std, rel=0.02)
-    assert abs(weight.mean().item()) < 0.02 * std
-    cut = 2 * std / 0.87962566103423978  # what a unit normal, cut at +-2, has left of its deviation
-    assert 0.99 * cut < weight.abs().max() <= cut
-    inside = (weight.abs() < cut / 2).double().mean().item()
-    assert inside == pytest.approx(math.erf(1 / math.sqrt(2)) / math.erf(2 / math.sqrt(2)), abs=0.01)
+    assert_lecun(weight)
 
 
 SIZES: dict[str, Any] = {
@@ -178,19 +166,14 @@ def test_networks_of_every_kind_train(fields: dict[str, Any]) -> None:
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in network.parameters())
 
 
-def test_predictions_do_not_change() -> None:
-    skipping, masking = network_of().eval(), network_of(skip_dropped=False).eval()
-    images = torch.randn(3, 3, 14, 21)
-    assert torch.equal(skipping(images), masking(images))
-
-
-def test_the_closed_form_counts_what_is_computed() -> None:
-    network = network_of(stochastic_depth=0.5)
+def test_the_closed_form_counts_what_is_computed_and_predictions_do_not_change() -> None:
+    network, masking = network_of(stochastic_depth=0.5), network_of(skip_dropped=False)
     images = torch.randn(8, 3, 14, 21)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network(images).sum().backward()
     assert counter.get_total_flops() == 8 * network.config.training_flops()
-    assert network.config.training_flops() < network_of(skip_dropped=False).config.training_flops()
+    assert network.config.training_flops() < masking.config.training_flops()
+    assert torch.equal(network.eval()(images), masking.eval()(images))
 
 
 def test_blocks_of_different_batches_are_not_compiled() -> None:
@@ -245,8 +228,7 @@ def test_gradients_are_those_of_ordinary_autograd(name: str) -> None:
     ours, expected = network(images), by_hand(network, images)
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
     mine, theirs = (torch.autograd.grad(one.sin().sum(), sources) for one in (ours, expected))
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(network.eval()(images), expected, atol=1e-12, rtol=1e-12)
     *_, last = network.features(images, layers=(0, network.config.num_blocks - 1))
     torch.testing.assert_close(network.norm(last.patches), network.features(images).patches)
@@ -282,8 +264,7 @@ def test_frozen_blocks_have_no_backward_pass(trained: int) -> None:
     assert sum(product.flops for product in products) == config.training_flops(config.image_size, trained)
     trained_weights = [weight for weight in network.parameters() if weight.requires_grad]
     expected = torch.autograd.grad(by_hand(network, images).sin().sum(), trained_weights)
-    for weight, gradient in zip(trained_weights, expected, strict=True):
-        torch.testing.assert_close(weight.grad, gradient, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(tuple(weight.grad for weight in trained_weights), expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -419,9 +400,7 @@ def test_blocks_in_wrappers_are_computed(wrap: Callable[[nn.Module], nn.Module],
     images = torch.randn(2, 1, 10, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for network in (plain, changed):
         network(images).sin().sum().backward()
-    for expected, found in zip(plain.parameters(), changed.parameters(), strict=True):
-        assert expected.grad is not None and found.grad is not None
-        torch.testing.assert_close(found.grad, expected.grad)
+    torch.testing.assert_close(*([weight.grad for weight in one.parameters()] for one in (changed, plain)))
     with torch.no_grad():
         torch.testing.assert_close(changed.eval()(images), plain.eval()(images))
 

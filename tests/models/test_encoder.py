@@ -81,11 +81,8 @@ def test_the_order_is_the_callers_and_none_is_none() -> None:
 
 @pytest.mark.parametrize("layer", [3, -4])
 def test_a_block_out_of_range_is_refused(layer: int) -> None:
-    network, message = (
-        randomised(small_config()),
-        rf"^layers=\(1, {layer}\): block {layer} does not exist; choose from 0 to 2, ",
-    )
-    message += r"or from -3 to -1, counted from the end$"
+    network = randomised(small_config())
+    message = rf"^layers=\(1, {layer}\): block {layer} does not exist; choose from 0 to 2, or from -3 to -1"
     for call in (network.features, network.attention_weights, Predictor(network).features):
         with pytest.raises(ConfigError, match=message):
             call(images_of(), layers=(1, layer))

@@ -59,34 +59,7 @@ def by_hand(made: nn.Module, epochs: int) -> nn.Module:
 
 
 def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
-    for name, weight in expected.state_dict().items():
-        torch.testing.assert_close(found.state_dict()[name], weight, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_lightning_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-
-    class Classifier(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
-            return F.cross_entropy(self.network(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    module = Classifier()
-    trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(module, batches())
-    assert_same_weights(module.network, by_hand(network(), 2))
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = Classifier.load_from_checkpoint(tmp_path / "last.ckpt")
-    assert_same_weights(again.network, module.network)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
 
 
 KINDS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.prune import random_unstructured as prune
 
+from tests.models.networks import small_vit
 from vitrail.errors import ConfigError
 from vitrail.machine import autocast
 from vitrail.models.linear.dense import ONEDNN, Linear
@@ -24,10 +25,7 @@ from vitrail.models.variants import AnyNetwork, create
 PRECISIONS = ("float32", "bf16")
 
 
-def vit(**fields: Any) -> AnyNetwork:
-    return randomised(
-        create("ViT-Pico/7", num_classes=5, image_size=(35, 21), width=48, depth=3, heads=4, mlp_width=80, **fields)
-    )
+vit = small_vit
 
 
 def adapted() -> AnyNetwork:

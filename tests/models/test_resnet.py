@@ -216,44 +216,34 @@ def small_bit(**fields: Any) -> ResNetConfig:
     return ResNetConfig(**{**defaults, **fields})
 
 
-@pytest.mark.parametrize("size", [(40, 56), (33, 17), (1, 1)])
-def test_a_resnet_by_its_parts(size: tuple[int, int]) -> None:
-    network = drawn(ResNet(small_bit()))
-    images = torch.randn(2, 3, *size, dtype=torch.float64)
-    x = F.conv2d(images, standardised(network.stem.weight, BIT), None, 2, 3)
-    x = max_pool_over_zeros(x)
-    for stage in network.stages:
-        for unit in stage:
-            x = unit(x)
-    x = group_norm(x, network.norm).clamp_min(0)
+SMALL: dict[str, Any] = {"stem": "3x3", "unit": "basic", "norm_groups": 2, "width": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [({}, (40, 56)), ({}, (33, 17)), ({}, (1, 1)), (SMALL | {"channels": 1}, (9, 14)), (SMALL, (1, 1))],
+)
+def test_a_resnet_by_its_parts(fields: dict[str, Any], size: tuple[int, int]) -> None:
+    network = drawn(ResNet(small_bit(**fields)))
+    config, stem, units = network.config, standardised(network.stem.weight, BIT), network.layers().blocks
+    images = torch.randn(2, config.channels, *size, dtype=torch.float64)
+    if fields:
+        x, cell, kind = F.conv2d(images, stem, None, 1, 1), 4, BasicUnit
+    else:
+        x, cell, kind = max_pool_over_zeros(F.conv2d(images, stem, None, 2, 3)), 8, PreActivationUnit
+    assert [type(unit) for unit in units] == [kind] * 3
+    for unit in units:
+        x = unit(x)
+    x = group_norm(x, network.norm, config.norm_groups).clamp_min(0)
     features = network.features(images)
-    grid = math.ceil(size[0] / 8), math.ceil(size[1] / 8)
-    assert features.grid == grid == tuple(x.shape[2:]) == network.config.grid_of(*size)
-    assert features.cls is None and features.registers.shape == (2, 0, 256)
+    assert (
+        features.grid == tuple(math.ceil(side / cell) for side in size) == tuple(x.shape[2:]) == config.grid_of(*size)
+    )
+    assert features.cls is None and features.registers.shape == (2, 0, config.embed_width) == (2, 0, x.shape[1])
     torch.testing.assert_close(features.patches.transpose(1, 2).reshape(x.shape), x, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(network.embed(images), x.mean((2, 3)), atol=1e-6, rtol=1e-6)
     expected = x.mean((2, 3)) @ network.head.weight.T + network.head.bias
     torch.testing.assert_close(network(images), expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("size", "channels"), [((9, 14), 1), ((1, 1), 3)])
-def test_a_small_resnet_by_its_parts(size: tuple[int, int], channels: int) -> None:
-    config = ResNetConfig(
-        image_size=size, channels=channels, stem="3x3", unit="basic", norm_groups=2, depths=(1, 2), width=4,
-        num_classes=5,
-    )  # fmt: skip
-    network = drawn(ResNet(config))
-    images = torch.randn(2, channels, *size, dtype=torch.float64)
-    x = F.conv2d(images, standardised(network.stem.weight, BIT), None, 1, 1)
-    units = network.layers().blocks
-    assert [type(unit) for unit in units] == [BasicUnit] * 3
-    for unit in units:
-        x = unit(x)
-    x = group_norm(x, network.norm, 2).clamp_min(0)
-    grid = math.ceil(size[0] / 4), math.ceil(size[1] / 4)
-    assert network.features(images).grid == grid == tuple(x.shape[2:]) == config.grid_of(*size)
-    torch.testing.assert_close(network.embed(images), x.mean((2, 3)), atol=1e-6, rtol=1e-6)
-    assert network.embed(images).shape == (2, config.embed_width) == (2, 16)
 
 
 @pytest.mark.parametrize("size", [(8, 12), (9, 13)])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.models.networks import assert_uniform
 from vitrail.models.network import Features
 from vitrail.models.tokens import AttentionPool, PatchEmbedding, PrefixTokens
 from vitrail.models.vit_config import Activation
@@ -110,10 +111,8 @@ def test_attention_pool_starts_xavier_uniform() -> None:
     torch.manual_seed(0)
     layer = AttentionPool(256, 4, 300, "gelu", 1e-6).requires_grad_(False)
     layer.initialise()
-    bound = math.sqrt(6 / 512)
     for weight in (layer.query.weight, *layer.key_value.weight.chunk(2), layer.out.weight):
-        assert 0.99 * bound < weight.abs().max() <= bound
-        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+        assert_uniform(weight, 256, 256)
     for bias in (layer.query.bias, layer.key_value.bias, layer.out.bias):
         assert not bias.any()
     assert layer.probe.std().item() == pytest.approx(math.sqrt(2 / 257), rel=0.1)

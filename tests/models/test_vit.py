@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.make import randomised, small_config, vit_fields
+from tests.models.networks import assert_lecun, assert_uniform
 from vitrail.errors import ConfigError
 from vitrail.models.attention.full import SelfAttention
 from vitrail.models.blocks import Block, Mlp
@@ -419,6 +420,7 @@ READ_ALONE: list[dict[str, Any]] = [
     {"activation": "swiglu", "final_norm": "pooled", "head_hidden": 6, "qkv_bias": False, "dense_bias": False},
     {"depth": 1, "registers": 1, "num_classes": 0},
     {"stochastic_depth": 0.5, "image_size": (8, 25)},
+    {"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (24, 20)},
 ]
 
 
@@ -426,11 +428,6 @@ READ_ALONE: list[dict[str, Any]] = [
 def test_a_last_block_of_the_class_token_alone_changes_nothing(at: tuple[str, str], fields: dict[str, Any]) -> None:
     config = small_config(**fields, positions=at[0], positions_at=at[1], norm_eps=1e-3)
     check_logits_of_features(randomised(config).train(), pictures(config, batch=4))
-
-
-def test_a_hybrids_last_block_likewise() -> None:
-    config = small_config(root=RootConfig(stem="3x3+3x3", width=32), image_size=(24, 20), norm_eps=1e-3)
-    check_logits_of_features(randomised(config), pictures(config))
 
 
 @pytest.mark.parametrize(
@@ -462,19 +459,20 @@ def test_the_last_block_computes_what_the_head_reads(fields: dict[str, Any], rea
 # --- number formats
 
 
+def slow(fields: dict[str, Any]) -> Any:
+    return pytest.param(fields, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {},
-        pytest.param({"pool": "gap"}, marks=pytest.mark.slow),
+        slow({"pool": "gap"}),
         {"pool": "map", "registers": 2},
-        pytest.param({"pool": "gap", "positions": "none"}, marks=pytest.mark.slow),
+        slow({"pool": "gap", "positions": "none"}),
         {"pool": "gap", "positions": "sincos-2d", "final_norm": "pooled", "layer_scale": 0.5},
-        pytest.param(
-            {"pool": "cls+gap", "positions": "rotary-2d", "qk_norm": True, "activation": "swiglu"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (40, 80)}, marks=pytest.mark.slow),
+        slow({"pool": "cls+gap", "positions": "rotary-2d", "qk_norm": True, "activation": "swiglu"}),
+        slow({"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (40, 80)}),
     ],
 )
 def test_gradients_in_bfloat16_are_right_over_many_tokens(fields: dict[str, Any]) -> None:
@@ -662,48 +660,25 @@ def fresh() -> VisionTransformer:
     return VisionTransformer(config).requires_grad_(False)
 
 
-def assert_uniform(weight: Tensor, bound: float) -> None:
-    assert weight.abs().max() <= bound
-    assert weight.abs().max() > 0.99 * bound
-    assert weight.mean().abs() < 0.03 * bound
-    assert weight.std() == pytest.approx(bound / math.sqrt(3), rel=0.03)
-
-
-def assert_lecun(weight: Tensor) -> None:
-    """Assert a variance of 1 / fan-in, and a normal distribution cut at two of its own standard deviations."""
-    std = weight.shape[1] ** -0.5
-    assert weight.std() == pytest.approx(std, rel=0.03)
-    assert weight.mean().abs() < 0.05 * std
-    cut = 2 * std / 0.87962566103423978
-    assert 0.98 * cut < weight.abs().max() <= cut
-    share = (weight.abs() < cut / 2).double().mean()  # one deviation of a normal, among those within two
-    assert share == pytest.approx(math.erf(1 / math.sqrt(2)) / math.erf(2 / math.sqrt(2)), abs=0.02)
-
-
 def test_attention_starts_xavier_uniform(fresh: VisionTransformer) -> None:
     for block in fresh.blocks:
         for weight in (*block.attention.qkv.weight.split(96), block.attention.out.weight):
-            assert_uniform(weight, math.sqrt(6 / (96 + 96)))
+            assert_uniform(weight, 96, 96)
         assert not block.attention.qkv.bias.any() and not block.attention.out.bias.any()
 
 
 def test_patches_and_hidden_layer_start_lecun_normal(fresh: VisionTransformer) -> None:
     assert fresh.head_hidden is not None
     for layer in (fresh.patches.projection, fresh.head_hidden):
-        assert_lecun(layer.weight)
+        assert_lecun(layer.weight, noise=0.015)
         assert not layer.bias.any()
 
 
-def test_head_and_class_token_start_at_zero(fresh: VisionTransformer) -> None:
+def test_head_and_class_token_start_at_zero_and_norms_at_one(fresh: VisionTransformer) -> None:
     assert not fresh.head.weight.any() and not fresh.head.bias.any() and not fresh.prefix.cls.any()
     assert not fresh(torch.randn(1, 3, 64, 64)).any()
-
-
-def test_norms_start_at_one_and_zero(fresh: VisionTransformer) -> None:
     norms = [module for module in fresh.modules() if isinstance(module, nn.LayerNorm)]
-    assert len(norms) == 5
-    for norm in norms:
-        assert (norm.weight == 1).all() and not norm.bias.any()
+    assert len(norms) == 5 and all((norm.weight == 1).all() and not norm.bias.any() for norm in norms)
 
 
 @pytest.mark.parametrize("std", [0.02, 96**-0.5, 0.0])
@@ -718,51 +693,32 @@ def test_positions_start_normal_with_the_std_of_the_config(std: float) -> None:
     assert std == 0 or embedding.abs().max() > 3 * std
 
 
-def test_the_seed_decides_the_weights() -> None:
-    networks = []
-    for seed in (3, 3, 4):
-        torch.manual_seed(seed)
-        networks.append(VisionTransformer(small_config()).state_dict())
-    assert all(torch.equal(networks[0][name], networks[1][name]) for name in networks[0])
-    assert not torch.equal(networks[0]["positions.embedding"], networks[2]["positions.embedding"])
-
-
 # --- what a config may not say
 
 
-OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
+OUT_OF_RANGE = {
     "channels": (0,), "width": (0,), "depth": (0, -3), "heads": (0,), "mlp_width": (0,), "num_classes": (-1,),
     "head_hidden": (-1,), "registers": (-2,), "position_std": (-0.1,), "layer_scale": (-0.5, math.nan),
-    "dropout": (1.0, -0.1, math.nan), "stochastic_depth": (1.5,), "patch_dropout": (1.0, -0.5, math.nan),
-    "norm_eps": (0.0, math.nan), "head_bias": (math.inf, math.nan),
-    "pool": ("avg",), "activation": ("relu",), "final_norm": ("none",), "positions": ("fourier",),
-    "attention": ("linear",), "positions_at": ("head",), "positions_cover": ("none",), "position_resize": ("nearest",),
-    "initial_weights": ("zeros",),
+    "dropout": (1.0, -0.1), "stochastic_depth": (1.0, -0.1), "patch_dropout": (1.0, -0.5), "norm_eps": (0.0, math.nan),
+    "head_bias": (math.inf, math.nan),
 }  # fmt: skip
-RULE = re.compile(
-    r"(is less than [01]|is not in \[0, 1\)|is not above 0|is not a finite number)(; 0 means none)?"
-    r"|is not one of '[^']+'(, '[^']+')+"
-)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in OUT_OF_RANGE.items() for value in values]
 )
 @pytest.mark.usefixtures("types_unchecked")
-def test_a_value_out_of_range_is_refused_with_the_rule(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_number_out_of_range_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}={value!r} is "):
         small_config(**{name: value})
-    start, rule = str(caught.value).split(" ", 1)
-    assert start == f"{name}={value!r}" and RULE.fullmatch(rule)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"pool": "cls+dist"},
-            "pool='cls+dist' reads the first register: registers=0 does not fit; choose registers=1",
-        ),
+        ({"attention": "linear"}, "attention='linear' is not one of"),
+        ({"positions": "fourier"}, "positions='fourier' is not one of 'none', 'learned'"),
+        ({"pool": "cls+dist"}, "pool='cls+dist' reads the first register: registers=0 does not fit"),
         ({"pool": "cls", "class_token": False}, "pool='cls' needs a class token: class_token=False does not fit"),
         ({"pool": "cls+gap", "class_token": False}, "pool='cls+gap' needs a class token: class_token=False"),
         ({"positions": "rotary-2d", "width": 18}, "positions='rotary-2d' rotates channels in pairs"),
@@ -776,8 +732,7 @@ def test_a_value_out_of_range_is_refused_with_the_rule(name: str, value: Any) ->
         ({"width": 100, "heads": 3}, "width=100 is not divisible by heads=3"),
         (
             {"root": RootConfig(depths=(1, 1)), "patch_size": (2, 3), "image_size": (40, 48)},
-            "image_size=(40, 48) is not a multiple of patch_size=(2, 3) of a feature map at 1/8; "
-            "the nearest multiple is (32, 48)",
+            "image_size=(40, 48) is not a multiple of patch_size=(2, 3) of a feature map at 1/8",
         ),
         ({"image_size": (0, 10)}, "image_size=(0, 10) is less than 1"),
         ({"patch_size": (4, 0)}, "patch_size=(4, 0) is less than 1"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.listening import Display, Shown
-from tests.training.jobs import Finished
+from tests.make import idx_bytes
+from tests.training.curves import events_of, values_of
+from tests.training.jobs import Finished, StopAt
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
@@ -28,7 +29,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import Job
 from vitrail.training.job import prepare as prepare_run
-from vitrail.training.log import Log, read_journal
+from vitrail.training.log import Log
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
 from vitrail.training.state import Average, TrainState
@@ -42,9 +43,7 @@ def three_splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, prefix, first, last in (("train", "train", 0, 200), ("train", "val", 200, 240), ("test", "t10k", 0, 40)):
         images, labels = find_idx(BUNDLED, split) or ()
         for path, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
-            array = read_idx(path)[first:last]
-            sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-            (root / f"{prefix}-{kind}-ubyte").write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
+            (root / f"{prefix}-{kind}-ubyte").write_bytes(idx_bytes(read_idx(path)[first:last]))
     return root
 
 
@@ -140,10 +139,7 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Job]]:
         torch.nn.init.normal_(network.head.weight, std=0.1)
         objective = config.task.objective(network, splits)
         batches = TrainingBatches(
-            splits.train,
-            [Stage(preprocess, config.run.batch_size)],
-            seed=config.run.seed,
-            readers=config.run.readers,
+            splits.train, [Stage(preprocess, config.run.batch_size)], seed=config.run.seed, readers=config.run.readers
         )
         rates = config.optimizer
         average = Average(objective, rates.average, rates.average_start) if rates.average else None
@@ -183,16 +179,13 @@ def outcome(flat: Callable[[Any], dict[str, Any]]) -> Callable[[Path], dict[str,
         moments = [name for name in tensors if "exp_avg" in name or "momentum" in name]
         moved = [parameter for parameter in state.objective.parameters() if parameter.requires_grad]
         assert len(moments) >= len(moved)
-        events = read_journal(run / "journal.jsonl")
-        names = ("step", "loss", "accuracy", "gradient_norm", "learning_rate")
         return {
             "tensors": tensors,
             "values": state.values(),
-            "steps": [[event[name] for name in names] for event in events if event["event"] == "step"],
+            "steps": values_of(run, "step", "loss", "accuracy", "gradient_norm", "learning_rate"),
             "evaluations": [
-                [event["step"], event["split"], event["accuracy"], event["cross_entropy"]]
-                for event in events
-                if event["event"] == "evaluation"
+                [event[name] for name in ("step", "split", "accuracy", "cross_entropy")]
+                for event in events_of(run, "evaluation")
             ],
             "model": (run / "model" / "model.safetensors").read_bytes(),
         }
@@ -213,21 +206,10 @@ def straight(finished: Finished, outcome: Callable[[Path], dict[str, Any]]) -> d
     return outcome(finished.result.folder)
 
 
-class _StopAt(Display):
-    """Sends this process a real SIGTERM when a step is reported."""
-
-    def __init__(self, step: int) -> None:
-        self.at = step
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        if step == self.at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.fixture(scope="session")
 def stop_at() -> Callable[[int], Display]:
     """A display that stops the run it is shown, at a step of runs of at most 100 steps."""
-    return _StopAt
+    return StopAt
 
 
 @pytest.fixture(scope="session")

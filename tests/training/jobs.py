@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
-from tests.listening import Shown
+from tests.listening import Display, Shown
+from tests.several import in_processes
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
+from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job, Phase
-from vitrail.training.run import RunResult
+from vitrail.training.log import Log
+from vitrail.training.run import RunResult, train
 
 
 class Finished(NamedTuple):
@@ -20,6 +28,45 @@ class Finished(NamedTuple):
     config: TrainConfig
     result: RunResult
     shown: Shown
+
+
+Make = Callable[..., TrainConfig]
+"""A fixture that makes configs."""
+
+Initial = Callable[..., Path]
+"""The fixture that makes models to start from."""
+
+Outcome = Callable[[Path], dict[str, Any]]
+"""The fixture that returns all that two equal runs have equal."""
+
+
+class StopAt(Display):
+    """Sends this process a real SIGTERM when a step is reported, in runs of at most 100 steps."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until(config: TrainConfig, step: int, **options: Any) -> Path:
+    """Train until a signal after a step stops the run, and return the run's folder."""
+    with pytest.raises(Stopped):
+        train(config, log=Log(StopAt(step)), **options)
+    return Path(config.run.folder or "")
+
+
+class CrashAt(Display):
+    """Ends a run at the report of a step, before anything else is saved."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.at:
+            raise MemoryError
 
 
 class Blank:
@@ -49,3 +96,10 @@ def job_of(config: TrainConfig, images: int, **fields: Any) -> Job:
     phase = Phase(0, steps, config.images.image_size, patch_dropout=0.0, batch_size=config.run.batch_size)
     known = {"device": torch.device("cpu"), "splits": Splits(Blank(images), None, None), "phases": (phase,)}
     return Job(config=config, steps=steps, **{**known, **fields})
+
+
+def results_of(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call a function in `world` processes, and return their results. None of them may fail."""
+    found = in_processes(world, function, *arguments)
+    assert [one.error for one in found] == [None] * world
+    return [one.result for one in found]

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.training.jobs import Make
 from vitrail.bench.step import record
-from vitrail.models.blocks import Block
 from vitrail.models.linear.dense import ONEDNN, Linear
 from vitrail.models.predictor import Predictor
 from vitrail.training import loop
@@ -207,7 +207,7 @@ def check(name: str, found: Figures) -> None:
 
 @pytest.fixture
 def measure(
-    small: Callable[..., TrainConfig], prepare: Callable[[TrainConfig], tuple[TrainState, Job]], tmp_path: Path
+    small: Make, prepare: Callable[[TrainConfig], tuple[TrainState, Job]], tmp_path: Path
 ) -> Callable[[str], Figures]:
     """Counts a workload by its name, the second time that it runs: the first one makes what stays."""
 
@@ -296,34 +296,18 @@ def test_what_left_the_budget_is_named() -> None:
     assert problems(entry, before) == []
     assert problems(entry, Figures(before.flops, Counter(add=60, clone=36), Counter(), Counter(clone=3900))) == []
     more = Figures(Counter(mm=91, bmm=10), Counter(add=59, clone=42), Counter(item=1), Counter(clone=4000, cat=1))
-    assert problems(entry, more) == [
+    listed = [
         "flops grew from 100 to 101: mm 90 -> 91",
         "kernels grew from 100 to 101: clone 40 -> 42, add 60 -> 59",
         "reads grew from 0 to 1: item 0 -> 1",
         "copied_bytes grew from 4,000 to 4,001: cat 0 -> 1",
     ]
-    assert problems({**entry, "torch": "1.0"}, more) == [
-        "flops grew from 100 to 101: mm 90 -> 91",
-        "reads grew from 0 to 1: item 0 -> 1",
-    ]
+    assert problems(entry, more) == listed
+    assert problems({**entry, "torch": "1.0"}, more) == listed[::2], "other versions of PyTorch have other kernels"
     less = Figures(Counter(mm=89, bmm=10), Counter(add=60, clone=34), Counter(), Counter(clone=3799))
-    assert problems(entry, less) == [
-        "flops fell from 100 to 99: mm 90 -> 89",
-        "kernels fell from 100 to 94: clone 40 -> 34",
-        "copied_bytes fell from 4,000 to 3,799: clone 4,000 -> 3,799",
-    ]
-
-
-@pytest.mark.slow
-def test_a_copy_more_is_caught(measure: Callable[[str], Figures], monkeypatch: pytest.MonkeyPatch) -> None:
-    name, forward = "train class token float32", Block.forward
-    before = measure(name).to_plain()
-    monkeypatch.setattr(Block, "forward", lambda block, z, *rest: forward(block, z.clone(), *rest))
-    calls, copied = before["parts"]["kernels"]["clone"], before["parts"]["copied_bytes"]["clone"]
-    more = 3 * 6 * 13 * 32 * 4  # blocks, images, tokens, width, bytes of a float32
-    in_kernels, in_bytes = problems(before, measure(name))
-    assert in_kernels.startswith("kernels grew") and in_kernels.endswith(f": clone {calls} -> {calls + 3}")
-    assert in_bytes.startswith("copied_bytes grew") and in_bytes.endswith(f": clone {copied:,} -> {copied + more:,}")
+    assert [line.partition(" from")[0] for line in problems(entry, less)] == [
+        "flops fell", "kernels fell", "copied_bytes fell"
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(not ONEDNN, reason="this build of torch has no dense layer of oneDNN")

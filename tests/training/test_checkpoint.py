@@ -1,4 +1,4 @@
-"""Tests of checkpoints: only complete ones exist, and the newest complete one is used."""
+"""Tests of checkpoints, of which only complete ones count, and of the best model beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,67 +16,83 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
+from tests.training.jobs import Make, Outcome
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import RunError, SaveError
-from vitrail.training.checkpoint import Checkpoints
+from vitrail.models.variants import create
+from vitrail.tasks.masked_patches import MaskedPatches, MaskedPatchesObjective
+from vitrail.tasks.own_model import BESIDE
+from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job
 from vitrail.training.log import Log
 from vitrail.training.loop import train_step
-from vitrail.training.run import train
+from vitrail.training.run import resume, train
 from vitrail.training.state import Best, TrainState
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
 
 
 @pytest.fixture(scope="module")
 def moving(
-    small: Callable[..., TrainConfig],
-    prepare: Callable[[TrainConfig], tuple[TrainState, Job]],
-    tmp_path_factory: pytest.TempPathFactory,
+    small: Make, prepare: Callable[[TrainConfig], tuple[TrainState, Job]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TrainState, Job]:
     return prepare(small(tmp_path_factory.mktemp("moving") / "run", threads=0))
 
 
-@pytest.fixture
-def saved(moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    """Take a step, save under the given step numbers, and return the tensors of the last save."""
-    state, job = moving
-
-    def save(*steps: int, retain: int = 2) -> dict[str, Any]:
-        checkpoints = Checkpoints(tmp_path / "checkpoints", retain=retain)
-        for step in steps:
-            state.step = 0
-            train_step(job, state, next(state.batches))
-            state.step, state.best, state.skipped = step, Best(step / 100, step), {f"bad {step}"}
-            checkpoints.save(state)
-        return {name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)}
-
-    return save
-
-
 @pytest.fixture(scope="module")
-def two(
-    moving: tuple[TrainState, Job], tmp_path_factory: pytest.TempPathFactory, flat: Callable[..., dict[str, Any]]
-) -> tuple[Path, dict[str, Any]]:
-    """A folder with checkpoints of steps 3 and 4, which tests copy, and the tensors of step 3."""
+def tensors_of(flat: Callable[..., dict[str, Any]]) -> Callable[[TrainState], dict[str, Any]]:
+    """Copies the tensors of a state, by their names."""
+    return lambda state: {
+        name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)
+    }
+
+
+def save_steps(moving: tuple[TrainState, Job], checkpoints: Checkpoints, *steps: int) -> TrainState:
+    """Take a step before each save under the given step numbers."""
     state, job = moving
-    checkpoints, tensors = Checkpoints(tmp_path_factory.mktemp("two") / "checkpoints"), {}
-    for step in (3, 4):
+    for step in steps:
         state.step = 0
         train_step(job, state, next(state.batches))
         state.step, state.best, state.skipped = step, Best(step / 100, step), {f"bad {step}"}
         checkpoints.save(state)
-        leaves = flat(state.tensors())
-        tensors[step] = {name: leaf.clone() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    return checkpoints.folder, tensors[3]
+    return state
+
+
+@pytest.fixture
+def saved(moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Save under the given step numbers, and return the tensors of the last save."""
+    return lambda *steps, retain=2: tensors_of(
+        save_steps(moving, Checkpoints(tmp_path / "checkpoints", retain=retain), *steps)
+    )
+
+
+@pytest.fixture(scope="module")
+def two(
+    moving: tuple[TrainState, Job], tmp_path_factory: pytest.TempPathFactory, tensors_of: Callable[..., Any]
+) -> tuple[Path, dict[str, Any]]:
+    """A folder with checkpoints of steps 3 and 4, which tests copy, and the tensors of step 3."""
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("two") / "checkpoints")
+    tensors = tensors_of(save_steps(moving, checkpoints, 3))
+    save_steps(moving, checkpoints, 4)
+    return checkpoints.folder, tensors
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.slow
 def test_everything_comes_back(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any]
 ) -> None:
     state, job = moving
     tensors, values, following = saved(5), state.values(), next(state.batches)
@@ -85,14 +101,11 @@ def test_everything_comes_back(
     state.step, state.best, state.skipped = 77, Best(), set()
     torch.rand(3)
     assert Checkpoints(tmp_path / "checkpoints").restore(state) == []
-    restored = {name: leaf for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)}
-    assert restored.keys() == tensors.keys() and len(tensors) > 50
-    for name, tensor in tensors.items():
-        assert torch.equal(restored[name], tensor), name
+    assert_same(tensors_of(state), tensors)
+    assert len(tensors) > 50
     assert (state.step, state.best, state.skipped) == (5, Best(0.05, 5), {"bad 5"})
     assert torch.equal(next(state.batches).images, following.images)
-    names = {path.name for path in (tmp_path / "checkpoints" / "step-5").iterdir()}
-    assert names == set(FILES)
+    assert {path.name for path in (tmp_path / "checkpoints" / "step-5").iterdir()} == set(FILES)
 
 
 def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
@@ -105,21 +118,14 @@ def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
 
 
 @pytest.mark.slow
-def test_the_numerically_newest_wins(saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path) -> None:
-    saved(9, 10)
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
-    assert checkpoints.steps() == [10, 9]
-    assert checkpoints.restore(moving[0]) == [] and moving[0].step == 10
-    saved(99, 100, 1000)
-    assert checkpoints.steps() == [1000, 100]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("retain", [1, 3])
-def test_the_newest_are_kept(retain: int, saved: Callable[..., Any], tmp_path: Path) -> None:
-    saved(8, 9, 10, 11, retain=retain)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == sorted(f"step-{step}" for step in (11, 10, 9)[:retain])
+def test_the_numerically_newest_are_kept_and_win(
+    retain: int, saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
+) -> None:
+    saved(8, 9, 10, 100, retain=retain)
+    checkpoints, kept = Checkpoints(tmp_path / "checkpoints"), [100, 10, 9][:retain]
+    assert {path.name for path in checkpoints.folder.iterdir()} == {f"step-{step}" for step in kept}
+    assert checkpoints.steps() == kept and checkpoints.restore(moving[0]) == [] and moving[0].step == 100
 
 
 @pytest.mark.slow
@@ -173,7 +179,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES)
 def test_a_missing_or_short_file_falls_back(
     damage: Callable[[Path], object], problem: str, two: tuple[Path, dict[str, Any]], moving: tuple[TrainState, Job],
-    tmp_path: Path, flat: Callable[..., dict[str, Any]],
+    tmp_path: Path, tensors_of: Callable[..., Any],
 ) -> None:  # fmt: skip
     folder, expected = two
     shutil.copytree(folder, tmp_path / "checkpoints")
@@ -182,8 +188,7 @@ def test_a_missing_or_short_file_falls_back(
     (note,) = checkpoints.restore(moving[0])
     assert f"step-4 is damaged ({problem}" in note
     assert moving[0].step == 3
-    restored = flat(moving[0].tensors())
-    assert all(torch.equal(restored[name], tensor) for name, tensor in expected.items())
+    assert_same(tensors_of(moving[0]), expected)
 
 
 @pytest.mark.slow
@@ -200,7 +205,7 @@ def test_without_a_manifest_it_does_not_exist(
 
 
 def test_none_whole_is_an_error_that_leaves_the_state_alone(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]]
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any]
 ) -> None:
     before = saved(3, 4)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -211,11 +216,8 @@ def test_none_whole_is_an_error_that_leaves_the_state_alone(
     newest, older, rule = str(caught.value).splitlines()
     assert "step-4 is damaged" in newest and "step-3 is damaged" in older
     assert rule == f"{checkpoints.folder} has no complete checkpoint to resume from"
-    after = flat(moving[0].tensors())
-    assert moving[0].step == 4 and all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-def test_no_checkpoint_at_all_is_an_error(moving: tuple[TrainState, Job], tmp_path: Path) -> None:
+    assert moving[0].step == 4
+    assert_same(tensors_of(moving[0]), before)
     with pytest.raises(RunError, match="has no complete checkpoint to resume from"):
         Checkpoints(tmp_path / "nowhere").restore(moving[0])
 
@@ -237,7 +239,7 @@ def test_an_exception_while_saving_leaves_nothing_behind(
 
 @pytest.mark.slow
 def test_the_background_writes_the_state_of_the_moment(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, flat: Callable[..., dict[str, Any]],
+    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     state, job = moving
@@ -247,9 +249,7 @@ def test_the_background_writes_the_state_of_the_moment(
     checkpoints = Checkpoints(
         tmp_path / "checkpoints", in_background=True, log=Log(lambda event: complete.append(event["step"]))
     )
-    before = {
-        name: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in flat(state.tensors()).items()
-    }
+    before = tensors_of(state)
     state.step = 4
     path = checkpoints.save(state)
     state.step, state.best.waited = 0, 99
@@ -262,10 +262,7 @@ def test_the_background_writes_the_state_of_the_moment(
     assert complete == [4] and checkpoints.steps() == [4, 3]
     assert checkpoints.restore(state) == [] and state.step == 4 and state.best.waited == 0
     assert state.skipped == {"bad 3"}
-    after = flat(state.tensors())
-    assert after.keys() == before.keys()
-    for name, leaf in before.items():
-        assert torch.equal(after[name], leaf) if isinstance(leaf, torch.Tensor) else after[name] == leaf
+    assert_same(tensors_of(state), before)
     checkpoints.close()
 
 
@@ -321,7 +318,7 @@ def lock() -> Iterator[Callable[[Path], None]]:
 
 @pytest.mark.slow
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
-    tiny: Callable[..., TrainConfig], lock: Callable[[Path], None]
+    tiny: Make, lock: Callable[[Path], None]
 ) -> None:
     config = tiny(checkpoints=4)
     folder = Path(config.run.folder or "") / "checkpoints"
@@ -335,3 +332,103 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
     assert sorted(path.name for path in folder.iterdir()) == ["step-12", "step-3", "step-9"]
     assert Checkpoints(folder).steps() == [12, 9, 3]
     assert (result.folder / "model" / "model.json").is_file()
+
+
+def write(run: Path, text: str) -> None:
+    """Replace the files of a model, as a run does."""
+    for file in (run / "model" / "model.json", run / "beside.safetensors"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_text(text)
+        partial.replace(file)
+
+
+def read(run: Path) -> set[str]:
+    return {file.read_text() for file in (run / "model" / "model.json", run / "beside.safetensors")}
+
+
+def without_links(source: Path, target: Path) -> None:
+    """Fail as a file system without links does."""
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_model_of_a_checkpoint_comes_back(has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_links:
+        monkeypatch.setattr(checkpoint_module.os, "link", without_links)
+    best = BestModel(tmp_path)
+    write(tmp_path, "of step 3")
+    best.keep(3, {3})
+    write(tmp_path, "of step 5")
+    best.keep(5, {3})
+    write(tmp_path, "of step 7")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".best-3", "beside.safetensors", "model"]
+    best.put_back(5)
+    assert read(tmp_path) == {"of step 7"}
+    best.put_back(3)
+    assert read(tmp_path) == {"of step 3"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside.safetensors", "model"]
+
+
+def test_models_to_which_no_checkpoint_refers_are_deleted(tmp_path: Path) -> None:
+    best = BestModel(tmp_path)
+    best.keep(-1, {-1})  # there is no model yet
+    for step, referenced in ((3, {3}), (5, {3, 5}), (7, {5, 7})):
+        write(tmp_path, f"of step {step}")
+        best.keep(step, referenced)
+    assert sorted(path.name for path in tmp_path.glob(".best-*")) == [".best-5", ".best-7"]
+    best.forget()
+    assert not list(tmp_path.glob(".best-*"))
+
+
+def test_a_model_is_saved_with_the_weights_beside_it(tmp_path: Path) -> None:
+    sizes = {"width": 16, "depth": 1, "heads": 2, "mlp_width": 16}
+    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=0, **sizes)
+    preprocess = Preprocess(image_size=(14, 21))
+    objective = MaskedPatchesObjective(network, MaskedPatches())
+    BestModel(tmp_path).save(Bundle(network, (), preprocess), objective)
+    saved = load(str(tmp_path / "model")).network.state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in network.state_dict().items())
+    assert set(load_file(tmp_path / BESIDE)) == {"mask_embedding", "decoder.weight", "decoder.bias"}
+
+
+class CrashAtBest(Display):
+    """Ends the run at the first best result after a step, before anything else is saved."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
+        if result["best"] and step > self.after:
+            raise MemoryError
+
+
+class AtTheBeginning(Display):
+    """Reads the model on the disk when a run is resumed."""
+
+    def __init__(self, model: Path) -> None:
+        self.model, self.found = model, list[int]()
+
+    def say(self, text: str) -> None:
+        if text.startswith("continuing after step"):
+            self.found.append(json.loads((self.model / "model.json").read_text())["provenance"]["step"])
+
+
+@pytest.mark.slow
+def test_a_crash_after_a_new_best_model_leaves_that_of_the_checkpoint(
+    small: Make, outcome: Outcome, tmp_path: Path
+) -> None:
+    fields = {"evaluations": 24, "checkpoints": 8, "learning_rate": 3e-3}
+    train(small(tmp_path / "straight", **fields))
+    run = tmp_path / "run"
+    with pytest.raises(MemoryError):
+        train(small(run, **fields), log=Log(CrashAtBest(6)))
+    newest = Checkpoints(run / "checkpoints").steps()[0]
+    values = json.loads((run / "checkpoints" / f"step-{newest}" / "state.json").read_text())
+    provenance = json.loads((run / "model" / "model.json").read_text())["provenance"]
+    assert provenance["step"] > newest >= values["best"]["step"] > 0
+    beginning = AtTheBeginning(run / "model")
+    resume(run, log=Log(beginning))
+    assert beginning.found == [values["best"]["step"]]
+    assert outcome(run) == outcome(tmp_path / "straight")
+    assert not list(run.glob(".best-*"))

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from tests.make import make_voc_folder
-from tests.several import command, in_processes
+from tests.several import command
 from tests.training import ranks
+from tests.training.curves import values_of
+from tests.training.jobs import results_of
 from vitrail.errors import ConfigError
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import read_journal
 from vitrail.training.run import resume, train
 from vitrail.weights.load import load
 
@@ -41,23 +42,16 @@ def config_of(data: Path, run: Path | str, **fields: Any) -> TrainConfig:
 
 
 def curve(run: Path) -> list[list[float]]:
-    events = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "step"]
-    return [[event["loss"], event["gradient_norm"]] for event in events]
+    return values_of(run, "loss", "gradient_norm")
 
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(drawn: Path, tmp_path: Path) -> None:
-    fields = {
-        "optimizer": "adamw",
-        "learning_rate": 1e-3,
-        "average": 0.8,
-        "dropout": 0.1,
-        "early_image_size": ("24x32:0.5",),
-    }
+    random = {"dropout": 0.1, "early_image_size": ("24x32:0.5",)}
+    fields = {"optimizer": "adamw", "learning_rate": 1e-3, "average": 0.8, **random}
     config = config_of(drawn, tmp_path / "straight", **fields)
     straight = train(config)
-    stopped = in_processes(1, ranks.trained_and_stopped, config.override(run=str(tmp_path / "run")), 0, 3)
-    assert stopped[0].error is None
+    results_of(1, ranks.trained_and_stopped, config.override(run=str(tmp_path / "run")), 0, 3)
     assert resume(tmp_path / "run").metrics == straight.metrics
     assert curve(tmp_path / "straight") == curve(tmp_path / "run") and len(curve(tmp_path / "run")) == 6
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "run")]
@@ -65,16 +59,11 @@ def test_a_resumed_run_is_the_same_run(drawn: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "fields"), [
-    (2, {"accumulation": 3}),
-    (2, {"shard": "full", "accumulation": 3}),
-], ids=str)  # fmt: skip
-def test_parts_and_processes_train_as_one_does(drawn: Path, tmp_path: Path, world: int, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_parts_and_processes_train_as_one_does(drawn: Path, tmp_path: Path, shard: str) -> None:
     alone = train(config_of(drawn, tmp_path / "one"))
-    config = config_of(drawn, tmp_path / "more", **fields)
-    found = in_processes(world, ranks.trained, config)
-    assert [one.error for one in found] == [None] * world
-    assert found[0].result == pytest.approx(alone.metrics, abs=1e-4)
+    metrics, _ = results_of(2, ranks.trained, config_of(drawn, tmp_path / "more", shard=shard, accumulation=3))
+    assert metrics == pytest.approx(alone.metrics, abs=1e-4)
     for ours, theirs in zip(curve(tmp_path / "one"), curve(tmp_path / "more"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
@@ -102,21 +91,18 @@ SHAPE = ("variant", "width", "depth", "heads", "mlp_width", "position_std")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [
-    {"train_blocks": 1},
-    {"lora_rank": 2},
-    {"layer_decay": 0.5},
-    {"train_blocks": 0, "new_head": True},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [{"train_blocks": 1}, {"lora_rank": 2}, {"layer_decay": 0.5}, {"train_blocks": 0, "new_head": True}],
+    ids=str,
+)
 def test_runs_begin_with_a_model(drawn: Path, trained: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     config = config_of(drawn, tmp_path / "run", **dict.fromkeys(SHAPE))
     train(config.override(init=str(trained), steps=2, evaluations=1, **fields))
     before, after = load(str(trained)), load(str(tmp_path / "run"))
     assert after.output == before.output and after.classes == before.classes
-    kept = [torch.equal(one, other) for one, other in zip(
-        before.network.layers().blocks[0].parameters(), after.network.layers().blocks[0].parameters(), strict=True
-    )]  # fmt: skip
-    assert all(kept) == ("train_blocks" in fields)
+    first, now = (bundle.network.layers().blocks[0].state_dict() for bundle in (before, after))
+    assert all(torch.equal(now[name], weight) for name, weight in first.items()) == ("train_blocks" in fields)
     assert [*map(str, after.predict(np.zeros((30, 44, 3), np.uint8)))], "the saved model predicts"
 
 
@@ -135,45 +121,18 @@ REFUSED = {
 def test_settings_that_do_not_fit_are_refused_before_any_file_is_written(
     drawn: Path, tmp_path: Path, trained: Path, words: str
 ) -> None:
-    given = words.replace("MODEL", str(trained)).split()
     run = tmp_path / "run"
-    usual = (
-        "train",
-        "folder",
-        "--data",
-        str(drawn),
-        "--task",
-        "detection",
-        "--run",
-        str(run),
-        "--steps",
-        "1",
-        "--threads",
-        "0",
-        "--resize",
-        "pad",
-    )
-    code, _, errors = command(*usual, *given)
+    usual = ["train", "folder", "--data", str(drawn), "--run", str(run)]
+    usual += ["--task", "detection", "--steps", "1", "--threads", "0", "--resize", "pad"]
+    code, _, errors = command(*usual, *words.replace("MODEL", str(trained)).split())
     assert code == 2 and REFUSED[words] in errors and "Traceback" not in errors, errors
     assert not run.exists()
-
-
-class Own(nn.Module):
-    """A network of the user's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3 * 40 * 56, 2)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.layer(images.flatten(1))
-        return outputs
 
 
 def test_a_network_of_the_users_own_is_refused(drawn: Path, tmp_path: Path) -> None:
     config = config_of(drawn, tmp_path / "run", **dict.fromkeys(SHAPE))
     with pytest.raises(ConfigError, match="head_kind"):
-        train(config, network=Own())
+        train(config, network=nn.Sequential(nn.Flatten(), nn.Linear(3 * 40 * 56, 2)))
     assert not (tmp_path / "run").exists()
 
 

@@ -17,18 +17,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 import vitrail.training.checkpoint as checkpoint_module
 import vitrail.training.run as run_module
 from tests.listening import Display
+from tests.training.curves import events_of
+from tests.training.jobs import Make, Outcome
 from vitrail.errors import DestinationError, NonFiniteLoss, SaveError
 from vitrail.training.after_step import Run
 from vitrail.training.checkpoint import Checkpoints
-from vitrail.training.config import TrainConfig
-from vitrail.training.job import Job
 from vitrail.training.log import Log, read_journal
 from vitrail.training.loop import train_step
 from vitrail.training.run import resume, train
 from vitrail.training.state import TrainState
-
-Small = Callable[..., TrainConfig]
-Outcome = Callable[[Path], dict[str, Any]]
 
 
 @pytest.fixture
@@ -53,7 +50,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
-    small: Small, straight: dict[str, Any], outcome: Outcome, small_disk: Callable[[str], Path]
+    small: Make, straight: dict[str, Any], outcome: Outcome, small_disk: Callable[[str], Path]
 ) -> None:
     disk = small_disk("600k")
     run = disk / "run"
@@ -62,7 +59,6 @@ def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
     assert str(caught.value).startswith(f"could not save a checkpoint to {run}/checkpoints/step-16: No space left")
     assert "earlier version" not in str(caught.value)  # step-16 has none
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-8"]
-    assert Checkpoints(run / "checkpoints").steps() == [8]
     small_disk("4m")
     resume(run)
     assert outcome(run) == straight
@@ -71,7 +67,7 @@ def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["300k", "420k", "660k"])
 def test_a_full_disk_is_named_wherever_it_ends_a_checkpoint(
-    size: str, small: Small, prepare: Callable[..., Any], small_disk: Callable[[str], Path], tmp_path: Path
+    size: str, small: Make, prepare: Callable[..., Any], small_disk: Callable[[str], Path], tmp_path: Path
 ) -> None:
     state, _ = prepare(small(tmp_path / "run", width=32))
     disk = small_disk(size)
@@ -80,14 +76,12 @@ def test_a_full_disk_is_named_wherever_it_ends_a_checkpoint(
         for state.step in range(1, 9):
             checkpoints.save(state)
             checkpoints.retain = 8
-    assert str(caught.value) == (
-        f"could not save a checkpoint to {disk}/checkpoints/step-{state.step}: No space left on device"
-    )
+    assert str(caught.value).endswith(f"{disk}/checkpoints/step-{state.step}: No space left on device")
     assert checkpoints.steps() == list(range(1, state.step))[::-1]
 
 
 def test_a_failure_that_is_no_full_disk_keeps_its_own_reason(
-    small: Small, prepare: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, prepare: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, _ = prepare(small(tmp_path / "run"))
     state.step = 3
@@ -112,7 +106,7 @@ def file_limit() -> Iterator[Callable[[int], None]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
-    in_background: bool, small: Small, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None],
+    in_background: bool, small: Make, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     class Limit(Display):
@@ -130,11 +124,9 @@ def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
     assert outcome(run) == straight
 
 
-def test_a_place_where_nothing_can_be_written_is_an_error(tiny: Small, tmp_path: Path) -> None:
+def test_a_place_where_nothing_can_be_written_is_an_error(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        DestinationError, match=r"file/run cannot be made, because .*/file is not a folder; choose another path$"
-    ):
+    with pytest.raises(DestinationError, match=r"file/run cannot be made, because .*/file is not a folder"):
         train(tiny(run=str(tmp_path / "file" / "run")))
 
 
@@ -159,11 +151,10 @@ class Poison(Display):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "checkpoints", "after", "kept"),
-    [(24, 24, 4, [4, 3]), (24, 1, 3, []), (300, 40, 15, [8])],
+    ("steps", "checkpoints", "after", "kept"), [(24, 24, 4, [4, 3]), (24, 1, 3, []), (300, 40, 15, [8])]
 )
 def test_the_step_that_went_bad_is_named_and_never_saved(
-    steps: int, checkpoints: int, after: int, kept: list[int], small: Small, tmp_path: Path,
+    steps: int, checkpoints: int, after: int, kept: list[int], small: Make, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     run = tmp_path / "run"
@@ -172,29 +163,26 @@ def test_the_step_that_went_bad_is_named_and_never_saved(
         train(config, log=Log(Poison(after, monkeypatch)))
     message = str(caught.value)
     assert message.startswith(f"loss is nan at step {after + 1}: the run diverged, and ")
-    expected = (
-        f"the last good checkpoint is {run}/checkpoints/step-{kept[0]}." if kept else "there is no checkpoint yet."
-    )
-    assert expected in message and "--learning-rate" in message
+    place = f"the last good checkpoint is {run}/checkpoints/step-{kept[0]}" if kept else "there is no checkpoint yet"
+    assert place in message and "--learning-rate" in message
     assert Checkpoints(run / "checkpoints").steps() == kept
-    last = read_journal(run / "journal.jsonl")[-1]
-    assert last["event"] == "failed" and last["reason"] == f"loss is nan at step {after + 1}"
+    assert [event["reason"] for event in events_of(run, "failed")] == [f"loss is nan at step {after + 1}"]
     assert not list(run.rglob("*-partial"))
 
 
 @pytest.mark.slow
 def test_a_run_that_went_bad_can_go_on_from_the_last_good_state(
-    small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(NonFiniteLoss):
         train(small(tmp_path / "run"), log=Log(Poison(18, patch)))
     resume(tmp_path / "run")
     assert outcome(tmp_path / "run") == straight
-    assert "failed" not in [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")]
+    assert not events_of(tmp_path / "run", "failed")
 
 
 @pytest.mark.slow
-def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_real_divergence_is_named(small: Make, prepare: Callable[..., Any], tmp_path: Path) -> None:
     wild = {
         "optimizer": "sgd", "learning_rate": 1e12, "schedule": "constant", "warmup": 0.0, "clip": 0.0, "steps": 400,
         "checkpoints": 1, "evaluations": 1,
@@ -202,8 +190,10 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
     config = small(tmp_path / "run", **wild)
     with pytest.raises(NonFiniteLoss) as caught:
         train(config)
+    state, job = prepare(config)
     torch.manual_seed(config.run.seed)
-    state, job = by_hand(config, prepare)
+    network = state.objective.network
+    network.load_state_dict(type(network)(network.config).state_dict())  # draws the weights as the run does
     for step in range(1, 400):
         figures = train_step(job, state, next(state.batches))
         bad = [name for name, value in figures.items() if not value.isfinite()]
@@ -215,13 +205,3 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
     assert "there is no checkpoint yet" in str(caught.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not (tmp_path / "run" / "model").exists()
-
-
-def by_hand(config: TrainConfig, prepare: Callable[..., Any]) -> tuple[TrainState, Job]:
-    """Return the state with which a run of `config` begins."""
-    state, job = prepare(config)
-    torch.manual_seed(config.run.seed)
-    network = state.objective.network
-    fresh = type(network)(network.config)  # draws the weights as the run does
-    network.load_state_dict(fresh.state_dict())
-    return state, job

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.jobs import Finished
+from tests.training.jobs import Finished, Make
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.errors import ConfigError
 from vitrail.models.cost import prediction_bytes, training_bytes
@@ -20,11 +20,9 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job, check_run_memory, evaluation_batch, prepare, run_bytes
 from vitrail.training.run import train
 
-Small = Callable[..., TrainConfig]
-
 
 @pytest.fixture
-def setup(small: Small, tmp_path: Path) -> Callable[..., Job]:
+def setup(small: Make, tmp_path: Path) -> Callable[..., Job]:
     """Prepare a run of the small configs."""
     return lambda **fields: prepare(small(tmp_path / "run", **fields))
 
@@ -93,14 +91,12 @@ def test_batches_of_evaluations_shrink_with_the_memory(
     assert evaluation_batch(made.config, made.network) == 1
 
 
-def test_a_run_beyond_the_machine_is_refused_before_it_writes_anything(small: Small, tmp_path: Path) -> None:
+def test_a_run_beyond_the_machine_is_refused_before_it_writes_anything(small: Make, tmp_path: Path) -> None:
     config = small(tmp_path / "run", image_size=(28_000, 28_000), batch_size=64, precision="float32")
     with pytest.raises(ConfigError) as caught:
         train(config)
-    message = str(caught.value)
-    assert message.startswith("training with 28000 x 28000 pixels and batches of 64 images needs about ")
-    assert " are free on this machine; try a smaller --image-size, a smaller --batch-size" in message
-    assert "and --accumulation above 1" in message
+    assert str(caught.value).startswith("training with 28000 x 28000 pixels and batches of 64 images needs about ")
+    assert all(option in str(caught.value) for option in ("--image-size", "--batch-size", "--accumulation"))
     assert not (tmp_path / "run").exists()
 
 

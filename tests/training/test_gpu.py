@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrail
+from tests.training.curves import values_of
+from tests.training.jobs import Make
 from vitrail.cli import main
 from vitrail.errors import ConfigError
 from vitrail.machine import has_bf16_matrix_units, pick_device
 from vitrail.training.build import make_network, make_state
 from vitrail.training.checkpoint import Checkpoints
-from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
-from vitrail.training.log import read_journal
 from vitrail.training.loop import train_step
 from vitrail.training.run import train
 from vitrail.training.state import random_state, restore_random_state
@@ -33,7 +32,7 @@ pytestmark = [
 
 
 def losses(folder: Path) -> list[float]:
-    return [event["loss"] for event in read_journal(folder / "journal.jsonl") if event["event"] == "step"]
+    return [loss for (loss,) in values_of(folder, "loss")]
 
 
 def test_auto_picks_the_gpu_and_bf16() -> None:
@@ -42,13 +41,13 @@ def test_auto_picks_the_gpu_and_bf16() -> None:
     assert has_bf16_matrix_units(device) == (torch.cuda.get_device_capability() >= (8, 0))
 
 
-def test_float32_follows_the_cpu(tiny: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_float32_follows_the_cpu(tiny: Make, tmp_path: Path) -> None:
     for device in ("cpu", "cuda"):
         train(tiny(device=device, run=str(tmp_path / device), steps=12))
     assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-3)
 
 
-def test_a_model_from_the_gpu_predicts_alike_on_the_cpu(tiny: Callable[..., TrainConfig]) -> None:
+def test_a_model_from_the_gpu_predicts_alike_on_the_cpu(tiny: Make) -> None:
     result = train(tiny(device="cuda", precision="bf16", steps=12))
     paths = [example.path for example in result.examples]
     here, there = (load(result.folder, device=name).predict(paths) for name in ("cpu", "cuda"))
@@ -70,7 +69,7 @@ def test_the_generators_of_all_devices_come_back() -> None:
     )
 
 
-def test_a_run_continues_on_the_gpu_what_began_on_the_cpu_and_back(tiny: Callable[..., TrainConfig]) -> None:
+def test_a_run_continues_on_the_gpu_what_began_on_the_cpu_and_back(tiny: Make) -> None:
     for first, second in (("cpu", "cuda"), ("cuda", "cpu")):
         config = tiny(device=first, steps=12, overwrite=True)
         result = train(config)
@@ -84,7 +83,7 @@ def test_a_run_continues_on_the_gpu_what_began_on_the_cpu_and_back(tiny: Callabl
 @pytest.mark.parametrize("compile", ["on", "graphs"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_compiled_training_follows_the_plain_one(
-    tiny: Callable[..., TrainConfig],
+    tiny: Make,
     tmp_path: Path,
     compile: str,  # noqa: A002
     accumulation: int,
@@ -100,7 +99,7 @@ def test_compiled_training_follows_the_plain_one(
 
 @pytest.mark.parametrize("compile", ["off", "on"])
 def test_float8_trains_or_is_refused(
-    tiny: Callable[..., TrainConfig],
+    tiny: Make,
     tmp_path: Path,
     compile: str,  # noqa: A002
 ) -> None:
@@ -143,7 +142,7 @@ def test_attention_in_bf16_is_one_fused_kernel_without_a_matrix_of_weights(varia
 
 @pytest.mark.parametrize("fields", [{}, {"average": 0.9, "layer_decay": 0.5, "class_weights": "balanced"}], ids=str)
 def test_a_step_waits_for_nothing_on_the_gpu(
-    fields: dict[str, Any], tiny: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changing the learning rate does not wait either. CUDA itself reports every wait."""
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.models.networks import with_slow
-from vitrail.errors import ConfigError
 from vitrail.models.blocks import StochasticDepth
 from vitrail.models.linear.lora import LowRank
-from vitrail.models.variants import AnyNetwork, create, variant_config
+from vitrail.models.variants import AnyNetwork, create
 from vitrail.training.config import StartConfig
-from vitrail.training.start import check_choice, choose_weights
+from vitrail.training.start import choose_weights
 
 KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "class token": ("ViT-Pico/7", {"image_size": (14, 21), "width": 12, "depth": 4, "heads": 3, "mlp_width": 10}, 4),
@@ -138,13 +137,3 @@ def test_with_adapters_only_they_and_the_head_are_trained() -> None:
     halved = network_of("pooling")
     choose_weights(halved, StartConfig(init="m", lora_rank=4, lora_alpha=2.0))
     assert {part.scale for part in halved.modules() if isinstance(part, LowRank)} == {0.5}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_blocks_than_there_are_is_refused(kind: str) -> None:
-    name, sizes, depth = KINDS[kind]
-    config = variant_config(name, num_classes=3, **sizes)
-    check_choice(StartConfig(init="m", train_blocks=depth), config)
-    with pytest.raises(ConfigError) as caught:
-        check_choice(StartConfig(init="m", train_blocks=depth + 1), config)
-    assert str(caught.value) == f"train_blocks={depth + 1} is more than the {depth} blocks of the model"

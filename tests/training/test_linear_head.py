@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,26 +10,22 @@ import pytest
 import torch
 
 from tests.make import make_colour_folder
-from vitrail.data.source import truth_of
+from tests.training.curves import events_of
+from tests.training.jobs import Blank, Initial, Make
+from vitrail.data.source import Sample, truth_of
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.training.config import TrainConfig
 from vitrail.training.linear_start import linear_score, start_head
-from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle, load_bundle
-
-Initial = Callable[..., Path]
-FromModel = Callable[..., TrainConfig]
 
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("colours")
-    make_colour_folder(root, images=12)
-    return root
+    return make_colour_folder(tmp_path_factory.mktemp("colours"))
 
 
 @pytest.fixture
@@ -81,14 +76,14 @@ def test_without_a_validation_split_a_kept_head_stays(initial: Initial, splits: 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-R26x1"])
 def test_a_run_begins_and_is_measured_at_the_linear_model(
-    variant: str, initial: Initial, from_model: FromModel, colours: Path
+    variant: str, initial: Initial, from_model: Make, colours: Path
 ) -> None:
-    size = {} if variant == "ViT-Pico/7" else {"image_size": (32, 48)}
-    widths = {} if variant == "ViT-Pico/7" else {"width": 32, "depths": (1, 1, 1, 1)}
-    model = initial(variant, **widths)
+    is_vit = variant == "ViT-Pico/7"
+    size = {} if is_vit else {"image_size": (32, 48)}
+    model = initial(variant, **({} if is_vit else {"width": 32, "depths": (1, 1, 1, 1)}))
     config = from_model(model, colours, linear_head=True, steps=2, evaluations=1, learning_rate=1e-6, **size)
     found = train(config)
-    first, *_ = [event for event in read_journal(found.folder / "journal.jsonl") if event["event"] == "evaluation"]
+    first, *_ = events_of(found.folder, "evaluation")
     assert (first["step"], first["split"], first["best"]) == (0, "validation", True)
     splits = config.data.open()
     score = linear_score(config, load_bundle(model, device="cpu"), splits)
@@ -98,7 +93,7 @@ def test_a_run_begins_and_is_measured_at_the_linear_model(
 
 
 @pytest.mark.slow
-def test_numbers_start_at_ridge_regression(initial: Initial, from_model: FromModel, colours: Path) -> None:
+def test_numbers_start_at_ridge_regression(initial: Initial, from_model: Make, colours: Path) -> None:
     lines = ["file,redness,split"]
     for index, path in enumerate(sorted(colours.rglob("*.png"))):
         split = "val" if index % 3 == 0 else "train"
@@ -116,24 +111,13 @@ def test_a_linear_head_needs_a_model_and_labels(initial: Initial, splits: Splits
     with pytest.raises(ConfigError, match="linear_head=True is a new head for a model, so it needs a model"):
         TrainConfig().override(linear_head=True)
 
-    class Unlabelled:
-        classes = splits.classes
+    class Unlabelled(Blank):
+        classes, target_kind = splits.classes, "class"
 
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> object:
+        def __getitem__(self, index: int) -> Sample:
             return replace(splits.train[index], target=None)
-
-        def key(self, index: int) -> str:
-            return str(index)
-
-        def target(self, index: int) -> None:
-            return None
-
-        target_kind = "class"
 
     bundle = headed(initial, splits.classes)
     with pytest.raises(DataError, match="no training image has a label"):
-        start_head(Outputs(bundle), Splits(Unlabelled(), None, None), kept=False)  # type: ignore[arg-type]
+        start_head(Outputs(bundle), Splits(Unlabelled(3), None, None), kept=False)
     assert not np.any(bundle.network.head.weight.detach().numpy())

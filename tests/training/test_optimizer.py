@@ -84,6 +84,17 @@ def test_every_weight_is_optimised_once(optimizer: OptimizerName) -> None:
     assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.0]
 
 
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+def test_a_gradient_of_zero_moves_nothing(optimizer: OptimizerName) -> None:
+    network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, width=40, depth=1, heads=2)
+    made = make_optimizer(network, OptimizerConfig(kind=optimizer, weight_decay=0.0), "bf16")
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    made.step()
+    assert all(torch.equal(one, old) for one, old in zip(network.parameters(), before, strict=True))
+
+
 RULES = get_args(DecayRule)
 USUAL = {"adamw": "decoupled", "sgd": "coupled", "adafactor": "decoupled"}
 """The rules of weight decay that "auto" means."""
@@ -197,9 +208,7 @@ def test_the_weight_decay_follows_a_cosine_to_its_end() -> None:
     groups = make_optimizer(Pair(), config).param_groups
     assert [group["first_weight_decay"] for group in groups] == [0.04, 0]
     assert not any("first_weight_decay" in group for group in make_optimizer(Pair(), OptimizerConfig()).param_groups)
-    with pytest.raises(
-        ConfigError, match=r"end_weight_decay=0.4 changes the weight decay, but weight_decay=0 switches"
-    ):
+    with pytest.raises(ConfigError, match=r"end_weight_decay=0.4 changes the weight decay, but weight_decay=0"):
         OptimizerConfig(weight_decay=0.0, end_weight_decay=0.4)
 
 
@@ -225,15 +234,14 @@ def test_factors_by_name_choose_groups() -> None:
 
 def test_a_pattern_without_a_weight_is_named() -> None:
     network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, width=8, depth=1, heads=2)
-    message = (
-        "learning_rate_factors='haed.*=10' matches no weight of the network; names are for example "
-        "patches.projection.weight and head.bias"
-    )
-    with pytest.raises(ConfigError) as caught:
-        check_names(network, OptimizerConfig(learning_rate_factors=("head.*=10", "haed.*=10")))
-    assert str(caught.value) == message
-    with pytest.raises(ConfigError, match=r"^weight_decay_factors='x=1' matches no weight of the network"):
-        check_names(network, OptimizerConfig(weight_decay_factors=("x=1",)))
+    for fields, start in (
+        ({"learning_rate_factors": ("head.*=10", "haed.*=10")}, r"learning_rate_factors='haed\.\*=10'"),
+        ({"weight_decay_factors": ("x=1",)}, "weight_decay_factors='x=1'"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"^{start} matches no weight of the network; .* patches.projection.weight"
+        ):
+            check_names(network, OptimizerConfig(**fields))
 
 
 def test_the_learning_rate_scales_with_the_batch() -> None:
@@ -306,10 +314,8 @@ def test_the_first_pattern_that_matches_the_whole_name_counts(weight: str, facto
 @pytest.mark.parametrize("text", ["head", "head=", "head=ten", "(head=1", "head=-1", "head=nan", "head=inf", ""])
 @pytest.mark.parametrize(("zero", "rule"), [(False, "above 0"), (True, "at least 0")])
 def test_what_is_no_factor_is_named(text: str, zero: bool, rule: str) -> None:
-    assert list(factor_problems("some_factors", ("norm=2", text), zero=zero)) == [
-        f"some_factors={text!r} is not PATTERN=FACTOR, a regular expression of names of weights and a number {rule}; "
-        r"write for example 'head\..*=10'"
-    ]
+    (problem,) = factor_problems("some_factors", ("norm=2", text), zero=zero)
+    assert problem.startswith(f"some_factors={text!r} is not PATTERN=FACTOR, a regular expression") and rule in problem
 
 
 def test_a_factor_of_zero_is_for_the_weight_decay_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import vitrail
-from tests.listening import Display
+from tests.training.jobs import Make, train_until
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
-from vitrail.errors import BundleError, ConfigError, RunError, Stopped
+from vitrail.errors import BundleError, ConfigError, RunError
 from vitrail.tasks.own_model import OwnModel
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import check_source
-from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 
 
@@ -63,7 +63,7 @@ class Small(nn.Module):
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Callable[..., TrainConfig]:
+def config(tmp_path: Path) -> Make:
     """Makes configs of short runs on images of 9 x 12; fields can be replaced."""
 
     def make(**fields: Any) -> TrainConfig:
@@ -87,7 +87,7 @@ def seeded(outputs: int = 2) -> Small:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("as_splits", [False, True])
-def test_an_own_source_is_trained_on_and_cut_as_any_data(as_splits: bool, config: Callable[..., TrainConfig]) -> None:
+def test_an_own_source_is_trained_on_and_cut_as_any_data(as_splits: bool, config: Make) -> None:
     data = Splits(Stripes(), None, Stripes(10), title="my stripes") if as_splits else Stripes()
     result = train(config(**SIZES), data=data)
     assert result.metrics["validation_accuracy"] == 1.0
@@ -98,7 +98,7 @@ def test_an_own_source_is_trained_on_and_cut_as_any_data(as_splits: bool, config
     assert bundle.predict([Stripes()[1].image])[0].label == "light"
 
 
-def test_an_own_network_is_trained_and_predicts(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_an_own_network_is_trained_and_predicts(config: Make, tmp_path: Path) -> None:
     result = train(config(keep="best"), data=Stripes(), network=seeded())
     assert result.metrics["validation_accuracy"] == 1.0
     assert isinstance(result.bundle, OwnModel)
@@ -118,14 +118,14 @@ def test_an_own_network_is_trained_and_predicts(config: Callable[..., TrainConfi
 
 
 @pytest.mark.slow
-def test_a_network_of_the_package_is_saved_whole(config: Callable[..., TrainConfig]) -> None:
+def test_a_network_of_the_package_is_saved_whole(config: Make) -> None:
     sizes = {name: value for name, value in SIZES.items() if name != "variant"}
     network = vitrail.create("ViT-Pico/3", image_size=(9, 12), num_classes=2, **sizes)
     result = train(config(steps=2, evaluations=1), data=Stripes(), network=network)
     assert vitrail.load(result.folder).network.config == network.config
 
 
-def test_a_changed_network_of_the_package_is_refused_before_the_first_step(config: Callable[..., TrainConfig]) -> None:
+def test_a_changed_network_of_the_package_is_refused_before_the_first_step(config: Make) -> None:
     network: Any = vitrail.create("ViT-Pico/3", num_classes=2, image_size=(9, 12), depth=1)
     network.blocks[0].mlp.activation = nn.ReLU()
     with pytest.raises(BundleError, match="the network cannot be saved, because a new network with its config"):
@@ -133,7 +133,7 @@ def test_a_changed_network_of_the_package_is_refused_before_the_first_step(confi
 
 
 @pytest.mark.slow
-def test_an_own_network_learns_numbers(config: Callable[..., TrainConfig]) -> None:
+def test_an_own_network_learns_numbers(config: Make) -> None:
     result = train(config(task="regression", steps=80), data=Stripes(numbers=True), network=seeded(1))
     assert result.metrics["validation_r2"] > 0.9
     (low, high) = result.bundle.predict([Stripes()[0].image, Stripes()[1].image])
@@ -142,13 +142,10 @@ def test_an_own_network_learns_numbers(config: Callable[..., TrainConfig]) -> No
 
 
 @pytest.mark.slow
-def test_a_stopped_run_needs_the_same_objects(
-    config: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
-) -> None:
+def test_a_stopped_run_needs_the_same_objects(config: Make, tmp_path: Path) -> None:
     short = {"steps": 12, "evaluations": 2}
     straight = train(config(run=str(tmp_path / "straight"), **short), data=Stripes(), network=seeded())
-    with pytest.raises(Stopped):
-        train(config(**short), data=Stripes(), network=seeded(), log=Log(stop_at(7)))
+    train_until(config(**short), 7, data=Stripes(), network=seeded())
     run = tmp_path / "run"
     rule = r"was started with data=\.\.\. and network=\.\.\. in Python; pass the same "
     with pytest.raises(RunError, match=f"{rule}data and network to vitrail.resume$"):
@@ -163,11 +160,8 @@ def test_a_stopped_run_needs_the_same_objects(
 
 
 @pytest.mark.slow
-def test_objects_that_the_run_did_not_have_are_refused(
-    config: Callable[..., TrainConfig], tiny: Callable[..., TrainConfig], stop_at: Callable[[int], Display]
-) -> None:
-    with pytest.raises(Stopped):
-        train(tiny(), log=Log(stop_at(4)))
+def test_objects_that_the_run_did_not_have_are_refused(config: Make, tiny: Make) -> None:
+    train_until(tiny(), 4)
     with pytest.raises(RunError, match=r"was started without data=\.\.\.; resume it without data="):
         resume(Path(tiny().run.folder or ""), data=Stripes())
 
@@ -194,51 +188,37 @@ def two_means(images: Tensor) -> Tensor:
         (Alone(two_means, trained=False), "a network must have a parameter that requires gradients"),
         (
             Alone(lambda images: images @ torch.ones(7)),
-            r"must take images of \(b, channels, height, width\), here \(2, 3, 9,",
+            r"must take images of \(b, channels, height, width\), here \(2,",
         ),
-        (
-            Alone(lambda images: images),
-            r"must return floats of \(b, 2\), one for each output, but it returned a tensor of \(2, 3,",
-        ),
+        (Alone(lambda images: images), r"must return floats of \(b, 2\), .* but it returned a tensor of \(2, 3,"),
         (Alone(lambda images: [two_means(images)]), r"one for each output, but it returned list$"),
         (Alone(lambda images: two_means(images).long()), r"must return floats of \(b, 2\)"),
     ],
 )
-def test_a_network_that_breaks_a_rule_is_refused(
-    network: nn.Module, rule: str, config: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
+def test_a_network_that_breaks_a_rule_is_refused(network: nn.Module, rule: str, config: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^network: Alone breaks a rule of its contract: .*{rule}"):
         train(config(), data=Stripes(), network=network)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"init": "m"}, "init='m' cannot be combined with network=..."),
-        ({"layer_decay": 0.9}, "layer_decay=0.9 cannot be combined with network=..."),
-        ({"compile": "on"}, "compile='on' cannot be combined with network=..."),
-        ({"precision": "float8"}, "precision='float8' cannot be combined with network=..."),
-        ({"probe": "knn"}, "probe='knn' cannot be combined with network=..."),
-    ],
+    ("name", "value"),
+    [("init", "m"), ("layer_decay", 0.9), ("compile", "on"), ("precision", "float8"), ("probe", "knn")],
 )
 def test_settings_that_need_a_network_of_the_package_are_refused(
-    fields: dict[str, Any], message: str, config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+    name: str, value: Any, config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitrail.training.run.open_initial", lambda start: None)
     monkeypatch.setattr("vitrail.training.job.resolve_precision", lambda precision, device: precision)
-    with pytest.raises(ConfigError) as caught:
-        train(config(**fields), data=Stripes(), network=seeded())
-    rule = f"{next(iter(fields))} works only for networks that are built from a config"
-    assert str(caught.value) == f"{message}; {rule}"
+    rule = rf"^{name}={value!r} cannot be combined with network=\.\.\.; {name} works only for networks that are built"
+    with pytest.raises(ConfigError, match=rule):
+        train(config(**{name: value}), data=Stripes(), network=seeded())
 
 
 def changed(**members: Any) -> Stripes:
     """A source with some members replaced."""
     source = type("Stripes", (Stripes,), {name: value for name, value in members.items() if callable(value)})()
-    for name, value in members.items():
-        if not callable(value):
-            setattr(source, name, value)
+    vars(source).update({name: value for name, value in members.items() if not callable(value)})
     return source
 
 
@@ -248,19 +228,10 @@ BROKEN: list[tuple[Any, str]] = [
     (changed(classes=["dark", "light"]), "classes must be a tuple of names, not ['dark', 'light']"),
     (changed(count=0), "a source must have at least one sample"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
-    (
-        changed(target=lambda self, index: 7),
-        "target(0) is 7, but the targets of this source must be None or an index from",
-    ),
+    (changed(target=lambda self, index: 7), "target(0) is 7, but the targets of this source must be None or an index"),
     (changed(target=lambda self, index: "dark"), "target(0) is 'dark', but the targets of this source must be"),
-    (
-        changed(target=lambda self, index: (0, 2)),
-        "target(0) is (0, 2), but the targets of this source must be None or tuples of",
-    ),
-    (
-        changed(target=lambda self, index: (0.5,)),
-        "target(0) is (0.5,), but the targets of this source must be None or tuples",
-    ),
+    (changed(target=lambda self, index: (0, 2)), "target(0) is (0, 2), but the targets of this source must be None or"),
+    (changed(target=lambda self, index: (0.5,)), "target(0) is (0.5,), but the targets of this source must be None or"),
     (
         changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)),
         "must have the key and the target that key(0)",
@@ -274,15 +245,12 @@ BROKEN: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("source", "rule"), BROKEN, ids=[rule[:30] for _, rule in BROKEN])
 def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_unchecked: None) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^data: Stripes breaks a rule of its contract: .*{re.escape(rule)}"):
         check_source(source)
-    assert str(caught.value).startswith("data: Stripes breaks a rule of its contract: ") and rule in str(caught.value)
 
 
-def test_an_object_that_is_no_source_is_refused(config: Callable[..., TrainConfig], types_unchecked: None) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data: list breaks a rule of its contract: a source must have classes and key"
-    ):
+def test_an_object_that_is_no_source_is_refused(config: Make, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=r"^data: list breaks a rule of its contract: a source must have classes"):
         train(config(**SIZES), data=[1, 2])  # type: ignore[arg-type]
 
 

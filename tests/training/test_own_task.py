@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.listening import Display
+from tests.training.jobs import Make, train_until
 from vitrail.data.batch import Batch
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, Stopped
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import setting
@@ -28,7 +27,7 @@ from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import prepare
-from vitrail.training.log import Log, read_journal
+from vitrail.training.log import read_journal
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.load import load
 
@@ -93,9 +92,7 @@ class Colour(Task):
 
 
 @pytest.fixture
-def colour_config(
-    folder_config: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., TrainConfig]:
+def colour_config(folder_config: Make, colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Return a function that makes configs for learning colours from a folder without class folders."""
     monkeypatch.setitem(TASKS, "colour", Colour)
     flat = tmp_path / "flat"
@@ -120,13 +117,12 @@ def weights_of(result: RunResult) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("average", [0.0, 0.9])
 def test_modules_beside_the_network_are_trained_saved_and_resumed(
-    average: float, colour_config: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
+    average: float, colour_config: Make, tmp_path: Path
 ) -> None:
     straight = train(colour_config(run=str(tmp_path / "straight"), average=average))
     events = [event for event in read_journal(straight.folder / "journal.jsonl") if "colour_error" in event]
     assert events[2]["colour_error"] < events[0]["colour_error"]
-    with pytest.raises(Stopped):
-        train(colour_config(run=str(tmp_path / "stopped"), average=average), log=Log(stop_at(9)))
+    train_until(colour_config(run=str(tmp_path / "stopped"), average=average), 9)
     stopped = resume(tmp_path / "stopped")
     expected, found = weights_of(straight), weights_of(stopped)
     assert {"decoder.0.weight", "decoder.2.bias", "network.patches.projection.weight"} <= set(expected)
@@ -138,7 +134,7 @@ def test_modules_beside_the_network_are_trained_saved_and_resumed(
 
 @pytest.mark.slow
 def test_a_task_gets_as_many_views_of_each_image_as_it_asks_for(
-    colour_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    colour_config: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Colour, "views", 3)
     config = colour_config(run=str(tmp_path / "views"), steps=3, batch_size=5, accumulation=2)
@@ -149,14 +145,14 @@ def test_a_task_gets_as_many_views_of_each_image_as_it_asks_for(
 
 
 @pytest.mark.slow
-def test_the_model_has_no_head(colour_config: Callable[..., TrainConfig]) -> None:
+def test_the_model_has_no_head(colour_config: Make) -> None:
     result = train(colour_config(keep="best", steps=6))
     bundle = load(result.folder / "model")
     assert bundle.classes == () and bundle.network.head is None and result.examples == ()
     assert set(result.metrics) == {"validation_colour_error"}
 
 
-def test_its_settings_are_known_by_their_names(colour_config: Callable[..., TrainConfig]) -> None:
+def test_its_settings_are_known_by_their_names(colour_config: Make) -> None:
     config = colour_config()
     assert config.task == Colour(hidden=5) and TrainConfig.from_plain(config.to_plain()) == config
     with pytest.raises(ConfigError, match=r"^hidden=0 is less than 1$"):
@@ -166,7 +162,7 @@ def test_its_settings_are_known_by_their_names(colour_config: Callable[..., Trai
     assert config.override(task="classification").task == TASKS["classification"]()
 
 
-def test_classification_needs_labels(colour_config: Callable[..., TrainConfig]) -> None:
+def test_classification_needs_labels(colour_config: Make) -> None:
     config = colour_config().override(task="classification")
     with pytest.raises(DataError, match="class folders"):
         train(config)

@@ -1,18 +1,39 @@
-"""Tests of run.json: its formats, missing fields, and damaged or newer files."""
+"""Tests of what the folder of a run says: run.json, the summary of a run, and the lock while it is trained."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.jobs import Finished
+from tests.listening import Display
+from tests.several import server
+from tests.training import ranks
+from tests.training.jobs import Finished, Make, train_until
 from vitrail.errors import RunError
+from vitrail.settings import bare_names
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import RESOLVED, TrainConfig
-from vitrail.training.folder import FORMAT, read_record
+from vitrail.training.folder import (
+    FORMAT,
+    LOCK,
+    differing_settings,
+    find_runs,
+    locked,
+    notes_on_data,
+    read_record,
+    settings_beside,
+    settings_of,
+    summarise,
+)
+from vitrail.training.log import Log
+from vitrail.training.run import resume, train
 
 
 def written(folder: Path, **fields: Any) -> Path:
@@ -81,3 +102,178 @@ def test_a_file_that_is_no_record_is_named(text: str, message: str, tmp_path: Pa
     (tmp_path / "run.json").unlink()
     with pytest.raises(RunError, match=r"is not the folder of a run: it has no run\.json"):
         read_record(tmp_path)
+
+
+def rewritten(run: Path, journal: list[dict[str, object]], place: Path) -> Path:
+    """Return a copy of a run with other events."""
+    place.mkdir()
+    (place / "run.json").write_bytes((run / "run.json").read_bytes())
+    (place / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in journal))
+    return place
+
+
+def test_a_finished_run(finished: Finished) -> None:
+    found = summarise(finished.result.folder)
+    assert (found.state, found.step, found.steps, found.problem) == ("finished", 24, 24, "")
+    assert found.metrics is not None and 0 <= found.metrics["validation_accuracy"] <= 1
+    assert found.started is not None and found.changed is not None and found.started <= found.changed
+    assert found.texts("validation") == [f"accuracy {found.metrics['validation_accuracy']:.2%}"]
+    assert found.texts("nowhere") == []
+
+
+BEGUN = {"event": "started", "time": 10.0, "step": 0, "steps": 7}
+BETTER = {"event": "evaluation", "time": 11.0, "step": 2, "split": "validation", "best": True, "accuracy": 0.75}
+WORSE = BETTER | {"time": 12.0, "step": 4, "best": False, "accuracy": 0.5}
+
+
+def test_the_best_evaluation_and_the_last_event_count(finished: Finished, tmp_path: Path) -> None:
+    found = summarise(rewritten(finished.result.folder, [BEGUN, BETTER, WORSE], tmp_path / "cut"))
+    assert (found.state, found.step, found.steps, found.changed) == ("interrupted", 4, 7, 12.0)
+    assert found.texts("validation") == ["accuracy 75.00%"] and found.texts("test") == []
+    stopped = {"event": "stopped", "time": 13.0, "step": 4}
+    assert summarise(rewritten(finished.result.folder, [BEGUN, stopped], tmp_path / "stopped")).state == "stopped"
+    failed = {"event": "failed", "time": 13.0, "step": 4, "reason": "the loss is nan"}
+    found = summarise(rewritten(finished.result.folder, [BEGUN, failed], tmp_path / "failed"))
+    assert (found.state, found.problem) == ("failed", "the loss is nan")
+    with locked(tmp_path / "cut"):
+        assert summarise(tmp_path / "cut").state == "training"
+    assert summarise(rewritten(finished.result.folder, [], tmp_path / "empty")).started is None
+
+
+def test_what_cannot_be_read_is_said(finished: Finished, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    found = summarise(tmp_path)
+    assert found.state == "unreadable" and "run.json is damaged" in found.problem and found.texts("test") == []
+
+
+def test_runs_are_found_in_folders_but_not_in_runs(tmp_path: Path) -> None:
+    for name in ("a", "deep/er/b", "deep/er/than/c", "a/model", "a/x", ".hidden/d", "checkpoints/e", "model"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "run.json").touch()
+    found = [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)]
+    assert found == ["a", "checkpoints/e", "deep/er/b", "model"]
+    assert list(find_runs(tmp_path / "a")) == [tmp_path / "a"]
+    assert list(find_runs(tmp_path, depth=0)) == list(find_runs(tmp_path / "nowhere")) == []
+
+
+def test_every_section_of_a_config_can_differ(tiny: Make) -> None:
+    usual = tiny(steps=3)
+    settings = settings_of(usual)
+    for section in (usual.early, usual.faults):
+        assert bare_names(type(section)).keys() <= settings.keys()
+    changed = usual.override(on_non_finite="skip", max_faults=7)
+    assert differing_settings([usual, usual, changed])[2] == {"on_non_finite": "skip", "max_faults": 7}
+
+
+def test_values_of_presets_and_variants_are_compared(tiny: Make) -> None:
+    """A setting that repeats the value of the preset or of the variant is no difference."""
+    usual = tiny(steps=3, variant="ViT-Pico/8", preset="light2")
+    same = usual.override(mixup=usual.augment.settings.mixup, depth=usual.in_effect("depth"), optimizer="adamw")
+    assert differing_settings([usual, usual, same])[2] == {}
+    other = usual.override(mixup=0.0, depth=1, optimizer="muon")
+    assert differing_settings([usual, usual, other])[2] == {
+        "mixup": 0.0, "depth": 1, "optimizer": "muon", "momentum": 0.95
+    }  # fmt: skip
+    assert settings_beside([usual, other])[0]["mixup"] == 0.2 and settings_beside([usual, other])[0]["depth"] == 2
+    longer = usual.override(steps=None, epochs=2.0)
+    assert differing_settings([usual, longer])[1] == {"epochs": 2.0, "steps": None}
+
+
+def test_runs_on_data_that_changed_are_named(tiny: Make, finished: Finished, tmp_path: Path) -> None:
+    other = rewritten(finished.result.folder, [BEGUN, BETTER], tmp_path / "other")
+    assert list(notes_on_data([summarise(finished.result.folder), summarise(other)])) == []
+    record = json.loads((other / "run.json").read_text())
+    record["data"]["fingerprint"] = "0" * 64
+    (other / "run.json").write_text(json.dumps(record))
+    (note,) = notes_on_data([summarise(finished.result.folder), summarise(other)])
+    assert "other" in note and finished.result.folder.name in note and "not comparable" in note
+
+
+def test_only_settings_unlike_the_others_are_returned(tiny: Make) -> None:
+    usual = tiny(steps=3)
+    others = usual.override(learning_rate=0.5), usual.override(threads=1, device="cpu", name="x", flip=True)
+    flipped = differing_settings([usual, *others])
+    assert flipped[0] == {} and flipped[1] == {"learning_rate": 0.5}
+    assert flipped[2] == ({} if usual.augment.flip else {"flip": True})
+    assert settings_of(usual)["task"] == "classification" and "threads" not in settings_of(usual)
+    assert differing_settings([]) == []
+
+
+@contextmanager
+def another_process(folder: Path) -> Iterator[BaseProcess]:
+    """Start a process that holds the lock of a run's folder."""
+    context = server()
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=ranks.holding_the_lock, args=(folder, send), daemon=True)
+    process.start()
+    try:
+        assert receive.poll(60) and receive.recv()
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.slow
+def test_a_lock_that_another_process_holds_is_refused_by_its_number(tmp_path: Path) -> None:
+    with another_process(tmp_path) as process:
+        message = f"^run {tmp_path} is in use: process {process.pid} trains it, .* stop it with kill {process.pid}$"
+        with pytest.raises(RunError, match=message), locked(tmp_path):
+            pass
+        (tmp_path / LOCK).write_text("")
+        with pytest.raises(RunError, match="is in use: another process trains it, and two processes must not"):
+            locked(tmp_path).__enter__()
+        process.kill()
+        process.join()
+        with locked(tmp_path):
+            assert (tmp_path / LOCK).exists()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_thread_of_the_same_process_is_refused_too(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        for _ in range(2):
+            with pytest.raises(RunError, match=f"process {os.getpid()} trains it"), locked(tmp_path):
+                pass
+
+
+class Meanwhile(Display):
+    """A display that calls a function at the first report of a run."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action: Callable[[], object] | None = action
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        if self.action is not None:
+            self.action, action = None, self.action
+            action()
+
+
+@pytest.mark.slow
+def test_a_run_is_neither_resumed_nor_replaced_while_it_trains(small: Make, tmp_path: Path) -> None:
+    run, refused = tmp_path / "run", []
+
+    def others() -> None:
+        for attempt in (lambda: resume(run), lambda: train(small(run, overwrite=True))):
+            with pytest.raises(RunError, match=rf"^run {run} is in use: process {os.getpid()} trains it") as caught:
+                attempt()
+            refused.append(caught)
+
+    result = train(small(run, steps=4), log=Log(Meanwhile(others)))
+    assert len(refused) == 2 and result.summary["steps"] == 4
+    assert not (run / LOCK).exists()
+    train(small(run, steps=2, overwrite=True))
+
+
+@pytest.mark.slow
+def test_two_that_resume_do_not_train_together(small: Make, tmp_path: Path) -> None:
+    run, refused = tmp_path / "run", []
+    train_until(small(run), 8)
+
+    def other() -> None:
+        with pytest.raises(RunError, match="is in use") as caught:
+            resume(run)
+        refused.append(caught)
+
+    resume(run, log=Log(Meanwhile(other)))
+    assert refused

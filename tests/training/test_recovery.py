@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.listening import Display
 from tests.training import ranks
+from tests.training.curves import events_of, steps_of
+from tests.training.jobs import Make, StopAt
 from vitrail.errors import NonFiniteLoss, Stopped
 from vitrail.training.checkpoint import Checkpoints
-from vitrail.training.config import FaultConfig, TrainConfig
-from vitrail.training.log import Log, read_journal
+from vitrail.training.config import FaultConfig
+from vitrail.training.log import Log
 from vitrail.training.loop import train_step
 from vitrail.training.run import resume, train
 from vitrail.training.state import Faults, StepFault, robust_score
@@ -33,23 +34,18 @@ def batches(three_splits: Path) -> list[list[int]]:
     return ranks.batches_of(three_splits)
 
 
-def raw(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
-
-
 def weights(run: Path) -> dict[str, bytes]:
     return {name: value.numpy().tobytes() for name, value in load_file(run / "model" / "model.safetensors").items()}
 
 
 def left_out(run: Path) -> dict[int, tuple[str, set[str]]]:
-    events = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "batch left out"]
-    return {event["step"]: (event["reason"], set(event["keys"])) for event in events}
+    return {event["step"]: (event["reason"], set(event["keys"])) for event in events_of(run, "batch left out")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_a_step_with_a_fault_moves_nothing(
-    poison: str, small: Callable[..., TrainConfig], prepare: Callable[..., Any], flat: Callable[..., Any],
+    poison: str, small: Make, prepare: Callable[..., Any], flat: Callable[..., Any],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     config = small(tmp_path / "run", average=0.9, on_non_finite="skip", accumulation=3)
@@ -82,9 +78,7 @@ def test_a_batch_with_a_fault_is_left_out(
     source = config.data.open().train
     name = "loss" if fault == "loss" else "gradient_norm"
     assert left_out(run) == {5: (f"{name} is nan", {source.key(sample) for sample in batches[4]})}
-    assert [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "step"] == [
-        1, 2, 3, 4, 6, 7, 8, 9, 10
-    ]  # fmt: skip
+    assert steps_of(run) == [1, 2, 3, 4, 6, 7, 8, 9, 10]
 
 
 @pytest.mark.slow
@@ -96,16 +90,13 @@ def test_a_rollback_leaves_the_same_batches_out_as_skipping_them(
     skipped = ranks.config_of(three_splits, tmp_path / "skipped", on_non_finite="skip", **PLAIN)
     ranks.with_faults(skipped, [batches[5][0], batches[6][0]])
     assert weights(tmp_path / "rolled") == weights(tmp_path / "skipped")
-    by_rollback = left_out(tmp_path / "rolled")
-    assert {step: keys for step, (_, keys) in by_rollback.items()} == {
-        step: keys for step, (_, keys) in left_out(tmp_path / "skipped").items()
-    }
-    assert {reason for reason, _ in by_rollback.values()} == {"the run went back to an earlier checkpoint"}
-    (event,) = [event for event in raw(tmp_path / "rolled") if event["event"] == "rolled back"]
+    reason = "the run went back to an earlier checkpoint"
+    by_skipping = left_out(tmp_path / "skipped")
+    assert left_out(tmp_path / "rolled") == {step: (reason, keys) for step, (_, keys) in by_skipping.items()}
+    (event,) = events_of(tmp_path / "rolled", "rolled back")
     assert (event["step"], event["at"], event["left_out"]) == (4, 7, [6, 7])
     assert event["reason"] == "loss is nan"
-    steps = [event["step"] for event in read_journal(tmp_path / "rolled" / "journal.jsonl") if event["event"] == "step"]
-    assert steps == [1, 2, 3, 4, 5, 8, 9, 10]
+    assert steps_of(tmp_path / "rolled") == [1, 2, 3, 4, 5, 8, 9, 10]
 
 
 @pytest.mark.slow
@@ -131,7 +122,7 @@ def test_a_spike_goes_back_to_the_beginning_if_there_is_no_checkpoint_between(
 ) -> None:
     fields = {"spike_score": 8.0, "spike_window": 4, **PLAIN, "checkpoints": 1}
     ranks.with_faults(ranks.config_of(three_splits, tmp_path / "run", **fields), [batches[5][3]], "spike")
-    (event,) = [event for event in raw(tmp_path / "run") if event["event"] == "rolled back"]
+    (event,) = events_of(tmp_path / "run", "rolled back")
     assert (event["step"], event["at"], event["left_out"]) == (0, 6, [1, 6])
     assert "robust standard deviations above the median of the 4 steps before" in event["reason"]
     assert sorted(left_out(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
@@ -148,9 +139,7 @@ def test_a_score_that_no_loss_reaches_changes_no_bit(three_splits: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_stop_after_a_rollback_changes_no_bit(
-    three_splits: Path, batches: list[list[int]], tmp_path: Path, stop_at: Callable[[int], Display]
-) -> None:
+def test_a_stop_after_a_rollback_changes_no_bit(three_splits: Path, batches: list[list[int]], tmp_path: Path) -> None:
     fields = {"on_non_finite": "rollback", "rollback_skips": 3, "spike_score": 1e6, "spike_window": 3, **PLAIN}
     marked = [batches[6][0]]
     ranks.with_faults(ranks.config_of(three_splits, tmp_path / "straight", **fields), marked)
@@ -159,7 +148,7 @@ def test_a_stop_after_a_rollback_changes_no_bit(
     splits = config.data.open()
     data = splits.__class__(ranks.Marked(splits.train, marked), splits.validation, splits.test, title=splits.title)
     with pytest.raises(Stopped, match="stopped at step 8 of 10"):
-        train(plain, data=data, network=ranks.Fragile("loss"), log=Log(stop_at(8)))
+        train(plain, data=data, network=ranks.Fragile("loss"), log=Log(StopAt(8)))
     resume(tmp_path / "stopped", data=data, network=ranks.Fragile("loss"))
     assert weights(tmp_path / "straight") == weights(tmp_path / "stopped")
     assert left_out(tmp_path / "straight") == left_out(tmp_path / "stopped")
@@ -187,9 +176,9 @@ def test_the_best_weights_of_steps_that_no_longer_count_are_replaced(
     fields = {"on_non_finite": "rollback", "rollback_skips": 10, **PLAIN, "keep": "best", "evaluations": 5}
     fields |= {"checkpoints": 1, "learning_rate": 1e-3}
     ranks.with_faults(ranks.config_of(three_splits, tmp_path / "run", **fields), [batches[6][0]])
-    best = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event.get("best")]
-    before = [event["step"] for event in raw(tmp_path / "run") if event.get("best")]
-    assert best[0]["step"] == 2 and before.count(2) == 2
+    best = [event["step"] for event in events_of(tmp_path / "run", "evaluation") if event.get("best")]
+    lines = map(json.loads, (tmp_path / "run" / "journal.jsonl").read_text().splitlines())
+    assert best[0] == 2 and [line["step"] for line in lines if line.get("best")].count(2) == 2
 
 
 def test_robust_scores() -> None:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.golden import weights
 from tests.training.jobs import job_of
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
@@ -73,30 +73,17 @@ RUNS: dict[tuple[str, str], dict[str, Any]] = {
 """The settings of this package that are the options of each run of the original code."""
 
 
-@pytest.fixture(scope="module")
-def stand_ins() -> ModuleType:
-    """The module that draws weights and images."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("golden_weights", Path(__file__).parents[1] / "golden" / "weights.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @dataclass
 class Reference:
     """A run of the original code."""
 
     run: dict[str, Any]
     setup: dict[str, Any]
-    stand_ins: ModuleType
     is_big_vision: bool
 
     def network(self, folder: Path) -> VisionTransformer:
         """The network with the weights at the start, read from a file of the original code."""
-        tensors = {name: self.stand_ins.tensor(name, tuple(one["shape"])) for name, one in self.run["params"].items()}
+        tensors = {name: weights.tensor(name, tuple(one["shape"])) for name, one in self.run["params"].items()}
         path = folder / "start.npz"
         np.savez(path, **tensors)
         network: VisionTransformer = load(path, device="cpu", image_size=(self.setup["h"], self.setup["w"])).network
@@ -111,7 +98,7 @@ class Reference:
 
     def image(self, seed: int, count: int) -> Tensor:
         shape = count, 3, self.setup["h"], self.setup["w"]
-        return torch.from_numpy(self.stand_ins.image(seed, shape))
+        return torch.from_numpy(weights.image(seed, shape))
 
     def batch(self, step: int) -> Batch:
         count, items = self.setup["batch"], torch.arange(self.setup["batch"])
@@ -129,10 +116,10 @@ class Reference:
 
 
 @pytest.fixture
-def reference(file: str, name: str, stand_ins: ModuleType) -> Reference:
+def reference(file: str, name: str) -> Reference:
     content = json.loads((FOLDER / f"{file}.json").read_text())
     run = content["runs"][name]
-    return Reference(run, run.get("config", content.get("config")), stand_ins, "bv" in file)
+    return Reference(run, run.get("config", content.get("config")), "bv" in file)
 
 
 def job_for(config: OptimizerConfig, setup: dict[str, Any]) -> Job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.training.curves import events_of
+from tests.training.jobs import Make
 from vitrail.errors import ConfigError, DataError
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.weights.load import load
 
@@ -34,7 +34,7 @@ def bars(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def number_config(folder_config: Callable[..., TrainConfig], bars: Path) -> Callable[..., TrainConfig]:
+def number_config(folder_config: Make, bars: Path) -> Make:
     """Makes configs that learn the table's numbers."""
 
     def make(**fields: Any) -> TrainConfig:
@@ -48,11 +48,8 @@ def number_config(folder_config: Callable[..., TrainConfig], bars: Path) -> Call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["squared", "huber"])
-def test_a_run_learns_numbers_in_the_units_of_the_data(
-    loss: str, number_config: Callable[..., TrainConfig], bars: Path
-) -> None:
-    result = train(number_config(loss=loss, steps=120 if loss == "huber" else 150))
+def test_a_run_learns_numbers_in_the_units_of_the_data(number_config: Make, bars: Path) -> None:
+    result = train(number_config())
     assert set(result.metrics) == {
         "validation_r2", "validation_standardised_error", "validation_height:mean_absolute_error",
         "validation_light:mean_absolute_error",
@@ -67,17 +64,17 @@ def test_a_run_learns_numbers_in_the_units_of_the_data(
 
 
 @pytest.mark.slow
-def test_the_lowest_error_can_choose_the_weights(number_config: Callable[..., TrainConfig]) -> None:
+def test_the_lowest_error_can_choose_the_weights(number_config: Make) -> None:
     config = number_config(select="standardised_error", steps=12, evaluations=6)
     result = train(config)
-    events = [event for event in read_journal(result.folder / "journal.jsonl") if "best" in event]
+    events = [event for event in events_of(result.folder, "evaluation") if "best" in event]
     errors = [event["standardised_error"] for event in events]
     assert [event["best"] for event in events] == [error == min(errors[: at + 1]) for at, error in enumerate(errors)]
     assert result.metrics["validation_standardised_error"] == pytest.approx(min(errors), rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_model_of_numbers_is_trained_further(number_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_a_model_of_numbers_is_trained_further(number_config: Make, tmp_path: Path) -> None:
     first = train(number_config(steps=5, evaluations=1))
     fields = {"init": str(first.folder), "variant": None, "position_std": None, "width": None, "heads": None}
     again = number_config(
@@ -92,20 +89,16 @@ def test_a_model_of_numbers_is_trained_further(number_config: Callable[..., Trai
     [
         ({"numbers": ("name",)}, DataError, "'bar 0'"),
         ({"numbers": ("width",)}, DataError, "width"),
-        (
-            {"numbers": ()},
-            ConfigError,
-            "^numbers: the task regression needs the names of numeric columns",
-        ),
+        ({"numbers": ()}, ConfigError, "^numbers: the task regression needs the names of numeric columns"),
     ],
 )
 def test_regression_on_other_columns_is_refused(
-    fields: dict[str, Any], error: type[Exception], message: str, number_config: Callable[..., TrainConfig]
+    fields: dict[str, Any], error: type[Exception], message: str, number_config: Make
 ) -> None:
     with pytest.raises(error, match=message):
         train(number_config(**fields))
 
 
-def test_classes_are_not_numbers(folder_config: Callable[..., TrainConfig], colour_folder: Path) -> None:
+def test_classes_are_not_numbers(folder_config: Make, colour_folder: Path) -> None:
     with pytest.raises(DataError, match="numbers"):
         train(folder_config(colour_folder, task="regression", numbers=("age",)))

@@ -17,23 +17,21 @@ import torch
 
 import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
+from tests.training.curves import steps_of
+from tests.training.jobs import CrashAt, Make, Outcome, StopAt, train_until
 from vitrail.errors import RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Log, read_journal
+from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 
-Small = Callable[..., TrainConfig]
-Outcome = Callable[[Path], dict[str, Any]]
-StopAt = Callable[[int], Display]
 
-
-def run_with_stops(config: TrainConfig, cuts: tuple[int, ...], stop_at: StopAt) -> Path:
+def run_with_stops(config: TrainConfig, cuts: tuple[int, ...]) -> Path:
     """Train, and stop the run by a signal after each of the steps `cuts`."""
     folder = Path(config.run.folder or "")
     for number, cut in enumerate(cuts):
         with pytest.raises(Stopped, match=f"^stopped at step {cut} of 24; .*checkpoints/step-{cut}$") as caught:
-            train(config, log=Log(stop_at(cut))) if number == 0 else resume(folder, log=Log(stop_at(cut)))
+            train(config, log=Log(StopAt(cut))) if number == 0 else resume(folder, log=Log(StopAt(cut)))
         assert caught.value.run == folder and caught.value.exit_code == 75
         torch.manual_seed(999 + number)  # whatever the next process begins with
         torch.rand(5)
@@ -47,14 +45,13 @@ def run_with_stops(config: TrainConfig, cuts: tuple[int, ...], stop_at: StopAt) 
     pytest.param((9, 10, 11, 12, 20), marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_stopping_changes_no_bit(
-    cuts: tuple[int, ...], small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
+    cuts: tuple[int, ...], small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
-    run = run_with_stops(small(tmp_path / "run"), cuts, stop_at)
+    run = run_with_stops(small(tmp_path / "run"), cuts)
     found = outcome(run)
     for part, expected in straight.items():
         assert found[part] == expected, f"{part} differs"
-    events = [event["event"] for event in read_journal(run / "journal.jsonl")]
-    assert events.count("resumed") == len(cuts) and events[-1] == "finished"
+    assert len(steps_of(run, "resumed")) == len(cuts) and steps_of(run, "finished") == [24]
 
 
 @pytest.mark.slow
@@ -69,43 +66,38 @@ def test_stopping_changes_no_bit(
     {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
 ], ids=str)  # fmt: skip
 def test_stopping_changes_no_bit_of_other_configs(
-    fields: dict[str, Any], small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path
+    fields: dict[str, Any], small: Make, outcome: Outcome, tmp_path: Path
 ) -> None:
     fields = {**fields, "evaluations": 2, "checkpoints": 1}
     train(small(tmp_path / "straight", **fields))
-    stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,), stop_at)
+    stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,))
     assert outcome(stopped) == outcome(tmp_path / "straight")
 
 
 @pytest.mark.slow
 def test_checkpoints_in_the_background_change_no_bit(
-    small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
+    small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
-    run = run_with_stops(small(tmp_path / "run", background_checkpoints=True), (5, 18), stop_at)
+    run = run_with_stops(small(tmp_path / "run", background_checkpoints=True), (5, 18))
     assert outcome(run) == straight
-    steps = [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "checkpoint"]
-    assert steps == [5, 8, 16, 18, 24]
+    assert steps_of(run, "checkpoint") == [5, 8, 16, 18, 24]
 
 
 @pytest.mark.slow
 def test_stopping_changes_no_bit_of_a_run_by_onednn(
-    small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(float32, "SMALLEST", 1)
-    fields = {
-        "float32_products": "onednn",
-        "evaluations": 2,
-        "checkpoints": 1,
-    }  # the environment of these tests chooses the other library
+    fields = {"float32_products": "onednn", "evaluations": 2, "checkpoints": 1}  # the environment chooses the other one
     train(small(tmp_path / "straight", **fields))
-    stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,), stop_at)
+    stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,))
     assert outcome(stopped) == outcome(tmp_path / "straight")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("moment", "stopped"), [("evaluation", 8), ("save", 9)])
 def test_a_signal_within_an_evaluation_or_a_save_changes_no_bit(
-    moment: str, stopped: int, small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path,
+    moment: str, stopped: int, small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     run, real = tmp_path / "run", checkpoint_module.save
@@ -129,29 +121,19 @@ def test_a_signal_within_an_evaluation_or_a_save_changes_no_bit(
 
 @pytest.mark.slow
 def test_a_crash_goes_back_to_the_newest_checkpoint(
-    small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
+    small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
-    class Crash(Display):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 15:
-                raise MemoryError
-
     run = tmp_path / "run"
     with pytest.raises(MemoryError):
-        train(small(run), log=Log(Crash()))
-    assert [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "step"][-1] == 15
+        train(small(run), log=Log(CrashAt(15)))
+    assert steps_of(run)[-1] == 15
     resume(run)
-    resumed = next(e for e in read_journal(run / "journal.jsonl") if e["event"] == "resumed")
-    assert resumed["step"] == 8
-    assert outcome(run) == straight
+    assert steps_of(run, "resumed") == [8] and outcome(run) == straight
 
 
 @pytest.mark.slow
-def test_a_moved_run_can_be_resumed(
-    small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
-) -> None:
-    with pytest.raises(Stopped):
-        train(small(tmp_path / "run"), log=Log(stop_at(7)))
+def test_a_moved_run_can_be_resumed(small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path) -> None:
+    train_until(small(tmp_path / "run"), 7)
     moved = (tmp_path / "run").rename(tmp_path / "elsewhere")
     assert resume(moved).folder == moved
     assert not (tmp_path / "run").exists()
@@ -159,12 +141,9 @@ def test_a_moved_run_can_be_resumed(
 
 
 @pytest.mark.slow
-def test_data_that_changed_is_refused(
-    folder_config: Callable[..., TrainConfig], colour_folder: Path, stop_at: StopAt
-) -> None:
+def test_data_that_changed_is_refused(folder_config: Make, colour_folder: Path) -> None:
     config = folder_config(colour_folder)
-    with pytest.raises(Stopped):
-        train(config, log=Log(stop_at(5)))
+    train_until(config, 5)
     run = Path(config.run.folder or "")
     before = sorted((path.relative_to(run), path.stat().st_mtime_ns) for path in run.rglob("*"))
     added = colour_folder / "red" / "new.png"
@@ -181,27 +160,12 @@ def test_data_that_changed_is_refused(
 
 
 @pytest.mark.slow
-def test_a_complete_run_is_not_resumed(tiny: Callable[..., TrainConfig]) -> None:
-    run = train(tiny()).folder
-    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
-    with pytest.raises(RunError, match=r"is complete.* it has done all of its 12 steps\. To train it further, "):
-        resume(run)
-    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
-
-
-@pytest.mark.slow
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
-    small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
+    small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
-    class Crash(Display):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 6:  # after the evaluation at step 4, which wrote a model
-                raise MemoryError
-
-    shown = Display()
-    run = tmp_path / "run"
+    run, shown = tmp_path / "run", Display()
     with pytest.raises(MemoryError):
-        train(small(run), log=Log(Crash()))
+        train(small(run), log=Log(CrashAt(6)))  # after the evaluation at step 4, which wrote a model
     assert (run / "model").is_dir() and not list(run.glob("checkpoints/step-*"))
     resume(run, log=Log(shown))
     assert "the run ended before its first checkpoint, so it starts from the beginning" in shown.notes
@@ -210,7 +174,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
 
 @pytest.mark.slow
 def test_a_run_that_ended_in_its_last_measurements_is_finished(
-    small: Small, straight: dict[str, Any], outcome: Outcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: Make, straight: dict[str, Any], outcome: Outcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*given: object) -> None:
         raise MemoryError
@@ -226,7 +190,7 @@ def test_a_run_that_ended_in_its_last_measurements_is_finished(
     found = outcome(run)
     assert found["model"] == straight["model"] and found["tensors"] == straight["tensors"]
     assert found["evaluations"][-2:] == straight["evaluations"][-2:]
-    assert read_journal(run / "journal.jsonl")[-1]["event"] == "finished"
+    assert steps_of(run, "finished") == [24]
 
 
 SIZES = (
@@ -314,7 +278,7 @@ sys.exit(main(sys.argv[2:]))
     ],
 )
 def test_kill_9_within_a_save_changes_no_bit(
-    more: tuple[str, ...], where: str, newest: int, three_splits: Path, small: Small, straight: dict[str, Any],
+    more: tuple[str, ...], where: str, newest: int, three_splits: Path, small: Make, straight: dict[str, Any],
     outcome: Outcome, tmp_path: Path,
 ) -> None:  # fmt: skip
     run = tmp_path / "run"
@@ -332,6 +296,5 @@ def test_kill_9_within_a_save_changes_no_bit(
     found = outcome(run)
     for part, expected in straight.items():
         assert found[part] == expected, f"{part} differs"
-    resumed = [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "resumed"]
-    assert resumed == [newest]
+    assert steps_of(run, "resumed") == [newest]
     assert not list((run / "checkpoints").glob("*-partial"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,21 @@ from torch import Tensor
 import vitrail.training.build as making_module
 import vitrail.training.run as run_module
 from tests.listening import Display
-from tests.training.jobs import Finished
+from tests.training.curves import events_of, same_weights, steps_of, values_of
+from tests.training.jobs import Finished, Make, Outcome, train_until
 from vitrail.data.batch import Batch
 from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, RunError, Stopped
+from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.models.compiled import compile_blocks
 from vitrail.tasks.task import Task
 from vitrail.training import loop as loop_module
 from vitrail.training.after_step import Run
-from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.state import TrainState
 from vitrail.weights.load import load
-
-Tiny = Callable[..., TrainConfig]
 
 
 def test_everything_is_in_its_place(finished: Finished) -> None:
@@ -52,14 +50,14 @@ def test_the_journal_tells_the_run(finished: Finished) -> None:
     events = read_journal(result.folder / "journal.jsonl")
     assert [event["event"] for event in (events[0], events[-1])] == ["started", "finished"]
     assert events[0]["steps"] == 24
-    steps = [event for event in events if event["event"] == "step"]
-    assert [event["step"] for event in steps] == list(range(1, 25))
+    steps = events_of(result.folder)
+    assert steps_of(result.folder) == list(range(1, 25))
     for event in steps:
         assert 0 <= event["accuracy"] <= 1 and 0 < event["loss"] < 10 and event["gradient_norm"] > 0
         assert event["images_per_second"] > 0
     peak = config.optimizer.learning_rate
     assert [event["learning_rate"] for event in steps[:2]] == pytest.approx([peak / 2, peak])
-    measured = [event for event in events if event["event"] == "evaluation"]
+    measured = events_of(result.folder, "evaluation")
     assert [(event["step"], event["split"]) for event in measured[:6]] == [
         (step, "validation") for step in (4, 8, 12, 16, 20, 24)
     ]
@@ -67,7 +65,7 @@ def test_the_journal_tells_the_run(finished: Finished) -> None:
     assert [(e["step"], e["split"], e["kept"]) for e in measured[6:]] == [
         (best["step"], "validation", True), (best["step"], "test", True),
     ]  # fmt: skip
-    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [8, 16, 24]
+    assert steps_of(result.folder, "checkpoint") == [8, 16, 24]
     assert events[-1]["metrics"] == result.metrics
     assert events == sorted(events, key=lambda event: event["time"])
 
@@ -83,14 +81,14 @@ def test_the_summary_is_real(finished: Finished) -> None:
 
 
 @pytest.mark.slow
-def test_two_views_of_an_image_are_one_image(tiny: Tiny) -> None:
+def test_two_views_of_an_image_are_one_image(tiny: Make) -> None:
     config = tiny(task="simclr", crop_area=(0.3, 1.0), steps=2, batch_size=6, evaluations=0, keep="last")
     summary = train(config).summary
     assert summary["images_per_second"] == pytest.approx(2 * 6 / summary["training_seconds"])
 
 
 @pytest.mark.slow
-def test_seconds_count_from_when_the_user_began_to_wait(tiny: Tiny) -> None:
+def test_seconds_count_from_when_the_user_began_to_wait(tiny: Make) -> None:
     result = train(tiny(steps=1), started=time.perf_counter() - 100)
     assert 100 < result.summary["seconds_to_first_step"] < result.summary["seconds"] < 200
     assert result.summary["training_seconds"] < 100
@@ -118,8 +116,7 @@ class Watching(Display):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.weights: dict[int, dict[str, Tensor]] = {}
-        self.accuracy: dict[int, float] = {}
-        self.loss: dict[int, float] = {}
+        self.results: dict[int, tuple[float, float]] = {}
         real = run_module.fit
 
         def fit(run: Run, state: TrainState) -> None:
@@ -130,23 +127,22 @@ class Watching(Display):
 
     def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
         self.weights[step] = {k: v.clone() for k, v in self.state.objective.network.state_dict().items()}
-        self.accuracy[step] = result["accuracy"]
-        self.loss[step] = result["cross_entropy"]
+        self.results[step] = result["accuracy"], -result["cross_entropy"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["best", "last"])
 def test_the_weights_that_were_asked_for_are_kept(
-    keep: str, small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep: str, small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watching = Watching(monkeypatch)
     result = train(small(tmp_path / "run", keep=keep, learning_rate=0.03, schedule="constant"), log=Log(watching))
-    best = max(watching.accuracy, key=lambda step: (watching.accuracy[step], -watching.loss[step]))
+    best = max(watching.results, key=lambda step: watching.results[step])
     assert best != 24, "the best and the last weights must differ for this test to tell"
     step = best if keep == "best" else 24
     kept = load(result.folder).network.state_dict()
     assert all(torch.equal(kept[name], tensor) for name, tensor in watching.weights[step].items())
-    assert result.metrics["validation_accuracy"] == watching.accuracy[step]
+    assert result.metrics["validation_accuracy"] == watching.results[step][0]
 
 
 class Noting:
@@ -171,7 +167,7 @@ class Noting:
 
 
 def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[tuple[str, str]] = []
     config = tiny(steps=24, flip=False)
@@ -204,7 +200,7 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
     assert {name for name, _ in after} >= {"validation", "test"}
 
 
-def test_the_test_split_has_no_say_in_the_model(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_test_split_has_no_say_in_the_model(tiny: Make, tmp_path: Path) -> None:
     first = train(tiny(run=str(tmp_path / "first"), steps=4, evaluations=1))
     labels = Path(tiny().data.spec) / "t10k-labels-idx1-ubyte"
     data = labels.read_bytes()
@@ -212,12 +208,11 @@ def test_the_test_split_has_no_say_in_the_model(tiny: Tiny, tmp_path: Path) -> N
     second = train(tiny(run=str(tmp_path / "second"), steps=4, evaluations=1))
     assert first.metrics["test_accuracy"] != second.metrics["test_accuracy"]
     assert first.metrics["validation_accuracy"] == second.metrics["validation_accuracy"]
-    models = [(result.folder / "model" / "model.safetensors").read_bytes() for result in (first, second)]
-    assert models[0] == models[1]
+    assert same_weights(*(result.folder / "model" / "model.safetensors" for result in (first, second)))
 
 
 @pytest.mark.slow
-def test_the_seed_decides(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_the_seed_decides(small: Make, tmp_path: Path) -> None:
     def model(name: str, seed: int) -> bytes:
         folder = train(small(tmp_path / name, seed=seed, steps=3, evaluations=1, checkpoints=1)).folder
         return (folder / "model" / "model.safetensors").read_bytes()
@@ -227,7 +222,7 @@ def test_the_seed_decides(small: Callable[..., TrainConfig], tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_deterministic_run_computes_the_same_bits_in_bf16(
-    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     plain = loop_module.after_step
@@ -248,23 +243,18 @@ def test_a_deterministic_run_computes_the_same_bits_in_bf16(
 
 
 @pytest.mark.slow
-def test_runs_that_choose_leave_the_test_split_alone(
-    tiny: Tiny, tmp_path: Path, stop_at: Callable[[int], Display]
-) -> None:
+def test_runs_that_choose_leave_the_test_split_alone(tiny: Make, tmp_path: Path) -> None:
     short = {"steps": 4, "evaluations": 2}
     first = train(tiny(run=str(tmp_path / "first"), **short))
-    with pytest.raises(Stopped):
-        train(tiny(**short), measure_test=False, log=Log(stop_at(3)))
+    train_until(tiny(**short), 3, measure_test=False)
     second = resume(tmp_path / "run", measure_test=False)
     assert set(second.metrics) == {"validation_accuracy"} and "test_accuracy" in first.metrics
-    events = read_journal(second.folder / "journal.jsonl")
-    assert {event["split"] for event in events if event["event"] == "evaluation"} == {"validation"}
+    assert {event["split"] for event in events_of(second.folder, "evaluation")} == {"validation"}
     assert {example.path.name for example in second.examples} != {example.path.name for example in first.examples}
-    models = [(result.folder / "model" / "model.safetensors").read_bytes() for result in (first, second)]
-    assert models[0] == models[1]
+    assert same_weights(*(result.folder / "model" / "model.safetensors" for result in (first, second)))
 
 
-def test_an_existing_folder_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_existing_folder_is_left_alone(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(RunError, match=r"^run folder '.*run' exists; choose another --run, continue it with --resume "):
         train(tiny())
@@ -275,20 +265,16 @@ def test_an_existing_folder_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_overwrite_replaces_a_run_and_nothing_else(tiny: Tiny, tmp_path: Path) -> None:
+def test_overwrite_replaces_a_run_and_nothing_else(tiny: Make, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(tiny(steps=2))
     for name in ("notes.txt", "model/notes.txt", "examples/mine.jpg"):
         (folder / name).touch()
-        with pytest.raises(
-            RunError, match=rf"also holds files that a run does not write \({name}\), so it is not over"
-        ):
+        with pytest.raises(RunError, match=rf"also holds files that a run does not write \({name}\)"):
             train(tiny(steps=3, overwrite=True))
         (folder / name).unlink()
     result = train(tiny(steps=3, overwrite=True))
-    events = read_journal(folder / "journal.jsonl")
-    assert [event["event"] for event in events].count("started") == 1 and events[0]["steps"] == 3
-    assert result.folder == folder
+    assert [event["steps"] for event in events_of(folder, "started")] == [3] and result.folder == folder
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "thesis.tex").touch()
@@ -298,27 +284,23 @@ def test_overwrite_replaces_a_run_and_nothing_else(tiny: Tiny, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_mistake_overwrites_nothing(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_mistake_overwrites_nothing(tiny: Make, tmp_path: Path) -> None:
     train(tiny(steps=2))
     before = (tmp_path / "run" / "journal.jsonl").read_bytes()
-    for fields, kind in (
-        ({"data": str(tmp_path / "nowhere")}, DataError),
-        ({"width": 15}, ConfigError),
-        ({"device": "cuda:77"}, ConfigError),
-    ):
-        with pytest.raises(kind):
+    for fields in ({"data": str(tmp_path / "nowhere")}, {"width": 15}, {"device": "cuda:77"}):
+        with pytest.raises((DataError, ConfigError)):
             train(tiny(overwrite=True, **fields))
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"validation_share": 0.0}, {"evaluations": 0}], ids=str)
-def test_the_best_cannot_be_kept_unmeasured(fields: dict[str, Any], tiny: Tiny, tmp_path: Path) -> None:
+def test_the_best_cannot_be_kept_unmeasured(fields: dict[str, Any], tiny: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^keep='best' needs a validation split and evaluations, .* keep='last'$"):
         train(tiny(**fields))
     assert not (tmp_path / "run").exists()
     result = train(tiny(keep="last", steps=2, **fields))
-    measured = {e["split"] for e in read_journal(result.folder / "journal.jsonl") if e["event"] == "evaluation"}
+    measured = {event["split"] for event in events_of(result.folder, "evaluation")}
     assert measured == ({"test"} if "validation_share" in fields else {"validation", "test"})
 
 
@@ -335,44 +317,37 @@ def break_images(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_broken_images_are_skipped_and_named_once(
-    folder_config: Tiny, colour_folder: Path, stop_at: Callable[[int], Display], outcome: Callable[[Path], Any]
-) -> None:
+def test_broken_images_are_skipped_and_named_once(folder_config: Make, colour_folder: Path, outcome: Outcome) -> None:
     broken = break_images(colour_folder)
     config = folder_config(colour_folder, steps=30, max_skipped=0.5, validation_share=0.2)
     splits = open_data(config.data.spec, validation_share=0.2)
     in_training = {splits.train.key(index) for index in range(len(splits.train))} & broken
     assert len(in_training) >= 2
     run = Path(config.run.folder or "")
-    with pytest.raises(Stopped):
-        train(config, log=Log(stop_at(17)))
+    train_until(config, 17)
     assert 2 * len(splits.train) < 17 * 8, "all of the images were seen, some twice"
     result = resume(run)
-    lines = [json.loads(line) for line in (run / "journal.jsonl").read_text(encoding="utf-8").splitlines()]
-    named = [line["key"] for line in lines if line["event"] == "skipped"]
-    assert sorted(named) == sorted(broken), "each once, those held out for validation included"
-    reasons = {line["key"]: line["reason"] for line in lines if line["event"] == "skipped"}
-    assert reasons["red/empty.png"] == "is empty (0 bytes)"
+    named = {event["key"]: event["reason"] for event in events_of(run, "skipped")}
+    assert len(events_of(run, "skipped")) == len(broken), "each once, those held out for validation included"
+    assert named.keys() == broken and named["red/empty.png"] == "is empty (0 bytes)"
     assert set(outcome(run)["values"]["skipped"]) == in_training
-    measured = [line for line in lines if line["event"] == "evaluation"]
-    assert {line["skipped"] for line in measured} == {len(broken - in_training)}
-    assert all(0 <= line["loss"] < 10 for line in lines if line["event"] == "step")
+    assert {event["skipped"] for event in events_of(run, "evaluation")} == {len(broken - in_training)}
+    assert all(0 <= loss < 10 for (loss,) in values_of(run, "loss"))
     assert result.metrics["validation_accuracy"] >= 0
 
 
 @pytest.mark.slow
-def test_too_many_broken_images_end_the_run(folder_config: Tiny, colour_folder: Path) -> None:
+def test_too_many_broken_images_end_the_run(folder_config: Make, colour_folder: Path) -> None:
     broken = break_images(colour_folder)
     config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.08)
     with pytest.raises(DataError, match=r"^4 training images cannot be decoded, more than the 3 that --max-skipped "):
         train(config)
-    events = read_journal(Path(config.run.folder or "") / "journal.jsonl")
-    assert {event["key"] for event in events if event["event"] == "skipped"} == broken
-    assert "finished" not in [event["event"] for event in events]
+    run = Path(config.run.folder or "")
+    assert {event["key"] for event in events_of(run, "skipped")} == broken and not events_of(run, "finished")
     train(folder_config(colour_folder, steps=10, validation_share=0.0, keep="last", max_skipped=0.1, overwrite=True))
 
 
-def test_a_file_that_vanishes_is_named(folder_config: Tiny, colour_folder: Path) -> None:
+def test_a_file_that_vanishes_is_named(folder_config: Make, colour_folder: Path) -> None:
     class Vanish(Display):
         def begin(self, step: int, steps: int, task: Task) -> None:
             (colour_folder / "red" / "00.png").unlink()
@@ -383,11 +358,11 @@ def test_a_file_that_vanishes_is_named(folder_config: Tiny, colour_folder: Path)
 
 
 @pytest.mark.slow
-def test_a_run_in_float8_learns_and_leaves_a_plain_model(tiny: Tiny) -> None:
+def test_a_run_in_float8_learns_and_leaves_a_plain_model(tiny: Make) -> None:
     result = train(tiny(precision="float8", steps=60, flip=False, shift=0, learning_rate=0.01))
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
     assert record["config"]["run"]["precision"] == "float8" and record["config"]["run"]["compile"] == "auto"
-    losses = [event["loss"] for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "step"]
+    losses = [loss for (loss,) in values_of(result.folder, "loss")]
     assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
     assert result.metrics["test_accuracy"] > 0.3
     assert all(tensor.dtype == torch.float32 for tensor in load(result.folder).network.state_dict().values())
@@ -403,7 +378,7 @@ def test_a_run_in_float8_learns_and_leaves_a_plain_model(tiny: Tiny) -> None:
     ],
 )  # fmt: skip
 def test_what_this_network_or_machine_cannot_do_is_said_before_anything_is_written(
-    fields: dict[str, Any], message: str, tiny: Tiny, tmp_path: Path
+    fields: dict[str, Any], message: str, tiny: Make, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(tiny(**fields))
@@ -413,17 +388,12 @@ def test_what_this_network_or_machine_cannot_do_is_said_before_anything_is_writt
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_run_follows_a_plain_one_and_resumes_exactly(
-    tiny: Tiny,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stop_at: Callable[[int], Display],
-    types_unchecked: None,
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types_unchecked: None
 ) -> None:
     monkeypatch.setattr(making_module, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
     fields = {"steps": 12, "stochastic_depth": 0.0, "dropout": 0.0}
     folders = [train(tiny(compile=name, run=str(tmp_path / name), **fields)).folder for name in ("on", "off")]
-    with pytest.raises(Stopped):
-        train(tiny(compile="on", **fields), log=Log(stop_at(5)))
+    train_until(tiny(compile="on", **fields), 5)
     folders.append(resume(tmp_path / "run").folder)
     compiled, plain, resumed = (load(folder).network.state_dict() for folder in folders)
     assert compiled.keys() == plain.keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.training.jobs import Make
 from vitrail.data.augment.draws import tensorflow_crop
 from vitrail.errors import ConfigError
 from vitrail.processes.group import Processes
@@ -22,7 +22,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
 
 
-def test_training_crops_as_the_original_code(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_training_crops_as_the_original_code(small: Make, tmp_path: Path) -> None:
     config = small(tmp_path / "run", preset="augreg-none", interpolation="bicubic", seed=5)
     setup = prepare(config)
     batch = next(make_state(setup, make_network(setup, None)[0]).batches)
@@ -41,9 +41,7 @@ def test_the_original_crop_excludes_averaging_while_decoding() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_the_number_of_threads_is_kept_in_the_run(
-    small: Callable[..., TrainConfig], tmp_path: Path, precision: str
-) -> None:
+def test_the_number_of_threads_is_kept_in_the_run(small: Make, tmp_path: Path, precision: str) -> None:
     def fixed(**fields: Any) -> int | None:
         return prepare(small(tmp_path / "run", precision=precision, **fields)).config.run.compute_threads
 
@@ -52,7 +50,7 @@ def test_the_number_of_threads_is_kept_in_the_run(
 
 @pytest.mark.slow
 def test_pixels_are_kept_if_they_fit_and_are_read_again(
-    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kept(**fields: Any) -> bool:
         setup = prepare(small(tmp_path / "run", **fields))

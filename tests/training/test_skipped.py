@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.listening import Display
-from vitrail.training.log import Log, read_journal
+from tests.make import make_colour_folder
+from tests.training.curves import events_of
+from vitrail.training.log import Log
 from vitrail.training.run import train
 
 
@@ -30,21 +32,15 @@ def test_of_many_images_ten_are_shown() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_a_run_names_the_broken_images_of_every_split(
-    folder_config: Callable[..., Any], colour_folder: Path, split: str
+    folder_config: Callable[..., Any], tmp_path: Path, split: str
 ) -> None:
     for name in ("train", "val", "test"):
-        for folder in ("blue", "red"):
-            (colour_folder / name / folder).mkdir(parents=True)
-            for number, path in enumerate(sorted((colour_folder / folder).glob("*.png"))[:8]):
-                (colour_folder / name / folder / f"{number}.png").write_bytes(path.read_bytes())
-    for path in colour_folder.iterdir():
-        if path.name not in ("train", "val", "test"):
-            path.rename(colour_folder.with_name(path.name))
-    (colour_folder / ("val" if split == "validation" else split) / "red" / "1.png").write_bytes(b"")
-    config, display = folder_config(colour_folder, steps=4), Display()
+        make_colour_folder(tmp_path / "data" / name, images=8)
+    (tmp_path / "data" / ("val" if split == "validation" else split) / "red" / "01.png").write_bytes(b"")
+    config, display = folder_config(tmp_path / "data", steps=4), Display()
     result = train(config, log=Log(display))
     assert [note for note in display.notes if "skipped" in note] == [
-        f"skipped red/1.png of the {split} split: is empty (0 bytes)"
+        f"skipped red/01.png of the {split} split: is empty (0 bytes)"
     ]
-    events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "skipped"]
-    assert [(event["split"], event["key"]) for event in events] == [(split, "red/1.png")]
+    events = events_of(result.folder, "skipped")
+    assert [(event["split"], event["key"]) for event in events] == [(split, "red/01.png")]

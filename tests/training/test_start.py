@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,21 @@ from torch import Tensor
 import vitrail.training.run as run_module
 from tests.listening import Display
 from tests.make import make_bundle, make_idx_folder
-from vitrail.errors import BundleError, ConfigError, RunError, Stopped
+from tests.training.curves import events_of
+from tests.training.jobs import CrashAt, Initial, Make, Outcome, train_until
+from vitrail.errors import BundleError, ConfigError, RunError
 from vitrail.models.positions import resize_grid
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.detection import Detection
 from vitrail.training.after_step import Run
-from vitrail.training.config import StartConfig, TrainConfig
-from vitrail.training.log import Log, read_journal
+from vitrail.training.config import StartConfig
+from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 from vitrail.training.start import choose_weights, fitted, network_from
 from vitrail.training.state import TrainState
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 
-Initial = Callable[..., Path]
-FromModel = Callable[..., TrainConfig]
-StopAt = Callable[[int], Display]
 COLOURS = ("blue", "green", "red")
 ONE_STEP = {"steps": 1, "evaluations": 1}
 """Settings of a run whose beginning matters."""
@@ -54,7 +52,7 @@ def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
 
 @pytest.mark.slow
 def test_other_classes_get_a_head_of_zeros(
-    initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
+    initial: Initial, from_model: Make, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
     model = initial(head_hidden=6)
     notes = Display()
@@ -131,10 +129,8 @@ def test_a_detector_keeps_what_does_not_depend_on_its_classes() -> None:
     network, kept, notes = network_from(bundle, StartConfig(init="given"), *arguments)
     before, begun = bundle.network.state_dict(), network.state_dict()
     assert not kept and "do not depend on the classes" in notes[-1]
-    same = {
-        name for name in before if before[name].shape == begun[name].shape and torch.equal(before[name], begun[name])
-    }
-    assert set(before) - same == {"head.classes.layers.2.weight", "head.classes.layers.2.bias"}
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, begun[name])}
+    assert changed == {"head.classes.layers.2.weight", "head.classes.layers.2.bias"}
     anew, *_ = network_from(bundle, StartConfig(init="given", new_head=True), *arguments)
     assert not torch.equal(anew.state_dict()["head.boxes.layers.0.weight"], before["head.boxes.layers.0.weight"])
 
@@ -158,7 +154,7 @@ def test_fewer_tokens_than_those_of_a_model_are_refused(initial: Initial) -> Non
 
 @pytest.mark.slow
 def test_positions_are_resized_to_the_images(
-    initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
+    initial: Initial, from_model: Make, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
     model, notes = initial(), Display()
     train(from_model(model, colour_folder, image_size=(35, 14), **ONE_STEP), log=Log(notes))
@@ -169,7 +165,7 @@ def test_positions_are_resized_to_the_images(
 
 
 @pytest.mark.slow
-def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
+def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: Make, colour_folder: Path) -> None:
     fields = {"dropout": 0.25, "stochastic_depth": 0.5, "patch_dropout": 0.3}
     config = load(train(from_model(initial(), colour_folder, **ONE_STEP, **fields)).folder).network.config
     assert {name: getattr(config, name) for name in fields} == fields
@@ -179,7 +175,7 @@ def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: FromMod
 
 
 @pytest.mark.slow
-def test_a_loaded_model_is_not_changed(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
+def test_a_loaded_model_is_not_changed(initial: Initial, from_model: Make, colour_folder: Path) -> None:
     bundle = load(initial(), device="cpu")
     before = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
     plain = replace(bundle)
@@ -190,13 +186,13 @@ def test_a_loaded_model_is_not_changed(initial: Initial, from_model: FromModel, 
         assert name.startswith("head") or not torch.equal(tensor, result.bundle.network.state_dict()[name])
 
 
-def test_a_loaded_model_needs_its_name(initial: Initial, tiny: Callable[..., TrainConfig]) -> None:
+def test_a_loaded_model_needs_its_name(initial: Initial, tiny: Make) -> None:
     with pytest.raises(ConfigError, match=r"^initial: a model was passed, but config\.start\.init does not say"):
         train(tiny(), initial=load(initial(), device="cpu"))
 
 
 @pytest.mark.slow
-def test_grey_images_are_converted_for_a_colour_model(initial: Initial, from_model: FromModel, tmp_path: Path) -> None:
+def test_grey_images_are_converted_for_a_colour_model(initial: Initial, from_model: Make, tmp_path: Path) -> None:
     data = make_idx_folder(tmp_path / "grey", train=60, test=10)
     result = train(from_model(initial(), data, **ONE_STEP))
     assert result.bundle.network.config.channels == 3 and set(result.metrics) == {
@@ -204,29 +200,26 @@ def test_grey_images_are_converted_for_a_colour_model(initial: Initial, from_mod
     }  # fmt: skip
 
 
-MISTAKES = [
-    ({"channels": 1}, "channels=1 does not fit model '{model}', which takes 3; choose channels=3, which also "
-     "converts the images"),
-    ({"image_size": (20, 28)}, "image_size=(20, 28) is not a multiple of patch_size=(7, 7); the nearest multiple is "
-     "(21, 28)"),
-    ({"train_blocks": 4}, "train_blocks=4 is more than the 3 blocks of the model"),
-    ({"patience": 2, "evaluations": 0, "keep": "last"}, "patience=2 needs a validation split and evaluations, but "
-     "this run does not have both: validation_share=0.2 and evaluations=0. Change one of these, or leave patience out"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "message"), MISTAKES, ids=[next(iter(fields)) for fields, _ in MISTAKES])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"channels": 1}, "channels=1 does not fit model '{model}', which takes 3; choose channels=3"),
+        ({"image_size": (20, 28)}, "image_size=(20, 28) is not a multiple of patch_size=(7, 7)"),
+        ({"train_blocks": 4}, "train_blocks=4 is more than the 3 blocks of the model"),
+        ({"patience": 2, "evaluations": 0, "keep": "last"}, "patience=2 needs a validation split and evaluations"),
+    ],
+)
 def test_what_does_not_fit_the_model_leaves_nothing_behind(
-    fields: dict[str, Any], message: str, initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+    fields: dict[str, Any], message: str, initial: Initial, from_model: Make, colour_folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         train(from_model(initial(), colour_folder, **fields))
-    assert str(caught.value) == message.format(model=initial()) and not (tmp_path / "run").exists()
+    assert str(caught.value).startswith(message.format(model=initial())) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_a_resnet_has_units_but_no_adapters_and_no_dropout(
-    initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+    initial: Initial, from_model: Make, colour_folder: Path, tmp_path: Path
 ) -> None:
     model = initial("BiT-R26x1", width=32)
     fields = {"image_size": (32, 48), "steps": 2, "evaluations": 1}
@@ -244,7 +237,7 @@ def test_a_resnet_has_units_but_no_adapters_and_no_dropout(
     assert changed <= last and {"stages.3.1.conv3.weight", "norm.weight", "head.weight"} <= changed
 
 
-def test_a_model_that_is_not_there_is_named(from_model: FromModel, colour_folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_named(from_model: Make, colour_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"^model '.*nowhere' does not exist"):
         train(from_model(tmp_path / "nowhere", colour_folder))
     assert not (tmp_path / "run").exists()
@@ -259,21 +252,15 @@ MIXED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["frozen", "head alone", "adapters, averaged", "all, averaged"])
+@pytest.mark.parametrize("kind", MIXED)
 def test_stopping_changes_no_bit_and_the_model_need_not_stay(
-    kind: str,
-    initial: Initial,
-    from_model: FromModel,
-    colour_folder: Path,
-    tmp_path: Path,
-    stop_at: StopAt,
-    outcome: Callable[[Path], dict[str, Any]],
-) -> None:
+    kind: str, initial: Initial, from_model: Make, colour_folder: Path, tmp_path: Path,
+    outcome: Outcome,
+) -> None:  # fmt: skip
     model = tmp_path / "model"
     shutil.copytree(initial(), model)
     train(from_model(model, colour_folder, run=str(tmp_path / "straight"), **MIXED[kind]))
-    with pytest.raises(Stopped):
-        train(from_model(model, colour_folder, **MIXED[kind]), log=Log(stop_at(7)))
+    train_until(from_model(model, colour_folder, **MIXED[kind]), 7)
     shutil.rmtree(model)
     torch.manual_seed(99)
     resume(tmp_path / "run")
@@ -285,18 +272,13 @@ def test_stopping_changes_no_bit_and_the_model_need_not_stay(
 
 @pytest.mark.slow
 def test_before_the_first_checkpoint_the_model_is_needed_again(
-    initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+    initial: Initial, from_model: Make, colour_folder: Path, tmp_path: Path
 ) -> None:
-    class Crash(Display):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 2:
-                raise MemoryError
-
     model, run = tmp_path / "model", tmp_path / "run"
     shutil.copytree(initial(), model)
     straight = train(from_model(model, colour_folder, run=str(tmp_path / "straight"), lora_rank=2))
     with pytest.raises(MemoryError):
-        train(from_model(model, colour_folder, lora_rank=2), log=Log(Crash()))
+        train(from_model(model, colour_folder, lora_rank=2), log=Log(CrashAt(2)))
     begins = f"run {run} ended before its first checkpoint, so it starts from model '{model}' again, "
     hidden = model.rename(tmp_path / "hidden")
     with pytest.raises(RunError) as caught:
@@ -314,7 +296,7 @@ def test_before_the_first_checkpoint_the_model_is_needed_again(
 
 @pytest.mark.slow
 def test_run_json_and_the_model_say_where_weights_come_from(
-    initial: Initial, from_model: FromModel, colour_folder: Path
+    initial: Initial, from_model: Make, colour_folder: Path
 ) -> None:
     model = initial()
     result = train(from_model(model, colour_folder, steps=1))
@@ -338,25 +320,26 @@ def test_the_hash_is_of_the_weights_alone(initial: Initial) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"average": 0.5}], ids=str)
 def test_adapters_are_merged_into_what_is_saved(
-    fields: dict[str, Any], initial: Initial, from_model: FromModel, colour_folder: Path
+    fields: dict[str, Any], initial: Initial, from_model: Make, colour_folder: Path
 ) -> None:
     config = from_model(initial(), colour_folder, lora_rank=2, lora_on=("query", "value", "up"), keep="last", **fields)
     result = train(config)
     before, after = load(initial()).network.state_dict(), load(result.folder).network.state_dict()
     assert after.keys() == before.keys()
-    width, changed = 16, set()
-    for name, tensor in after.items():
-        if not name.startswith("head") and not torch.equal(tensor, before[name]):
-            changed.add(name)
-        if name.endswith("qkv.weight"):
-            assert torch.equal(tensor[width : 2 * width], before[name][width : 2 * width]), "keys stay"
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])} - {
+        "head.weight",
+        "head.bias",
+    }
     assert changed == {f"blocks.{n}.{part}.weight" for n in range(3) for part in ("attention.qkv", "mlp.up")}
+    for name in changed:
+        if name.endswith("qkv.weight"):
+            assert torch.equal(after[name][16:32], before[name][16:32]), "keys stay"
 
 
 @pytest.mark.slow
-def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
+def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: Make, colour_folder: Path) -> None:
     result = train(from_model(initial(), colour_folder, lora_rank=2, learning_rate=0.1, steps=24, evaluations=8))
-    events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "evaluation"]
+    events = events_of(result.folder, "evaluation")
     during = [event for event in events if "best" in event]
     best = max(during, key=lambda event: (event["accuracy"], -event["cross_entropy"]))
     kept = next(event for event in events if event.get("kept") and event["split"] == "validation")
@@ -367,7 +350,7 @@ def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromMod
 
 
 @pytest.mark.slow
-def test_blocks_that_do_not_divide_the_grid_are_noted(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_blocks_that_do_not_divide_the_grid_are_noted(small: Make, tmp_path: Path) -> None:
     for size, notes in ((3, 1), (4, 0)):
         display = Display()
         train(small(tmp_path / f"{size}", attention=f"blocks:size={size}", steps=1, evaluations=1), log=Log(display))

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.curves import steps_of
+from tests.training.jobs import Make
 from vitrail.errors import Stopped
-from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.log import read_journal
 from vitrail.training.run import resume, train
@@ -39,7 +40,7 @@ def test_the_first_signal_asks_and_makes_way_for_the_second(number: signal.Signa
 
 
 @pytest.mark.slow
-def test_a_run_stops_after_its_time_and_goes_on(tiny: Callable[..., TrainConfig]) -> None:
+def test_a_run_stops_after_its_time_and_goes_on(tiny: Make) -> None:
     config = tiny(steps=4, max_time="0.001s", keep="last")
     with pytest.raises(Stopped, match=r"^stopped at step 1 of 4") as caught:
         train(config)
@@ -117,7 +118,7 @@ def test_without_a_signal_the_handlers_come_back() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_works_outside_the_main_thread(tiny: Callable[..., TrainConfig]) -> None:
+def test_a_run_works_outside_the_main_thread(tiny: Make) -> None:
     results = []
     thread = threading.Thread(target=lambda: results.append(train(tiny(steps=2))))
     thread.start()
@@ -155,9 +156,8 @@ def test_a_signal_saves_and_says_how_to_go_on(
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
     assert "Traceback" not in output + errors
-    events = read_journal(run / "journal.jsonl")
-    assert [event["event"] for event in events[-2:]] == ["checkpoint", "stopped"]
-    step = events[-1]["step"]
+    (step,) = steps_of(run, "stopped")
+    assert steps_of(run, "checkpoint") == [step]
     assert f"stopped at step {step:,} of 100,000" in errors
     assert f"vitrail train --resume {shlex.quote(str(run))}\n" in errors
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{step}"]

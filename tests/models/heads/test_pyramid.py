@@ -19,21 +19,17 @@ def test_a_network_of_boxes_fulfils_the_contract() -> None:
     assert outputs.shape == (2, 4 * 15 + 15 + 2 * 3, 4 + 3) and outputs.dtype == torch.float32
     assert network.config.parameters() == sum(weight.numel() for weight in network.parameters())
     assert network(torch.zeros(1, 3, 16, 56)).shape == (1, 4 * 14 + 14 + 4, 7)
-    bare = network.with_head(0)
-    assert bare.head is None and torch.equal(bare.features(torch.ones(1, 3, 24, 40)).patches,
-                                             network.features(torch.ones(1, 3, 24, 40)).patches)  # fmt: skip
-    assert (
-        network.with_head(5).head is not network.head and network.with_head(5)(torch.zeros(1, 3, 24, 40)).shape[2] == 9
-    )
+    bare, images = network.with_head(0), torch.ones(1, 3, 24, 40)
+    assert bare.head is None and torch.equal(bare.features(images).patches, network.features(images).patches)
+    other = network.with_head(5)
+    assert other.head is not network.head and other(torch.zeros(1, 3, 24, 40)).shape[2] == 9
 
 
 def test_first_boxes_lie_around_their_cells() -> None:
     network = vitrail.create("ViT-Pico/8", num_classes=1, image_size=(40, 24), head_kind="pyramid")
     boxes = network.eval()(torch.zeros(1, 3, 40, 24))[0, :, :4]
     places, sides = cells_of((5, 3), torch.device("cpu"))
-    assert places[0].tolist() == pytest.approx([0.25 / 3, 0.25 / 5]) and places[-1].tolist() == pytest.approx(
-        [3 / 3, 5 / 5]
-    )
+    assert places[[0, -1]].tolist() == [pytest.approx([0.25 / 3, 0.25 / 5]), pytest.approx([1, 1])]
     middles = (boxes[:, :2] + boxes[:, 2:]) / 2
     reach = (boxes[:, 2:] - boxes[:, :2]) * torch.tensor([3, 5]) / sides[:, None]
     assert (middles - places).abs().max() < 0.3 and reach.min() > 1 and reach.max() < 6

@@ -121,20 +121,16 @@ def test_class_maps_are_sums_over_queries() -> None:
 
 
 @pytest.mark.parametrize(
-    "field",
+    ("name", "value"),
     [
-        {"query_blocks": 3},
-        {"attention": "local:window=3"},
-        {"reversible": True},
-        {"positions": "rotary-2d"},
-        {"positions_at": "every-layer"},
-        {"final_norm": "pooled"},
+        ("query_blocks", 3), ("attention", "local:window=3"), ("reversible", True), ("positions", "rotary-2d"),
+        ("positions_at", "every-layer"), ("final_norm", "pooled"),
     ],
-)
-def test_settings_that_do_not_fit_added_tokens_are_refused(field: dict[str, Any]) -> None:
-    fields = {"query_blocks": 1, **field}
+)  # fmt: skip
+def test_settings_that_do_not_fit_added_tokens_are_refused(name: str, value: Any) -> None:
+    fields = {"depth": 3, "query_blocks": 1, name: value}
     with pytest.raises(ConfigError, match="does not fit head_kind='queries'"):
-        vitrail.create("ViT-Pico/8", num_classes=1, image_size=(40, 24), head_kind="queries", depth=3, **fields)
+        vitrail.create("ViT-Pico/8", num_classes=1, image_size=(40, 24), head_kind="queries", **fields)
 
 
 @pytest.mark.parametrize("kind", ["pooled", "pyramid", "patches"])

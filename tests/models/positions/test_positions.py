@@ -164,8 +164,7 @@ def test_queries_see_the_keys_of_their_offsets(grid: tuple[int, int], prefix: in
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
     sources = [tokens, positions.keys, *layer.parameters()]
     mine, theirs = (torch.autograd.grad(one.sin().sum(), sources) for one in (ours, expected))
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-10)
     for read in range(1, n + 1):
         torch.testing.assert_close(layer(tokens, inside, read), ours[:, :read], atol=1e-12, rtol=1e-12)
 
@@ -276,20 +275,6 @@ def test_each_way_is_torchs(
     image = table.view(*old, 6).permute(2, 0, 1)[None]
     expected = F.interpolate(image, size=new, **options)[0].permute(1, 2, 0).reshape(1, -1, 6)
     torch.testing.assert_close(resize_grid(table, old, new, how), expected)
-
-
-def test_known_values_of_each_way() -> None:
-    """A ramp from 0 to 1 is resized to four values, with triangle weights and with Keys' cubic with a = -0.75."""
-    ramp = torch.tensor([[[0.0], [1.0]]])
-    expected = {
-        "linear-corners": [0, 1 / 3, 2 / 3, 1],
-        "bilinear": [0, 0.25, 0.75, 1],
-        "bicubic": [-0.10546875, 0.2265625, 0.7734375, 1.10546875],
-    }
-    for how, values in expected.items():
-        for old, new in (((1, 2), (1, 4)), ((2, 1), (4, 1))):
-            result = resize_grid(ramp, old, new, how)
-            torch.testing.assert_close(result.flatten(), torch.tensor(values), atol=1e-6, rtol=0)
 
 
 def test_resizing_keeps_the_number_format() -> None:

@@ -1,19 +1,24 @@
-"""Tests of means over steps, and of the choice between threads and the main thread for reading images."""
+"""Tests of what follows each step: means, the choice of readers, and the health of steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.listening import Display
+from tests.training.curves import events_of, steps_of
+from tests.training.jobs import CrashAt, Finished, Make
+from vitrail.analysis.tracing import trace
 from vitrail.data.pipeline import default_threads
-from vitrail.errors import ConfigError, NonFiniteLoss, Stopped
-from vitrail.training.after_step import Meter, ReaderTrials, RunningMeans
+from vitrail.errors import ConfigError, NonFiniteLoss
+from vitrail.models.variants import create
+from vitrail.recipes import RECIPES
+from vitrail.training.after_step import Health, Meter, ReaderTrials, RunningMeans
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal
@@ -49,9 +54,6 @@ def test_running_means_weigh_reports_by_their_steps() -> None:
     assert means.read() == {"loss": 0.5}
 
 
-Small = Callable[..., TrainConfig]
-
-
 def chosen(*turns: float, works: tuple[float, ...] = (1.0,) * 4) -> tuple[int | None, list[int], dict[int, float]]:
     """Return the choice between 3 threads and the main thread, the numbers of threads in order, and the times. Each
     turn has steps of these seconds."""
@@ -72,8 +74,7 @@ def test_the_faster_turn_of_each_choice_counts() -> None:
 
 
 def test_a_gain_below_two_percent_keeps_the_threads() -> None:
-    assert chosen(0.5, 0.4901, 0.5, 0.5)[0] == 3
-    assert chosen(0.5, 0.4899, 0.5, 0.5)[0] == 0
+    assert (chosen(0.5, 0.4901, 0.5, 0.5)[0], chosen(0.5, 0.4899, 0.5, 0.5)[0]) == (3, 0)
 
 
 def test_steps_are_compared_by_their_cost() -> None:
@@ -94,6 +95,12 @@ def weights_of(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
+def shorten(monkeypatch: pytest.MonkeyPatch, **settings: float) -> None:
+    """Let each turn of the trials have one step."""
+    for name, value in {"SECONDS": 0.0, "STEPS": 1, **settings}.items():
+        monkeypatch.setattr(ReaderTrials, name, value)
+
+
 def curve_of(run: Path) -> list[dict[str, Any]]:
     """Return the events of steps, evaluations and skipped images, without what depends on the machine. They tell at
     which step two runs part, and if an image was skipped."""
@@ -106,16 +113,14 @@ def curve_of(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_run_records_its_choice_and_computes_the_same(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
-    monkeypatch.setattr(ReaderTrials, "STEPS", 1)
-    monkeypatch.setattr(ReaderTrials, "GAIN", 2.0)  # so that the usual threads win, whatever the steps took
+    shorten(monkeypatch, GAIN=2.0)  # so that the usual threads win, whatever the steps took
     display = Display()
     train(small(tmp_path / "auto", threads="auto", steps=14), log=Log(display))
     train(small(tmp_path / "two", threads=2, steps=14))
     assert weights_of(tmp_path / "auto") == weights_of(tmp_path / "two")
-    (event,) = [event for event in read_journal(tmp_path / "auto" / "journal.jsonl") if event["event"] == "readers"]
+    (event,) = events_of(tmp_path / "auto", "readers")
     count = default_threads()
     assert (event["step"], event["threads"]) == (12, count) and set(event["seconds_per_step"]) == {"0", str(count)}
     assert sum(line.startswith("images are read by ") and "with the main thread" in line for line in display.said) == 1
@@ -123,23 +128,14 @@ def test_a_run_records_its_choice_and_computes_the_same(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_reads_as_the_run_chose(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
-    monkeypatch.setattr(ReaderTrials, "STEPS", 1)
-    monkeypatch.setattr(ReaderTrials, "GAIN", -99.0)  # so that the faster one wins by any margin
-    monkeypatch.setattr(ReaderTrials, "TURNS", 1)
+def test_a_resumed_run_reads_as_the_run_chose(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, GAIN=-99.0, TURNS=1)  # so that the faster one wins by any margin
     times = iter([*[9.0] * 3, *[1.0] * 3])
     plain = ReaderTrials.add
     monkeypatch.setattr(ReaderTrials, "add", lambda self, seconds, work: plain(self, next(times), work))
-
-    class Stops(Display):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 8:
-                raise KeyboardInterrupt
-
     config = small(tmp_path / "run", threads="auto", steps=14, checkpoints=14)
-    with pytest.raises((KeyboardInterrupt, Stopped)):
-        train(config, log=Log(Stops()))
+    with pytest.raises(MemoryError):
+        train(config, log=Log(CrashAt(8)))
     assert read_record(tmp_path / "run").config.run.threads == 0
     display = Display()
     resume(tmp_path / "run", log=Log(display))
@@ -152,3 +148,70 @@ def test_a_resumed_run_reads_as_the_run_chose(small: Small, tmp_path: Path, monk
 def test_threads_beside_worker_processes_are_not_compared() -> None:
     with pytest.raises(ConfigError, match=r"threads='auto' compares the main thread with .*, but processes=2 read"):
         TrainConfig().override(threads="auto", processes=2)
+
+
+FIELDS = {"image_size": (21, 28), "width": 16, "depth": 3, "heads": 2, "mlp_width": 24, "num_classes": 4}
+
+
+def test_norms_are_those_of_all_trained_weights() -> None:
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    first, second, frozen = (layer.weight for layer in module)
+    for weight, value in ((first, 3.0), (second, 4.0), (frozen, 100.0)):
+        nn.init.constant_(weight, value)
+    frozen.requires_grad_(False)
+    health = Health()
+    with health.measuring(module), torch.no_grad():
+        first -= 3
+        second += 8
+    found = health.read()
+    assert found == pytest.approx({"parameter_norm": 12.0, "update_ratio": math.hypot(3, 8) / 12})
+    assert health.read() == {}, "measurements are told once"
+
+
+@pytest.mark.parametrize("fields", [
+    {},
+    {"qk_norm": True, "positions": "relative-bias"},
+    {"positions": "rotary-2d", "registers": 2, "pool": "gap"},
+    {"attention": "local:window=3"},
+], ids=str)  # fmt: skip
+def test_logits_are_the_products_of_the_traced_queries_and_keys(fields: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    vit = create("ViT-Pico/7", **(FIELDS | fields))
+    for weight in vit.parameters():
+        nn.init.normal_(weight, std=0.3)
+    images, health = torch.rand(11, 3, 21, 28), Health()
+    with health.measuring(vit):
+        outputs = vit(images)
+    assert torch.equal(outputs, vit(images)), "the hooks change nothing"
+    pieces = trace(vit.eval(), images[:2], keep=("attention", "queries", "keys"), precision="float32")
+    products = pieces.queries @ pieces.keys.mT / math.sqrt(8)
+    found, largest = health.read()["attention_logit"], products[pieces.attention > 0].amax().item()
+    if fields.get("positions") == "relative-bias":
+        assert found != pytest.approx(largest, rel=1e-3), "the bias counts"
+    else:
+        assert found == pytest.approx(largest, rel=1e-5)
+    assert not any(part._forward_pre_hooks for part in vit.modules())
+
+
+def test_an_error_in_a_step_leaves_no_hooks() -> None:
+    vit, health = create("ViT-Pico/7", **FIELDS), Health()
+    with pytest.raises(ZeroDivisionError), health.measuring(vit):
+        raise ZeroDivisionError
+    assert health.read() == {} and not any(part._forward_pre_hooks for part in vit.modules())
+
+
+@pytest.mark.slow
+def test_the_journal_has_the_health_of_the_last_step_of_each_report(
+    finished: Finished, three_splits: Path, tmp_path: Path
+) -> None:
+    config = RECIPES["demo"]().override(
+        data=str(three_splits), run=str(tmp_path / "run"), image_size=(28, 28), batch_size=20, steps=2, evaluations=0,
+        keep="last", variant="BiT-Pico", device="cpu", threads=0,
+    )  # fmt: skip
+    train(config)
+    for run, reports, has_logits in ((tmp_path / "run", 2, False), (finished.result.folder, 24, True)):
+        assert steps_of(run) == list(range(1, reports + 1))
+        for event in events_of(run):
+            assert event["parameter_norm"] > 0 and 0 < event["update_ratio"] < 1
+            assert ("attention_logit" in event) == has_logits
+            assert 0 <= event["waiting_share"] <= 1 and event["memory_bytes"] > 2**20
