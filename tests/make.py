@@ -232,6 +232,17 @@ def golden(name: str) -> Golden:
 # --- data
 
 
+def to_pillow(image: np.ndarray) -> Image.Image:
+    """Return a picture of an array (c, h, w) with one or three channels."""
+    return Image.fromarray(image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0)))
+
+
+def from_pillow(picture: Image.Image) -> np.ndarray:
+    """Return the array (c, h, w) of a picture."""
+    array = np.asarray(picture)
+    return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
 def make_colour_folder(root: Path, *, images: int = 12, classes: tuple[str, ...] = ("blue", "green", "red")) -> Path:
     """Writes the folder that `colour_folder` gives."""
     random = np.random.default_rng(0)

@@ -114,16 +114,6 @@ def mix_of(batch: Batch, draws: np.ndarray, cutmix: float, per: Any) -> tuple[to
     return mixed.images, mixed.targets
 
 
-@pytest.mark.parametrize("alpha", [0.2, 1.0])
-def test_the_share_kept_is_betas_larger_half(alpha: float) -> None:
-    uniform = draws_of(50_000)[:, :2]
-    kept = mixup_shares(uniform, alpha)
-    assert kept.min() >= 0.5 and kept.max() <= 1
-    variance = 1 / (4 * (2 * alpha + 1))  # of Beta(alpha, alpha), which folding at its mean leaves
-    spread = (kept - 0.5) ** 2
-    assert abs(spread.mean() - variance) < 4 * spread.std() / 50_000**0.5
-
-
 @given(
     count=st.integers(1, 9), size=st.tuples(st.sampled_from([1, 3]), st.integers(1, 33), st.integers(1, 33)),
     alpha=st.sampled_from([0.2, 1.0, 4.0]), seed=st.integers(0, 999),
@@ -149,16 +139,8 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_share(
         if count > 1:
             assert mixed.targets[n, n] == 1 - area / np.float32(size[1] * size[2])
             assert mixed.targets[n, partner] == 1 - mixed.targets[n, n]
-
-
-def test_boxes_have_the_areas_of_beta_where_nothing_is_cut_off() -> None:
-    uniform = draws_of(20_000)[:, 1:].copy()
-    uniform[:, 2:] = 0.5
-    rows, columns = cut_boxes(uniform, 1.0, 200, 300)
-    share = rows.sum(1) * columns.sum(1) / (200 * 300)
-    assert abs(share.mean() - 0.5) < 0.01 and abs(share.var() - 1 / 12) < 0.005  # 1 - Beta(1, 1) is uniform
-    centred = np.flatnonzero(rows[share > 0.2][0])
-    assert abs(centred.mean() - 99.5) <= 1
+        else:
+            assert mixed.targets.tolist() == [[1]], "it is its own partner"
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.3, 0.0), (0.0, 1.0), (0.3, 1.0)])
@@ -211,13 +193,6 @@ def test_given_targets_are_mixed_instead_of_labels() -> None:
 def test_without_targets_the_number_of_classes_is_needed() -> None:
     with pytest.raises(ConfigError, match="need the number of classes"):
         mix(make_batch(3), draws_of(3), mixup=0.5, cutmix=0.0, classes=0)
-
-
-def test_a_batch_of_one_is_its_own_partner() -> None:
-    batch = make_batch(1)
-    for mixup, cutmix in ((1.0, 0.0), (0.0, 1.0)):
-        mixed = mix(batch, draws_of(1), mixup=mixup, cutmix=cutmix, classes=CLASSES)
-        assert torch.equal(mixed.images, batch.images) and mixed.targets.tolist() == [[1, 0, 0, 0, 0]]
 
 
 def test_the_batch_given_stays_as_it_is() -> None:

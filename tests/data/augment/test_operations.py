@@ -14,18 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
+from tests.make import from_pillow, to_pillow
 from vitrail.data.augment import operations
 
 SIZES = [(1, 1, 1), (3, 1, 9), (3, 2, 2), (1, 3, 3), (3, 17, 32), (1, 33, 20), (3, 41, 29)]
-
-
-def to_pillow(image: np.ndarray) -> Image.Image:
-    return Image.fromarray(image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0)))
-
-
-def from_pillow(picture: Image.Image) -> np.ndarray:
-    array = np.asarray(picture)
-    return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
 def pictures(channels: int, height: int, width: int) -> Tensor:
@@ -167,12 +159,6 @@ def test_blur_spreads_a_point_with_the_variance_stated() -> None:
         line = found.sum(1 - axis)
         variance = (line * (torch.arange(len(line)) - middle).square()).sum() / line.sum()
         assert abs(variance - (13**2 - 1) / 12 - 1.7**2) < 0.05
-
-
-def test_grey_images_have_no_colour_to_change() -> None:
-    images = pictures(1, 17, 32)
-    assert torch.equal(operations.hue(images, torch.full((5,), 0.3)), images)
-    assert torch.equal(operations.saturation(images, torch.full((5,), 1.9)), images)
 
 
 def test_the_images_given_stay_as_they_are() -> None:
