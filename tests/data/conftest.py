@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import idx_bytes
 from vitrail.data.source import Sample
 from vitrail.data.targets import Target
 
@@ -66,8 +67,7 @@ def write_idx() -> Callable[..., Path]:
     """Return a function that writes an array of bytes as an IDX file, compressed if the name ends in .gz."""
 
     def write(path: Path, array: np.ndarray) -> Path:
-        sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-        data = bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
+        data = idx_bytes(array.astype(np.uint8))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
         return path

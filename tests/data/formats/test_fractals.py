@@ -57,17 +57,6 @@ def test_more_classes_or_samples_add_to_the_same_pictures() -> None:
         np.testing.assert_array_equal(small[index].image, large[sample * 7 + number].image)
 
 
-@pytest.mark.parametrize("seed", [1, 2**32 - 1])
-def test_another_seed_gives_other_pictures(seed: int) -> None:
-    first, other = pictures(FractalSource(2, 2, size=32)), pictures(FractalSource(2, 2, seed, size=32))
-    assert all((one != two).mean() > 0.05 for one, two in zip(first, other, strict=True))
-
-
-def test_samples_of_a_class_differ() -> None:
-    found = pictures(FractalSource(2, 20, size=32))
-    assert len({picture.tobytes() for picture in found}) == 40
-
-
 def test_keys_and_labels_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fractals, "dots_of", None)
     source = FractalSource(1_000_000, 1000)

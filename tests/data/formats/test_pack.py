@@ -31,11 +31,6 @@ from vitrail.testing import check_source
 Memory = Callable[..., object]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path, encode: Callable[..., bytes]) -> Path:
     """Images of several formats and sizes in two splits. Some names collide, and some contain dots."""

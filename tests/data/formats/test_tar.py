@@ -116,13 +116,6 @@ def test_shards_of_splits_are_chosen(tmp_path: Path) -> None:
     assert len(splits.train) == 4 and keys_of(splits.test) == ["2a", "2b"]
 
 
-def test_it_keeps_the_contract_of_sources(tmp_path: Path, picture: Callable[[int], bytes]) -> None:
-    for shard in range(2):
-        files = {f"{shard}{n}.png": picture(shard * 8 + n) for n in range(3)}
-        write(tmp_path / f"{shard}.tar", files | {f"{shard}{n}.cls": str(n).encode() for n in range(3)})
-    check_source(open_shards(str(tmp_path), None).train)
-
-
 def test_several_labels(tmp_path: Path, picture: Callable[[int], bytes]) -> None:
     labels: list[object] = [["rose", "daisy", "rose"], [], ["iris"]]
     files = {}
