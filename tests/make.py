@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,6 +232,22 @@ def golden(name: str) -> Golden:
 
 
 # --- data
+
+
+def png_chunk(name: bytes, data: bytes, *, is_damaged: bool = False) -> bytes:
+    """Return a chunk of a PNG file, with a wrong checksum if it is damaged."""
+    checksum = zlib.crc32(name + data) ^ is_damaged
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
+
+
+def make_png(
+    width: int, height: int, *more: bytes, depth: int = 8, kind: int = 0, rows: bytes = b"", is_interlaced: bool = False
+) -> bytes:
+    """Return a hand-made PNG file with more chunks in front of the pixels. `kind` 0 is grey, 2 is RGB, and 6 is RGB
+    with alpha. Each row begins with its filter, 0."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, is_interlaced))
+    pixels = png_chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(more) + pixels + png_chunk(b"IEND", b"")
 
 
 def to_pillow(image: np.ndarray) -> Image.Image:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import make_png
 from vitrail.data.check.findings import Report, quick_check
 from vitrail.data.check.images import Oddity, look
 from vitrail.data.check.report import check_data, page
@@ -228,7 +227,9 @@ def test_a_shard_that_is_gone_ends_training(clean: Path, tmp_path: Path) -> None
     assert "cannot read" in kinds["unreadable-in-train"].groups[0][0].detail
 
 
-def test_left_early_it_does_not_read_the_rest(memory_source: Sources) -> None:
+@pytest.fixture
+def counting(memory_source: Sources) -> tuple[Source, list[int]]:
+    """A source of 20,000 images, and the numbers of those that were read."""
     read: list[int] = []
 
     class Counting(memory_source):  # type: ignore[misc,valid-type]
@@ -236,10 +237,14 @@ def test_left_early_it_does_not_read_the_rest(memory_source: Sources) -> None:
             read.append(index)
             return Sample(str(index), np.zeros((2, 3, 1), np.uint8), 0)
 
+    return Counting(labels=[0, 1] * 10_000, classes=("x", "y")), read
+
+
+def test_left_early_it_does_not_read_the_rest(counting: tuple[Source, list[int]]) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    source = Counting(labels=[0, 1] * 10_000, classes=("x", "y"))
+    source, read = counting
     with pytest.raises(KeyboardInterrupt):
         check_data(Splits(source, None, None), threads=2, progress=stop)
     assert len(read) < 10_000
@@ -352,15 +357,8 @@ def test_quick_check_is_three_lines_and_one_for_each_split_that_lacks_a_class(cl
     assert lines[2].endswith("(and 2 other findings)")
 
 
-def test_quick_check_reads_few_images(memory_source: Sources) -> None:
-    read: list[int] = []
-
-    class Counting(memory_source):  # type: ignore[misc,valid-type]
-        def __getitem__(self, index: int) -> Sample:
-            read.append(index)
-            return Sample(str(index), np.zeros((2, 3, 1), np.uint8), 0)
-
-    source = Counting(labels=[0, 1] * 5000, classes=("x", "y"))
+def test_quick_check_reads_few_images(counting: tuple[Source, list[int]]) -> None:
+    source, read = counting
     quick_check(Splits(source, source, None))
     assert 1 <= len(read) <= 64 and read[0] == 0 and read == sorted(read)
 
@@ -380,14 +378,7 @@ def test_numbers_and_unlabelled_images_are_checked_as_well(arrays: Callable[...,
 
 
 def test_colours_of_16_bits_are_deep() -> None:
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return len(content).to_bytes(4) + kind + content + zlib.crc32(kind + content).to_bytes(4)
-
-    for kind, channels in ((2, 3), (6, 4)):  # RGB, and RGB with alpha; Pillow cannot write 16 bits per colour
-        header = (5).to_bytes(4) + (2).to_bytes(4) + bytes([16, kind, 0, 0, 0])
-        rows = zlib.compress(2 * (b"\0" + bytes(range(2 * channels * 5))))
-        parts = chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b"")
-        assert look(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).oddities & Oddity.DEEP
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(file, "PNG")
-    assert not look(file.getvalue()).oddities & Oddity.DEEP
+    for depth, kind, channels in ((16, 2, 3), (16, 6, 4), (8, 2, 3)):  # RGB, and RGB with alpha
+        rows = 2 * (b"\0" + bytes(range(channels * 5 * depth // 8)))
+        data = make_png(5, 2, depth=depth, kind=kind, rows=rows)
+        assert bool(look(data).oddities & Oddity.DEEP) == (depth == 16)

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
+from tests.make import make_png, png_chunk
 from vitrail.data.pixels import decode as decode_module
 from vitrail.data.pixels.decode import (
     FORMATS,
@@ -61,18 +62,6 @@ def grey_of(colours: np.ndarray) -> np.ndarray:
 def on_white(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     share = alpha[..., None] / 255
     return colours * share + 255 * (1 - share)
-
-
-def png(width: int, height: int, *, depth: int = 8, kind: int = 0, rows: bytes = b"") -> bytes:
-    """Return a hand-made PNG file. `kind` 0 is grey, and 2 is RGB. Each row begins with its filter, 0."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("file_format", "options"), LOSSLESS)
@@ -201,15 +190,16 @@ def test_16_bits_of_grey_are_scaled_not_clipped(encode: Encode, file_format: str
 
 def test_16_bits_of_colour_are_scaled_not_clipped() -> None:
     rows = b"\0" + struct.pack(">6H", 0, 255, 256, 0x8000, 0xFF00, 0xFFFF)
-    np.testing.assert_array_equal(decode(png(2, 1, depth=16, kind=2, rows=rows), 3), [[[0, 0, 1], [128, 255, 255]]])
+    data = make_png(2, 1, depth=16, kind=2, rows=rows)
+    np.testing.assert_array_equal(decode(data, 3), [[[0, 0, 1], [128, 255, 255]]])
 
 
-def test_floating_point_pixels_are_refused(encode: Encode) -> None:
-    with pytest.raises(
-        UndecodableImage,
-        match=r"has 32-bit pixels .mode F., whose range is unknown; save it with 8 or 16 bits per channel",
-    ):
-        decode(encode(np.ones((2, 2), np.float32), "TIFF"), 3)
+@pytest.mark.parametrize("name", ["TIFF", "PFM"])
+def test_floating_point_pixels_are_refused(encode: Encode, name: str) -> None:
+    data = encode(np.ones((2, 2), np.float32), "TIFF") if name == "TIFF" else b"Pf\n3 2\n-1.0\n" + bytes(24)
+    message = r"has 32-bit pixels .mode F., whose range is unknown; save it with 8 or 16 bits per channel"
+    with pytest.raises(UndecodableImage, match=message):
+        decode(data, 3)
 
 
 @pytest.mark.parametrize(
@@ -272,16 +262,12 @@ def test_senseless_exif_is_no_reason_to_refuse(encode: Encode, exif: bytes) -> N
     np.testing.assert_array_equal(found, decode(encode(blocks(), "JPEG"), 3))
 
 
-@pytest.mark.parametrize("data", [b"x", b"\0" * 100, b"\xff\xd8", b"plain text of <html> and <svg>"])
+@pytest.mark.parametrize("data", [b"", b"x", b"\0" * 100, b"\xff\xd8", b"plain text of <html> and <svg>"])
 def test_what_is_no_image_is_refused_with_the_formats(data: bytes) -> None:
-    expected = r"^is not an image in a format of JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM, AVIF, HEIC$"
-    with pytest.raises(UndecodableImage, match=expected):
+    expected = "is not an image in a format of JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM, AVIF, HEIC"
+    with pytest.raises(UndecodableImage) as caught:
         decode(data, 3)
-
-
-def test_zero_bytes_are_refused() -> None:
-    with pytest.raises(UndecodableImage, match=r"^is empty \(0 bytes\)$"):
-        decode(b"", 3)
+    assert str(caught.value) == (expected if data else "is empty (0 bytes)")
 
 
 @pytest.mark.parametrize("file_format", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
@@ -295,67 +281,43 @@ def test_formats_beyond_the_list_are_refused(encode: Encode, file_format: str) -
     assert set(FORMATS) == {"JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIC"}
 
 
-@pytest.mark.parametrize("kind", [b"P6", b"P3"])
+@pytest.mark.parametrize(("binary", "text", "channels"), [(b"P6", b"P3", 3), (b"P5", b"P2", 1)])
 @pytest.mark.parametrize("most", [15, 255, 4095, 65535])
-def test_colours_of_ppm_are_scaled_to_8_bits(kind: bytes, most: int) -> None:
-    values = np.random.default_rng(4).integers(0, most + 1, (7, 5, 3))
+def test_levels_of_ppm_and_pgm_are_scaled_to_8_bits(binary: bytes, text: bytes, channels: int, most: int) -> None:
+    values = np.random.default_rng(4).integers(0, most + 1, (7, 5, channels))
     raw = values.astype(">u2" if most > 255 else np.uint8).tobytes()
-    data = raw if kind == b"P6" else b" ".join(b"%d" % value for value in values.reshape(-1))
-    decoded = decode(kind + b"\n# comment\n5 7\n%d\n" % most + data, 3)
-    assert np.abs(decoded - values / most * 255).max() <= 1
-
-
-@pytest.mark.parametrize("kind", [b"P5", b"P2"])
-@pytest.mark.parametrize("most", [255, 4095, 65535])
-def test_grey_of_pgm_is_scaled_to_8_bits(kind: bytes, most: int) -> None:
-    values = np.random.default_rng(4).integers(0, most + 1, (7, 5))
-    raw = values.astype(">u2" if most > 255 else np.uint8).tobytes()
-    data = raw if kind == b"P5" else b" ".join(b"%d" % value for value in values.reshape(-1))
-    decoded = decode(kind + b" 5 7 %d\n" % most + data, 1)
-    assert np.abs(decoded[..., 0] - values / most * 255).max() <= 1
+    written = b" ".join(b"%d" % value for value in values.reshape(-1))
+    for data in (binary + b" 5 7 %d\n" % most + raw, text + b"\n# comment\n5 7\n%d\n" % most + written):
+        assert np.abs(decode(data, channels) - values / most * 255).max() <= 1
 
 
 def test_bits_of_pbm_are_black_and_white() -> None:
     assert decode(b"P4\n5 2\n\xa8\x50", 1)[..., 0].tolist() == [[0, 255, 0, 255, 0], [255, 0, 255, 0, 255]]
 
 
-def test_floats_of_pfm_are_refused() -> None:
-    with pytest.raises(UndecodableImage, match="32-bit"):
-        decode(b"Pf\n3 2\n-1.0\n" + bytes(24), 3)
-
-
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
-def test_half_a_file_is_refused(encode: Encode, file_format: str) -> None:
+def test_half_a_file_is_refused_whatever_warnings_are(encode: Encode, file_format: str) -> None:
     data = encode(picture(40, 40), file_format)
-    with pytest.raises(UndecodableImage):
-        decode(data[: len(data) // 2], 3)
+    for action in ("error", "ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter(action)
+            with pytest.raises(UndecodableImage):
+                decode(data[: len(data) // 2], 3)
 
 
-@settings(max_examples=60)
-@given(
-    file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
-    place=st.floats(0, 1),
-    channels=st.sampled_from([1, 3]),
-)
-def test_files_cut_anywhere_give_pixels_or_the_one_exception(
-    encode: Encode, file_format: str, place: float, channels: int
-) -> None:
-    data = encode(picture(20, 30), file_format)
-    check_pixels_or_refusal(data[: int(place * len(data))], channels)
-
-
-@settings(max_examples=60)
+@settings(max_examples=120)
 @given(
     file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
     place=st.floats(0, 1, exclude_max=True),
-    byte=st.integers(0, 255),
+    byte=st.none() | st.integers(0, 255),
+    channels=st.sampled_from([1, 3]),
 )
-def test_files_with_an_altered_byte_give_pixels_or_the_one_exception(
-    encode: Encode, file_format: str, place: float, byte: int
+def test_files_cut_or_altered_anywhere_give_pixels_or_the_one_exception(
+    encode: Encode, file_format: str, place: float, byte: int | None, channels: int
 ) -> None:
-    data = bytearray(encode(picture(20, 30), file_format))
-    data[int(place * len(data))] = byte
-    check_pixels_or_refusal(bytes(data), 3)
+    data = encode(picture(20, 30), file_format)
+    begin = int(place * len(data))
+    check_pixels_or_refusal(data[:begin] + (b"" if byte is None else bytes([byte]) + data[begin + 1 :]), channels)
 
 
 @settings(max_examples=60)
@@ -373,21 +335,12 @@ def check_pixels_or_refusal(data: bytes, channels: int) -> None:
         assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == channels and pixels.size
 
 
-def test_truncated_files_are_refused_without_the_tests_own_filter_of_warnings(encode: Encode) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for file_format in ("JPEG", "PNG"):
-            data = encode(picture(40, 40), file_format)
-            with pytest.raises(UndecodableImage, match=r"^cannot be decoded: .*truncated"):
-                decode(data[:-200], 3)
-
-
 @pytest.mark.parametrize(
     ("side", "kind", "action"),
     [(65_000, 0, "error"), (12_000, 2, "ignore"), (10_000, 0, "ignore"), (10_000, 2, "error")],
 )
 def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(side: int, kind: int, action: str) -> None:
-    data = png(side, side, kind=kind, rows=b"\0" * 100)
+    data = make_png(side, side, kind=kind, rows=b"\0" * 100)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with warnings.catch_warnings():
         warnings.simplefilter(action)
@@ -404,7 +357,7 @@ def test_the_limit_holds_whatever_pillows_own_is(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         UndecodableImage, match=r"^claims 65000 x 65000 pixels \(width x height\), more than .* 89,478,485"
     ):
-        decode(png(65_000, 65_000), 3)
+        decode(make_png(65_000, 65_000), 3)
     assert MAX_PIXELS == 89_478_485
 
 
@@ -564,12 +517,9 @@ def zeros() -> bytes:
     ("name", "head"), [(b"zTXt", b"k\0\0"), (b"iTXt", b"k\0\1\0\0\0"), (b"iCCP", b"k\0\0"), (b"IDAT", b"")]
 )
 def test_chunks_that_unpack_to_64_megabytes_are_not_unpacked(name: bytes, head: bytes) -> None:
-    body = head + zeros()
-    chunk = struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-    whole = png(2, 2, rows=b"\0\1\2\0\3\4")
-    place = whole.index(b"IDAT") - 4
+    data = make_png(2, 2, png_chunk(name, head + zeros()), rows=b"\0\1\2\0\3\4")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    check_pixels_or_refusal(whole[:place] + chunk + whole[place:], 1)
+    check_pixels_or_refusal(data, 1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
@@ -597,7 +547,7 @@ def test_a_header_cut_short_is_said_to_be_one(encode: Encode, file_format: str) 
 
 def test_no_pixels_at_all_are_refused() -> None:
     with pytest.raises(UndecodableImage):
-        decode(png(0, 5), 3)
+        decode(make_png(0, 5), 3)
     with pytest.raises(
         UndecodableImage, match=r"^has no pixels: its header states a size of 0 x 3 \(width x height\)$"
     ):
@@ -629,7 +579,7 @@ def test_the_size_needs_the_header_alone(encode: Encode, file_format: str) -> No
 
 
 def test_the_size_of_what_is_no_image_is_refused() -> None:
-    for data in (b"", b"<html>", png(65_000, 65_000)):
+    for data in (b"", b"<html>", make_png(65_000, 65_000)):
         with pytest.raises(UndecodableImage):
             image_size_of(data)
 
@@ -684,16 +634,6 @@ def test_threads_decode_the_same(encode: Encode) -> None:
             np.testing.assert_array_equal(found, decode(data, 3))
 
 
-def grey_png(depth: int, row: int, transparent: int) -> bytes:
-    """Return a PNG file with one row of grey pixels, of which one level is transparent."""
-    data = png(8 // depth, 1, depth=depth, rows=bytes([0, row]))
-    name, level = b"tRNS", struct.pack(">H", transparent)
-    place = data.index(b"IDAT") - 4
-    return (
-        data[:place] + struct.pack(">I", 2) + name + level + struct.pack(">I", zlib.crc32(name + level)) + data[place:]
-    )
-
-
 @pytest.mark.parametrize(
     ("depth", "row", "transparent", "expected"),
     [
@@ -707,16 +647,16 @@ def grey_png(depth: int, row: int, transparent: int) -> bytes:
 def test_a_transparent_level_of_grey_is_white_at_any_depth(
     depth: int, row: int, transparent: int, expected: list[int]
 ) -> None:
-    assert decode(grey_png(depth, row, transparent), 1)[0, :, 0].tolist() == expected
+    level = png_chunk(b"tRNS", struct.pack(">H", transparent))
+    data = make_png(8 // depth, 1, level, depth=depth, rows=bytes([0, row]))
+    assert decode(data, 1)[0, :, 0].tolist() == expected
 
 
 def test_a_transparent_colour_of_16_bits_is_white() -> None:
     pixels = np.array([[0x1234, 0x2345, 0x3456], [1, 2, 3]], ">u2")
-    data = png(2, 1, depth=16, kind=2, rows=b"\0" + pixels.tobytes())
-    name, level = b"tRNS", pixels[0].tobytes()
-    place = data.index(b"IDAT") - 4
-    extra = struct.pack(">I", 6) + name + level + struct.pack(">I", zlib.crc32(name + level))
-    assert decode(data[:place] + extra + data[place:], 3).tolist() == [[[255, 255, 255], [0, 0, 0]]]
+    colour = png_chunk(b"tRNS", pixels[0].tobytes())
+    data = make_png(2, 1, colour, depth=16, kind=2, rows=b"\0" + pixels.tobytes())
+    assert decode(data, 3).tolist() == [[[255, 255, 255], [0, 0, 0]]]
 
 
 @pytest.mark.parametrize("alpha", [0, 255])

@@ -85,11 +85,6 @@ def test_pad_fits_the_image_in_and_fills_around_it(
     )
 
 
-def test_padding_is_white_unless_said_otherwise() -> None:
-    found = Preprocess(image_size=(4, 4), resize="pad").pixels(np.zeros((2, 4, 3), np.uint8))
-    assert found[:, [0, 3]].min() == 255 and found[:, 1:3].max() == 0
-
-
 def test_squashing_with_a_share_cuts_the_middle_of_what_was_squashed() -> None:
     image = picture(70, 90)
     expected = np.asarray(image.resize((50, 40), Image.Resampling.BILINEAR))[4:36, 5:45]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import make_png, png_chunk
 from vitrail.data.pixels.decode import decode, image_size_of, open_image
 from vitrail.data.sources import open_data
 from vitrail.errors import UndecodableImage
@@ -20,11 +21,6 @@ from vitrail.errors import UndecodableImage
 PIXELS = np.random.default_rng(3).integers(0, 256, (21, 34, 3), dtype=np.uint8)
 
 LARGE = zlib.compress(b"z" * 2_000_000)
-
-
-def chunk(name: bytes, data: bytes, *, is_damaged: bool = False) -> bytes:
-    checksum = zlib.crc32(name + data) ^ is_damaged
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
 
 
 def png(*more: bytes, at: bytes = b"IDAT", **options: Any) -> bytes:
@@ -37,14 +33,14 @@ def png(*more: bytes, at: bytes = b"IDAT", **options: Any) -> bytes:
 
 
 HARMLESS = {
-    "a large zTXt": chunk(b"zTXt", b"a\0\0" + LARGE),
-    "a large iTXt": chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + LARGE),
-    "a large iCCP": chunk(b"iCCP", b"icc\0\0" + zlib.compress(os.urandom(1000) * 1500)),
-    "a wrong checksum": chunk(b"tEXt", b"a\0b", is_damaged=True),
-    "a zTXt of no known method": chunk(b"zTXt", b"a\0\1abc"),
-    "a zTXt that is not compressed": chunk(b"zTXt", b"a\0\0abc"),
+    "a large zTXt": png_chunk(b"zTXt", b"a\0\0" + LARGE),
+    "a large iTXt": png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + LARGE),
+    "a large iCCP": png_chunk(b"iCCP", b"icc\0\0" + zlib.compress(os.urandom(1000) * 1500)),
+    "a wrong checksum": png_chunk(b"tEXt", b"a\0b", is_damaged=True),
+    "a zTXt of no known method": png_chunk(b"zTXt", b"a\0\1abc"),
+    "a zTXt that is not compressed": png_chunk(b"zTXt", b"a\0\0abc"),
     **{
-        f"a short {name.decode()}": chunk(name, b"\0")
+        f"a short {name.decode()}": png_chunk(name, b"\0")
         for name in (b"gAMA", b"pHYs", b"cHRM", b"sRGB", b"iCCP", b"tIME")
     },
 }
@@ -91,7 +87,7 @@ def test_pixels_that_are_cut_short_are_refused_beside_a_damaged_chunk() -> None:
 
 def test_a_size_beyond_the_limit_is_refused_beside_a_damaged_chunk() -> None:
     data = png(HARMLESS["a short gAMA"])
-    header = chunk(b"IHDR", struct.pack(">II", 65_000, 65_000) + data[24:29])
+    header = png_chunk(b"IHDR", struct.pack(">II", 65_000, 65_000) + data[24:29])
     with pytest.raises(UndecodableImage):
         decode(data[:8] + header + data[33:], 3)
 
@@ -189,12 +185,7 @@ def interlaced(pixels: np.ndarray) -> bytes:
 def test_png_files_with_missing_rows_are_refused(is_interlaced: bool, shape: tuple[int, int], level: int) -> None:
     pixels = np.full(shape, level, np.uint8)
     rows = interlaced(pixels) if is_interlaced else b"".join(b"\0" + row.tobytes() for row in pixels)
-    size = struct.pack(">IIBBBBB", shape[1], shape[0], 8, 0, 0, 0, is_interlaced)
-
-    def file(data: bytes) -> bytes:
-        parts = chunk(b"IHDR", size), chunk(b"IDAT", zlib.compress(data)), chunk(b"IEND", b"")
-        return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-    np.testing.assert_array_equal(decode(file(rows), 1)[..., 0], pixels)
+    whole = make_png(shape[1], shape[0], rows=rows, is_interlaced=is_interlaced)
+    np.testing.assert_array_equal(decode(whole, 1)[..., 0], pixels)
     with pytest.raises(UndecodableImage):
-        decode(file(rows[: len(rows) - shape[1] - 1]), 1)
+        decode(make_png(shape[1], shape[0], rows=rows[: -shape[1] - 1], is_interlaced=is_interlaced), 1)
