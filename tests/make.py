@@ -7,7 +7,7 @@ import json
 import struct
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,8 +23,10 @@ from tests.golden import weights
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.objects import Runs, drawn
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData, open_mixed
 from vitrail.data.splits import Splits
+from vitrail.data.targets import Target
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
@@ -232,6 +234,51 @@ def golden(name: str) -> Golden:
 
 
 # --- data
+
+
+class MemorySource:
+    """A source of given samples. Without images, reading an image is an error, so only keys and labels can be used."""
+
+    def __init__(
+        self,
+        images: Sequence[bytes | np.ndarray] | None = None,
+        *,
+        labels: Sequence[Target],
+        keys: Sequence[str] | None = None,
+        classes: tuple[str, ...] = ("a", "b", "c", "d"),
+    ) -> None:
+        self.images = images
+        self.labels = list(labels)
+        self.keys = [str(index) for index in range(len(self.labels))] if keys is None else list(keys)
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        assert self.images is not None, "no image may be read here"
+        return Sample(self.keys[index], self.images[index], self.labels[index])
+
+    def key(self, index: int) -> str:
+        return self.keys[index]
+
+    def target(self, index: int) -> Target:
+        return self.labels[index]
+
+
+def encode(picture: Image.Image | np.ndarray, file_format: str, **options: object) -> bytes:
+    """Return the bytes of a file of a picture: `encode(array, "PNG")`."""
+    file = io.BytesIO()
+    image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    image.save(file, file_format, **options)
+    return file.getvalue()
+
+
+def orientation(number: int) -> Image.Exif:
+    """Return EXIF data that say how a picture is turned or mirrored, with a number from 1 to 8."""
+    exif = Image.Exif()
+    exif[0x0112] = number
+    return exif
 
 
 def png_chunk(name: bytes, data: bytes, *, is_damaged: bool = False) -> bytes:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.make import idx_bytes
-from vitrail.data.source import Sample
-from vitrail.data.targets import Target
+from tests.make import MemorySource, idx_bytes
 
 GOLDENS = Path(__file__).parents[1] / "golden"
 
@@ -28,19 +24,6 @@ def goldens() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="session")
-def encode() -> Callable[..., bytes]:
-    """Return a function that encodes a picture or an array as the bytes of a file: `encode(array, "PNG")`."""
-
-    def write(picture: Image.Image | np.ndarray, file_format: str, **options: object) -> bytes:
-        file = io.BytesIO()
-        image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-        image.save(file, file_format, **options)
-        return file.getvalue()
-
-    return write
 
 
 @pytest.fixture
@@ -89,36 +72,6 @@ def idx_folder(tmp_path: Path, write_idx: Callable[..., Path]) -> Callable[..., 
         return root
 
     return make
-
-
-class MemorySource:
-    """A source of given samples. Without images, reading an image is an error, so only keys and labels can be used."""
-
-    def __init__(
-        self,
-        images: Sequence[bytes | np.ndarray] | None = None,
-        *,
-        labels: Sequence[Target],
-        keys: Sequence[str] | None = None,
-        classes: tuple[str, ...] = ("a", "b", "c", "d"),
-    ) -> None:
-        self.images = images
-        self.labels = list(labels)
-        self.keys = [str(index) for index in range(len(self.labels))] if keys is None else list(keys)
-        self.classes = classes
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        assert self.images is not None, "no image may be read here"
-        return Sample(self.keys[index], self.images[index], self.labels[index])
-
-    def key(self, index: int) -> str:
-        return self.keys[index]
-
-    def target(self, index: int) -> Target:
-        return self.labels[index]
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.make import orientation
 from vitrail.cli import main
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.convert import AnnotationFormat, convert
@@ -81,9 +82,7 @@ def voc(root: Path, objects: str = "", name: str = "a", size: str = "<width>60</
 def turned(root: Path) -> None:
     """Give the picture of `voc` an EXIF tag for a quarter turn."""
     path = root / "JPEGImages/a.png"
-    exif = Image.Exif()
-    exif[0x112] = 6
-    Image.open(path).save(path, exif=exif)
+    Image.open(path).save(path, exif=orientation(6))
 
 
 def spoilt(root: Path) -> None:

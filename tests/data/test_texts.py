@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.make import mix_in, write_tar
+from tests.make import encode, mix_in, write_tar
 from vitrail.cli import main
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.pack import pack
@@ -26,9 +24,7 @@ RED, BLUE = "a red bird, à gauche", 'a "blue" 鸟'
 
 
 def picture(colour: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.full((9, 11, 3), colour, np.uint8)).save(file, "PNG")
-    return file.getvalue()
+    return encode(np.full((9, 11, 3), colour, np.uint8), "PNG")
 
 
 def images(folder: Path, *names: str) -> Path:

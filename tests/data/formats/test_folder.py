@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import tempfile
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.make import keys_of
+from tests.make import encode, keys_of
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.source import Source
@@ -21,6 +20,8 @@ from vitrail.errors import DataError
 from vitrail.testing import check_source
 
 Trees = Callable[..., Path]
+
+RED = Image.new("RGB", (7, 5), "red")
 
 
 def test_classes_and_samples_are_in_the_order_of_their_paths(tree: Trees) -> None:
@@ -54,16 +55,10 @@ def test_rarer_suffixes_of_the_formats_that_decode_count_too(suffix: str) -> Non
     assert suffix.lower() in SUFFIXES
 
 
-def content(file_format: str) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (7, 5), "red").save(file, file_format)
-    return file.getvalue()
-
-
 def test_a_class_whose_images_have_other_suffixes_is_an_error(tree: Trees) -> None:
     root = tree("cat/1.png", "dog/2.png", "dog/notes.txt", "fox/1.happy", "fox/2.sad", "owl/3", "bare/")
     for name, file_format in (("fox/1.happy", "GIF"), ("fox/2.sad", "PNG"), ("owl/3", "JPEG2000")):
-        (root / name).write_bytes(content(file_format))
+        (root / name).write_bytes(encode(RED, file_format))
     (fault,) = (fault for fault in read_folder(root).faults if fault.kind == "unread-images")
     assert (fault.severity, fault.count) == ("error", 3) and "fox, owl" in fault.text and ".happy: 1" in fault.text
     with pytest.raises(DataError, match="fox, owl"):
@@ -72,7 +67,7 @@ def test_a_class_whose_images_have_other_suffixes_is_an_error(tree: Trees) -> No
 
 def test_images_with_other_suffixes_beside_usual_ones_are_named(tree: Trees) -> None:
     root = tree("cat/1.png", "cat/1.png_original", "dog/2.png", "dog/notes.txt", "dog/.3")
-    (root / "cat/1.png_original").write_bytes(content("PNG"))
+    (root / "cat/1.png_original").write_bytes(encode(RED, "PNG"))
     (fault,) = read_folder(root).faults
     assert (fault.kind, fault.severity, fault.count) == ("unread-images", "warning", 1)
     assert any(".png_original" in note for note in open_data(str(root), validation_share=0.0).notes)

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.make import write_tar
+from tests.make import MemorySource, encode, orientation, write_tar
 from vitrail.data.formats.pack import FILE, UNFINISHED, pack, packed_before, parse
 from vitrail.data.formats.tar import looks_like_shards, open_shards
 from vitrail.data.pixels.decode import decode
@@ -28,11 +27,9 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, SaveError, Stopped
 from vitrail.testing import check_source
 
-Memory = Callable[..., object]
-
 
 @pytest.fixture
-def folder(tmp_path: Path, encode: Callable[..., bytes]) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Images of several formats and sizes in two splits. Some names collide, and some contain dots."""
     random = np.random.default_rng(0)
     formats = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP", "JPEG": "JPEG"}
@@ -127,14 +124,11 @@ def test_larger_images_are_scaled_down_and_others_are_copied(folder: Path, tmp_p
     assert manifest.packing.max_side == 45 and manifest.packing.jpeg_quality == 95
 
 
-def test_scaled_images_stay_grey_and_turn_upright(
-    tmp_path: Path, encode: Callable[..., bytes], memory_source: Memory
-) -> None:
+def test_scaled_images_stay_grey_and_turn_upright(tmp_path: Path) -> None:
     ramp = np.linspace(0, 255, 60 * 100).reshape(60, 100).astype(np.uint8)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # a quarter turn clockwise
+    exif = orientation(6)  # a quarter turn clockwise
     images = [encode(ramp, "PNG"), encode(np.dstack([ramp] * 3), "JPEG", exif=exif), ramp[:, :, None]]
-    source = memory_source(images, labels=[0, 1, 2])
+    source = MemorySource(images, labels=[0, 1, 2])
     pack(Splits(source, None, None), tmp_path / "out", max_side=20)
     grey, turned, array = (sample.image for sample in samples_of(open_shards(str(tmp_path / "out"), None).train))
     with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
@@ -156,28 +150,24 @@ def test_arrays_become_png(idx_folder: Callable[..., Path], tmp_path: Path) -> N
             assert np.array_equal(decode(new.image, 1), old.image)
 
 
-def test_strange_keys_and_labels_come_out_again(
-    tmp_path: Path, encode: Callable[..., bytes], memory_source: Memory
-) -> None:
+def test_strange_keys_and_labels_come_out_again(tmp_path: Path) -> None:
     image = encode(np.zeros((3, 2, 3), np.uint8), "PNG")
     keys = ["../1.jpg", "/etc/2", "x" * 300, "\udcff.png", "a\nb", "5.tar"]
     labels = [(0, 2), (), (3,), (1,), (0,), (0, 1, 2, 3)]
-    source = memory_source([image] * 6, labels=labels, keys=keys)
+    source = MemorySource([image] * 6, labels=labels, keys=keys)
     pack(Splits(source, None, None), tmp_path / "out")
     again = open_shards(str(tmp_path / "out"), None).train
     assert [(again.key(index), again.target(index)) for index in range(6)] == list(zip(keys, labels, strict=True))
-    unlabelled = memory_source([image] * 2, labels=[None, None])
+    unlabelled = MemorySource([image] * 2, labels=[None, None])
     pack(Splits(unlabelled, None, None), tmp_path / "unlabelled")
     assert open_shards(str(tmp_path / "unlabelled"), None).train.target(1) is None
 
 
 @pytest.mark.parametrize("max_side", [None, 8])
-def test_unreadable_images_are_copied_and_named(
-    tmp_path: Path, encode: Callable[..., bytes], memory_source: Memory, max_side: int | None
-) -> None:
+def test_unreadable_images_are_copied_and_named(tmp_path: Path, max_side: int | None) -> None:
     good = encode(np.zeros((9, 12, 3), np.uint8), "JPEG")
     images = [good, b"", b"no image", good[:-60], encode(np.zeros((9, 12, 3), np.uint8), "PNG")]
-    source = memory_source(images, labels=[0, 0, 1, 1, 2], keys=["good", "empty", "\udcffbad", "cut", "png"])
+    source = MemorySource(images, labels=[0, 0, 1, 1, 2], keys=["good", "empty", "\udcffbad", "cut", "png"])
     manifest = pack(Splits(source, None, None), tmp_path / "out", max_side=max_side)
     after = [sample.image for sample in samples_of(open_shards(str(tmp_path / "out"), None).train)]
     assert after[1:4] == images[1:4]
@@ -359,10 +349,10 @@ def test_a_description_that_cannot_be(folder: Path, tmp_path: Path, change: dict
         open_shards(str(out), None)
 
 
-def test_numbers_come_out_again(tmp_path: Path, encode: Callable[..., bytes], memory_source: Memory) -> None:
+def test_numbers_come_out_again(tmp_path: Path) -> None:
     image = encode(np.zeros((3, 2, 3), np.uint8), "PNG")
     labels = [(0.1, 2.0), None, (float("nan"), -1e300), (0.1, 2.0)]
-    source = memory_source([image] * 4, labels=labels, classes=("age", "size"))
+    source = MemorySource([image] * 4, labels=labels, classes=("age", "size"))
     pack(Splits(source, None, None), tmp_path / "out", shard_size=2_048)
     for _ in range(2):  # scanned, and then by the index
         again = open_data(str(tmp_path / "out"), validation_share=0.0)
@@ -372,7 +362,7 @@ def test_numbers_come_out_again(tmp_path: Path, encode: Callable[..., bytes], me
     assert [size.train.target(index) for index in range(4)] == [(2.0,), None, (-1e300,), (2.0,)]
     with pytest.raises(DataError, match=r"out' has no column 'sizes' of numbers; nearest: size"):
         open_data(str(tmp_path / "out"), validation_share=0.0, numbers=("sizes",))
-    classes = memory_source([image] * 4, labels=[0, 1, 0, 1])
+    classes = MemorySource([image] * 4, labels=[0, 1, 0, 1])
     pack(Splits(classes, None, None), tmp_path / "classes")
     with pytest.raises(DataError, match=r"has no numbers in its shards, but numbers=age asks for some"):
         open_data(str(tmp_path / "classes"), validation_share=0.0, numbers=("age",))
@@ -386,9 +376,7 @@ def test_numbers_come_out_again(tmp_path: Path, encode: Callable[..., bytes], me
         (['{"__numbers__": ["x"]}'], "the label in '0.json' cannot be read \\('x' is not a finite number\\)"),
     ],
 )  # fmt: skip
-def test_numbers_that_do_not_fit_together_are_named(
-    tmp_path: Path, encode: Callable[..., bytes], fields: list[str], message: str
-) -> None:
+def test_numbers_that_do_not_fit_together_are_named(tmp_path: Path, fields: list[str], message: str) -> None:
     image = encode(np.zeros((3, 2, 3), np.uint8), "PNG")
     pairs = [((f"{number}.png", image), (f"{number}.json", text.encode())) for number, text in enumerate(fields)]
     write_tar(tmp_path / "x.tar", [one for pair in pairs for one in pair])

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.make import keys_of, write_tar
+from tests.make import encode, keys_of, write_tar
 from vitrail.data.formats import tar as shards_module
 from vitrail.data.formats import tar_index
 from vitrail.data.formats.tar import locate, looks_like_shards, open_shards
@@ -37,10 +37,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def picture(encode: Callable[..., bytes]) -> Callable[[int], bytes]:
+def picture(number: int) -> bytes:
     """Return a small image that differs for each number."""
-    return lambda number: encode(np.full((3, 5 + number % 4, 3), number, np.uint8), "PNG")
+    return encode(np.full((3, 5 + number % 4, 3), number, np.uint8), "PNG")
 
 
 def write(path: Path, files: Members | list[tuple[str, bytes]], tar_format: int = tarfile.GNU_FORMAT) -> str:
@@ -116,7 +115,7 @@ def test_shards_of_splits_are_chosen(tmp_path: Path) -> None:
     assert len(splits.train) == 4 and keys_of(splits.test) == ["2a", "2b"]
 
 
-def test_several_labels(tmp_path: Path, picture: Callable[[int], bytes]) -> None:
+def test_several_labels(tmp_path: Path) -> None:
     labels: list[object] = [["rose", "daisy", "rose"], [], ["iris"]]
     files = {}
     for number, label in enumerate(labels):

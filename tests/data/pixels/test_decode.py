@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
-from tests.make import make_png, png_chunk
+from tests.make import encode, make_png, orientation, png_chunk
 from vitrail.data.pixels import decode as decode_module
 from vitrail.data.pixels.decode import (
     FORMATS,
@@ -33,8 +33,6 @@ from vitrail.data.pixels.decode import (
     to_pil,
 )
 from vitrail.errors import ConfigError, UndecodableImage
-
-Encode = Callable[..., bytes]
 
 LOSSLESS = [("PNG", {}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("WEBP", {"lossless": True})]
 
@@ -65,7 +63,7 @@ def on_white(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("file_format", "options"), LOSSLESS)
-def test_lossless_formats_give_the_pixels(encode: Encode, file_format: str, options: dict[str, object]) -> None:
+def test_lossless_formats_give_the_pixels(file_format: str, options: dict[str, object]) -> None:
     expected = picture()
     data = encode(expected, file_format, **options)
     found = decode(data, 3)
@@ -75,21 +73,21 @@ def test_lossless_formats_give_the_pixels(encode: Encode, file_format: str, opti
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
-def test_jpeg_gives_the_pixels_nearly(encode: Encode, options: dict[str, object]) -> None:
+def test_jpeg_gives_the_pixels_nearly(options: dict[str, object]) -> None:
     expected = blocks()
     found = decode(encode(expected, "JPEG", quality=98, **options), 3)
     assert np.abs(found.astype(int) - expected)[4:12, 4:12].max() <= 4
     assert np.abs(found.astype(int) - expected).mean() < 3
 
 
-def test_multi_picture_jpeg_of_cameras_gives_its_first_picture(encode: Encode) -> None:
+def test_multi_picture_jpeg_of_cameras_gives_its_first_picture() -> None:
     first, second = Image.new("RGB", (32, 16), RED), Image.new("RGB", (32, 16), BLUE)
     found = decode(encode(first, "MPO", save_all=True, append_images=[second], quality=95), 3)
     assert found.shape == (16, 32, 3) and np.abs(found.astype(int) - RED).max() <= 4
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF", "BMP", "GIF"])
-def test_grey_files_give_grey_or_equal_channels(encode: Encode, file_format: str) -> None:
+def test_grey_files_give_grey_or_equal_channels(file_format: str) -> None:
     expected = picture(channels=1)
     data = encode(expected[..., 0], file_format)
     np.testing.assert_array_equal(decode(data, 1), expected)
@@ -97,14 +95,14 @@ def test_grey_files_give_grey_or_equal_channels(encode: Encode, file_format: str
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF", "BMP", "GIF"])
-def test_bitmaps_are_black_and_white(encode: Encode, file_format: str) -> None:
+def test_bitmaps_are_black_and_white(file_format: str) -> None:
     bits = picture(channels=1)[..., 0] > 127
     data = encode(Image.fromarray(bits), file_format)
     np.testing.assert_array_equal(decode(data, 1)[..., 0], np.where(bits, 255, 0))
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF", "BMP", "GIF"])
-def test_palettes_are_looked_up(encode: Encode, file_format: str) -> None:
+def test_palettes_are_looked_up(file_format: str) -> None:
     indices = picture(channels=1)[..., 0] % 4
     palette = np.array([RED, GREEN, BLUE, (7, 80, 200)], np.uint8)
     image = Image.fromarray(indices)
@@ -115,7 +113,7 @@ def test_palettes_are_looked_up(encode: Encode, file_format: str) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "GIF"])
-def test_a_transparent_colour_of_a_palette_is_white(encode: Encode, file_format: str) -> None:
+def test_a_transparent_colour_of_a_palette_is_white(file_format: str) -> None:
     indices = picture(channels=1)[..., 0] % 4
     indices[0, 0] = 2
     palette = np.array([RED, GREEN, BLACK, BLUE], np.uint8)
@@ -126,7 +124,7 @@ def test_a_transparent_colour_of_a_palette_is_white(encode: Encode, file_format:
     np.testing.assert_array_equal(decode(encode(image, file_format, transparency=2), 1), grey_of(expected))
 
 
-def test_a_palette_with_an_alpha_for_each_colour_is_laid_on_white(encode: Encode) -> None:
+def test_a_palette_with_an_alpha_for_each_colour_is_laid_on_white() -> None:
     indices = np.arange(4, dtype=np.uint8)[None]
     palette = np.array([BLACK, BLACK, RED, BLUE], np.uint8)
     image = Image.fromarray(indices)
@@ -138,7 +136,7 @@ def test_a_palette_with_an_alpha_for_each_colour_is_laid_on_white(encode: Encode
 @pytest.mark.parametrize(
     ("file_format", "options"), [("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True, "exact": True})]
 )
-def test_alpha_is_laid_on_white(encode: Encode, file_format: str, options: dict[str, object]) -> None:
+def test_alpha_is_laid_on_white(file_format: str, options: dict[str, object]) -> None:
     pixels = picture(channels=4)
     pixels[0, :3, 3] = 0, 255, 128
     data = encode(pixels, file_format, **options)
@@ -151,7 +149,7 @@ def test_alpha_is_laid_on_white(encode: Encode, file_format: str, options: dict[
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
-def test_grey_with_alpha_is_laid_on_white(encode: Encode, file_format: str) -> None:
+def test_grey_with_alpha_is_laid_on_white(file_format: str) -> None:
     pixels = picture(channels=2)
     data = encode(Image.merge("LA", [Image.fromarray(plane) for plane in np.moveaxis(pixels, 2, 0)]), file_format)
     expected = on_white(pixels[..., :1], pixels[..., 1])
@@ -160,7 +158,7 @@ def test_grey_with_alpha_is_laid_on_white(encode: Encode, file_format: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_one_transparent_colour_is_white(encode: Encode, mode: str) -> None:
+def test_one_transparent_colour_is_white(mode: str) -> None:
     black = (0, 0, 0) if mode == "RGB" else 0
     image = Image.new(mode, (3, 1), black)
     image.putpixel((1, 0), (9, 9, 9) if mode == "RGB" else 9)
@@ -169,7 +167,7 @@ def test_one_transparent_colour_is_white(encode: Encode, mode: str) -> None:
 
 
 @pytest.mark.parametrize(("file_format", "tolerance"), [("TIFF", 0), ("JPEG", 5)])
-def test_inks_of_cmyk_become_their_colours(encode: Encode, file_format: str, tolerance: int) -> None:
+def test_inks_of_cmyk_become_their_colours(file_format: str, tolerance: int) -> None:
     inks = [(0, 0, 0, 0), (255, 0, 0, 0), (0, 255, 0, 0), (0, 0, 255, 0), (0, 0, 0, 255), (0, 0, 0, 100)]
     colours = [WHITE, (0, 255, 255), (255, 0, 255), (255, 255, 0), BLACK, (155, 155, 155)]
     plane = np.array(inks, np.uint8)[None].repeat(16, axis=0).repeat(16, axis=1)
@@ -179,7 +177,7 @@ def test_inks_of_cmyk_become_their_colours(encode: Encode, file_format: str, tol
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
-def test_16_bits_of_grey_are_scaled_not_clipped(encode: Encode, file_format: str) -> None:
+def test_16_bits_of_grey_are_scaled_not_clipped(file_format: str) -> None:
     values = np.array([[0, 255, 256, 1000], [0x7FFF, 0x8000, 0xFF00, 0xFFFF]], np.uint16)
     data = encode(values, file_format)
     with Image.open(io.BytesIO(data)) as opened:
@@ -195,7 +193,7 @@ def test_16_bits_of_colour_are_scaled_not_clipped() -> None:
 
 
 @pytest.mark.parametrize("name", ["TIFF", "PFM"])
-def test_floating_point_pixels_are_refused(encode: Encode, name: str) -> None:
+def test_floating_point_pixels_are_refused(name: str) -> None:
     data = encode(np.ones((2, 2), np.float32), "TIFF") if name == "TIFF" else b"Pf\n3 2\n-1.0\n" + bytes(24)
     message = r"has 32-bit pixels .mode F., whose range is unknown; save it with 8 or 16 bits per channel"
     with pytest.raises(UndecodableImage, match=message):
@@ -206,7 +204,7 @@ def test_floating_point_pixels_are_refused(encode: Encode, name: str) -> None:
     ("file_format", "options"),
     [("GIF", {"disposal": 2}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})],
 )
-def test_of_an_animation_the_first_frame_counts(encode: Encode, file_format: str, options: dict[str, object]) -> None:
+def test_of_an_animation_the_first_frame_counts(file_format: str, options: dict[str, object]) -> None:
     frames = [Image.new("RGB", (5, 4), colour) for colour in (RED, GREEN, BLUE)]
     data = encode(frames[0], file_format, save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(data)) as opened:
@@ -227,15 +225,9 @@ STORED = {
 """Functions that store an upright picture with each EXIF orientation."""
 
 
-def orientation(number: int) -> Image.Exif:
-    exif = Image.Exif()
-    exif[0x0112] = number
-    return exif
-
-
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize(("file_format", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})])
-def test_exif_turns_pictures_upright(encode: Encode, number: int, file_format: str, options: dict[str, object]) -> None:
+def test_exif_turns_pictures_upright(number: int, file_format: str, options: dict[str, object]) -> None:
     upright = picture()
     data = encode(np.ascontiguousarray(STORED[number](upright)), file_format, exif=orientation(number), **options)
     np.testing.assert_array_equal(decode(data, 3), upright)
@@ -245,7 +237,7 @@ def test_exif_turns_pictures_upright(encode: Encode, number: int, file_format: s
 
 
 @pytest.mark.parametrize("number", range(1, 9))
-def test_exif_turns_jpeg_upright(encode: Encode, number: int) -> None:
+def test_exif_turns_jpeg_upright(number: int) -> None:
     upright = blocks()
     stored = encode(np.ascontiguousarray(STORED[number](upright)), "JPEG", quality=98, subsampling=0)
     tagged = encode(
@@ -257,7 +249,7 @@ def test_exif_turns_jpeg_upright(encode: Encode, number: int) -> None:
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0\0\0"])
-def test_senseless_exif_is_no_reason_to_refuse(encode: Encode, exif: bytes) -> None:
+def test_senseless_exif_is_no_reason_to_refuse(exif: bytes) -> None:
     found = decode(encode(blocks(), "JPEG", exif=exif), 3)
     np.testing.assert_array_equal(found, decode(encode(blocks(), "JPEG"), 3))
 
@@ -271,7 +263,7 @@ def test_what_is_no_image_is_refused_with_the_formats(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
-def test_formats_beyond_the_list_are_refused(encode: Encode, file_format: str) -> None:
+def test_formats_beyond_the_list_are_refused(file_format: str) -> None:
     data = encode(picture(16, 16), file_format)
     if file_format != "PDF":
         with Image.open(io.BytesIO(data)) as opened:
@@ -296,7 +288,7 @@ def test_bits_of_pbm_are_black_and_white() -> None:
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
-def test_half_a_file_is_refused_whatever_warnings_are(encode: Encode, file_format: str) -> None:
+def test_half_a_file_is_refused_whatever_warnings_are(file_format: str) -> None:
     data = encode(picture(40, 40), file_format)
     for action in ("error", "ignore"):
         with warnings.catch_warnings():
@@ -313,7 +305,7 @@ def test_half_a_file_is_refused_whatever_warnings_are(encode: Encode, file_forma
     channels=st.sampled_from([1, 3]),
 )
 def test_files_cut_or_altered_anywhere_give_pixels_or_the_one_exception(
-    encode: Encode, file_format: str, place: float, byte: int | None, channels: int
+    file_format: str, place: float, byte: int | None, channels: int
 ) -> None:
     data = encode(picture(20, 30), file_format)
     begin = int(place * len(data))
@@ -361,7 +353,7 @@ def test_the_limit_holds_whatever_pillows_own_is(monkeypatch: pytest.MonkeyPatch
     assert MAX_PIXELS == 89_478_485
 
 
-def test_the_limit_itself_is_allowed(monkeypatch: pytest.MonkeyPatch, encode: Encode) -> None:
+def test_the_limit_itself_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_module, "MAX_PIXELS", 12)
     assert decode(encode(picture(3, 4), "PNG"), 3).shape == (3, 4, 3)
     with pytest.raises(UndecodableImage, match=r"^claims 1 x 13 pixels \(width x height\), more than .* 12 "):
@@ -378,7 +370,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "TIFF", "GIF", "PPM"])
-def test_a_higher_limit_allows_larger_images(encode: Encode, file_format: str) -> None:
+def test_a_higher_limit_allows_larger_images(file_format: str) -> None:
     data = encode(picture(61, 83), file_format)
     allow_pixels(61 * 83 - 1)
     with pytest.raises(UndecodableImage, match=r"5,062 pixels; a higher --max-pixels \(or VITRAIL_MAX_PIXELS\)"):
@@ -389,7 +381,7 @@ def test_a_higher_limit_allows_larger_images(encode: Encode, file_format: str) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("limit")
-def test_other_processes_inherit_the_limit(encode: Encode, tmp_path: Path) -> None:
+def test_other_processes_inherit_the_limit(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encode(picture(), "PNG"))
     allow_pixels(12)
     program = "import sys; from vitrail.data.pixels.decode import decode; decode(open(sys.argv[1], 'rb').read(), 3)"
@@ -398,9 +390,7 @@ def test_other_processes_inherit_the_limit(encode: Encode, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "many", "1e8"])
-def test_a_wrong_limit_in_the_environment_is_an_error(
-    encode: Encode, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_a_wrong_limit_in_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("VITRAIL_MAX_PIXELS", value)
     with pytest.raises(ConfigError, match=f"VITRAIL_MAX_PIXELS='{value}'"):
         decode(encode(picture(), "PNG"), 3)
@@ -452,7 +442,7 @@ def test_pillow_images_of_any_mode_give_pixels(mode: str, channels: int) -> None
     assert found.size == (4, 3) and found.mode == ("L" if channels == 1 else "RGB")
 
 
-def test_a_pillow_image_is_left_as_it_is(encode: Encode) -> None:
+def test_a_pillow_image_is_left_as_it_is() -> None:
     image = Image.open(io.BytesIO(encode(picture(channels=4), "PNG", exif=orientation(6))))
     before = image.copy()
     decode(image, 1)
@@ -476,7 +466,7 @@ def test_16_bits_of_grey_whose_white_is_zero_are_turned_round(black: int, expect
 
 
 @pytest.mark.parametrize("mode", ["YCbCr", "LAB"])
-def test_other_colour_spaces_of_tiff_become_rgb(encode: Encode, mode: str) -> None:
+def test_other_colour_spaces_of_tiff_become_rgb(mode: str) -> None:
     soft = Image.fromarray(blocks() // 2 + 64)
     if mode == "LAB":
         spaces = [ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")]
@@ -490,7 +480,7 @@ def test_other_colour_spaces_of_tiff_become_rgb(encode: Encode, mode: str) -> No
     assert np.abs(decode(data, 1).astype(int) - grey_of(np.asarray(soft))).max() <= 4
 
 
-def test_colour_profiles_are_ignored(encode: Encode) -> None:
+def test_colour_profiles_are_ignored() -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
     np.testing.assert_array_equal(decode(encode(picture(), "PNG", icc_profile=profile), 3), picture())
 
@@ -539,7 +529,7 @@ def test_other_formats_are_named(data: bytes, name: str) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF", "WEBP", "GIF"])
-def test_a_header_cut_short_is_said_to_be_one(encode: Encode, file_format: str) -> None:
+def test_a_header_cut_short_is_said_to_be_one(file_format: str) -> None:
     data = encode(picture(), file_format)[:12]
     with pytest.raises(UndecodableImage, match=f"^begins as {file_format}, but its header is damaged or cut short"):
         decode(data, 3)
@@ -556,7 +546,7 @@ def test_no_pixels_at_all_are_refused() -> None:
 
 @pytest.mark.parametrize("number", [1, 3, 6, 8])
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF"])
-def test_the_size_is_that_of_the_pixels(encode: Encode, number: int, file_format: str) -> None:
+def test_the_size_is_that_of_the_pixels(number: int, file_format: str) -> None:
     options = {} if file_format in ("BMP", "GIF") else {"exif": orientation(number)}
     data = encode(picture(13, 21), file_format, **options)
     expected = (21, 13) if options and number > 4 else (13, 21)
@@ -569,7 +559,7 @@ def test_the_size_is_that_of_the_pixels(encode: Encode, number: int, file_format
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "BMP", "TIFF", "GIF"])
-def test_the_size_needs_the_header_alone(encode: Encode, file_format: str) -> None:
+def test_the_size_needs_the_header_alone(file_format: str) -> None:
     data = encode(picture(70, 90), file_format)
     with pytest.raises(UndecodableImage):
         decode(data[: len(data) * 3 // 4], 3)
@@ -586,13 +576,13 @@ def test_the_size_of_what_is_no_image_is_refused() -> None:
 
 @pytest.mark.parametrize("shrink", [2, 4, 8])
 @pytest.mark.parametrize("size", [(80, 96), (81, 97), (87, 103), (8, 9)])
-def test_jpeg_files_shrink_to_the_size_rounded_up(encode: Encode, shrink: int, size: tuple[int, int]) -> None:
+def test_jpeg_files_shrink_to_the_size_rounded_up(shrink: int, size: tuple[int, int]) -> None:
     opened = open_image(encode(picture(*size), "JPEG", exif=orientation(6)))
     assert opened.shrink_for(shrink + 0.9) == shrink and opened.size == size[::-1]
     assert opened.load(3, shrink).size == (-(-size[0] // shrink), -(-size[1] // shrink))
 
 
-def test_only_jpeg_files_shrink(encode: Encode) -> None:
+def test_only_jpeg_files_shrink() -> None:
     jpeg = encode(picture(64, 64), "JPEG")
     assert open_image(jpeg).shrink_for(100.0) == 8 and open_image(jpeg).shrink_for(1.9) == 1
     assert open_image(encode(picture(3, 64), "JPEG")).shrink_for(100.0) == 2
@@ -602,21 +592,21 @@ def test_only_jpeg_files_shrink(encode: Encode) -> None:
         assert open_image(other).shrink_for(100.0) == 1
 
 
-def test_shrunk_jpeg_files_cut_short_are_refused(encode: Encode) -> None:
+def test_shrunk_jpeg_files_cut_short_are_refused() -> None:
     data = encode(picture(64, 64), "JPEG")
     for length in range(700, len(data) - 2, 97):
         with pytest.raises(UndecodableImage, match="truncated"):
             open_image(data[:length]).load(3, 4)
 
 
-def test_broken_tiff_files_write_nothing(capfd: pytest.CaptureFixture[str], encode: Encode) -> None:
+def test_broken_tiff_files_write_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     data = encode(picture(), "TIFF", compression="tiff_lzw")
     for length in range(0, len(data), 41):
         check_pixels_or_refusal(data[:length], 3)
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_pillow_warns_of_is_no_warning_here(encode: Encode) -> None:
+def test_what_pillow_warns_of_is_no_warning_here() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Image.open(io.BytesIO(encode(picture(), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\0"))).getexif()
@@ -627,7 +617,7 @@ def test_what_pillow_warns_of_is_no_warning_here(encode: Encode) -> None:
     assert [str(warning.message) for warning in caught] == ["of somebody else"]
 
 
-def test_threads_decode_the_same(encode: Encode) -> None:
+def test_threads_decode_the_same() -> None:
     files = [encode(picture(64, 64), name) for name in ("JPEG", "PNG", "WEBP", "TIFF", "GIF")] * 20
     with ThreadPoolExecutor(8) as threads:
         for found, data in zip(threads.map(lambda data: decode(data, 3), files), files, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
+from tests.make import encode, orientation
 from vitrail.data.check.images import look
 from vitrail.data.formats.pack import pack
 from vitrail.data.pixels import decode as decode_module
@@ -59,10 +59,7 @@ def without_decoders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def encoded(pixels: np.ndarray | Image.Image, kind: str, **options: object) -> bytes:
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    file = io.BytesIO()
-    image.save(file, kind, **{**QUALITY[kind], **options})
-    return file.getvalue()
+    return encode(pixels, kind, **{**QUALITY[kind], **options})
 
 
 def distance(found: np.ndarray, expected: np.ndarray) -> int:
@@ -100,9 +97,7 @@ def test_alpha_is_laid_on_white_and_palettes_are_looked_up(kind: str, mode: str)
 @pytest.mark.parametrize("number", [1, 4, 5, 6])
 def test_orientation_turns_pictures_upright(kind: str, number: int) -> None:
     stored = Image.fromarray(UPRIGHT)
-    exif = stored.getexif()
-    exif[0x0112] = number
-    found = decode(data := encoded(stored, kind, exif=exif.tobytes()), 3)
+    found = decode(data := encoded(stored, kind, exif=orientation(number).tobytes()), 3)
     turn = decode_module.UPRIGHT.get(number)
     expected = np.asarray(stored if turn is None else stored.transpose(turn))
     assert image_size_of(data) == expected.shape[:2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -15,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.make import encode, orientation
 from vitrail.data.pixels.geometry import Resize
 from vitrail.data.pixels.preprocess import FILTERS, Interpolation, Preprocess
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.settings import from_plain, to_plain
-
-Encode = Callable[..., bytes]
 
 side = st.integers(1, 70)
 
@@ -147,7 +145,7 @@ def test_crop_without_scaling_is_the_centre_exactly(
     given_channels=st.sampled_from([1, 3]),
 )
 def test_files_arrays_and_pillow_images_give_the_same_pixels_of_the_size_asked_for(
-    encode: Encode, old: tuple[int, int], new: tuple[int, int], channels: int, resize: Resize, share: float,
+    old: tuple[int, int], new: tuple[int, int], channels: int, resize: Resize, share: float,
     interpolation: Interpolation, given_channels: int,
 ) -> None:  # fmt: skip
     preprocess = Preprocess(
@@ -163,9 +161,7 @@ def test_files_arrays_and_pillow_images_give_the_same_pixels_of_the_size_asked_f
 
 @pytest.mark.parametrize("resize", ["squash", "crop", "pad"])
 @pytest.mark.parametrize(("size", "channels"), [((7, 5), 3), ((1, 1), 3), ((28, 28), 1)])
-def test_images_of_the_size_are_left_as_they_are(
-    encode: Encode, resize: Resize, size: tuple[int, int], channels: int
-) -> None:
+def test_images_of_the_size_are_left_as_they_are(resize: Resize, size: tuple[int, int], channels: int) -> None:
     image = noise(*size, channels)
     for interpolation in ("nearest", "bilinear", "bicubic", "area"):
         preprocess = Preprocess(image_size=size, channels=channels, resize=resize, interpolation=interpolation)
@@ -291,7 +287,7 @@ def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
 @pytest.mark.slow
 @given(drawn=st.data(), old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from([*FILTERS]))
 def test_a_box_is_cut_out_and_then_scaled(
-    encode: Encode, drawn: st.DataObject, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation
+    drawn: st.DataObject, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation
 ) -> None:
     height, width = (drawn.draw(st.integers(1, whole)) for whole in old)
     top, left = (drawn.draw(st.integers(0, whole - part)) for whole, part in zip(old, (height, width), strict=True))
@@ -337,18 +333,16 @@ def slope(height: int, width: int) -> np.ndarray:
     [(None, "squash", 1.0), ((9, 21, 64, 70), "squash", 1.0), (None, "crop", 0.8), (None, "pad", 1.0)],
 )
 def test_scaled_decoding_shows_the_same_part_whatever_way_the_file_is_turned(
-    encode: Encode, number: int, box: tuple[int, int, int, int] | None, resize: Resize, share: float
+    number: int, box: tuple[int, int, int, int] | None, resize: Resize, share: float
 ) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = number
-    data = encode(slope(91, 109), "JPEG", quality=98, subsampling=0, exif=exif)
+    data = encode(slope(91, 109), "JPEG", quality=98, subsampling=0, exif=orientation(number))
     preprocess = Preprocess(image_size=(7, 9), resize=resize, crop_share=share)
     expected = preprocess.pixels(data, box).astype(int)
     found = replace(preprocess, scaled_decode=True).pixels(data, box).astype(int)
     assert 0 < np.abs(found - expected).max() <= 4
 
 
-def test_scaled_decoding_changes_a_photograph_a_little(encode: Encode) -> None:
+def test_scaled_decoding_changes_a_photograph_a_little() -> None:
     small = Image.fromarray(noise(24, 32)).resize((640, 480), Image.Resampling.BICUBIC)
     data = encode(small, "JPEG", quality=90)
     for size in ((60, 60), (100, 130), (120, 120)):
@@ -360,7 +354,7 @@ def test_scaled_decoding_changes_a_photograph_a_little(encode: Encode) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "BMP", "WEBP", "GIF", "TIFF"])
-def test_scaled_decoding_leaves_other_images_alone(encode: Encode, file_format: str) -> None:
+def test_scaled_decoding_leaves_other_images_alone(file_format: str) -> None:
     plain = Preprocess(image_size=(6, 7))
     data = encode(noise(64, 64), file_format)
     opened = Image.open(io.BytesIO(encode(noise(64, 64), "JPEG")))
@@ -369,7 +363,7 @@ def test_scaled_decoding_leaves_other_images_alone(encode: Encode, file_format: 
 
 
 @pytest.mark.parametrize("size", [(17, 16), (16, 17), (33, 33), (64, 64)])
-def test_scaled_decoding_keeps_twice_the_pixels_that_are_needed(encode: Encode, size: tuple[int, int]) -> None:
+def test_scaled_decoding_keeps_twice_the_pixels_that_are_needed(size: tuple[int, int]) -> None:
     data = encode(noise(64, 64), "JPEG")
     plain = Preprocess(image_size=size)
     np.testing.assert_array_equal(replace(plain, scaled_decode=True).pixels(data), plain.pixels(data))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.make import encode
 from vitrail.data.pixels.preprocess import GEOMETRIES, Preprocess
 from vitrail.data.pixels.tensorflow import resize
 from vitrail.errors import ConfigError
@@ -133,7 +133,7 @@ def test_padding_and_boxes_as_without_tensorflow(channels: int) -> None:
         assert all(np.array_equal(made[0], other) for other in made[1:])
 
 
-def test_whole_levels_are_rounded(encode: Callable[..., bytes]) -> None:
+def test_whole_levels_are_rounded() -> None:
     file = encode(np.random.default_rng(1).integers(0, 256, (31, 23, 3)).astype(np.uint8), "PNG")
     preprocess = Preprocess(image_size=(13, 17)).with_geometry("vision_transformer")
     exact, whole = preprocess.pixels(file), preprocess.pixels(file, whole_levels=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import zlib
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.make import make_png, png_chunk
+from tests.make import encode, make_png, orientation, png_chunk
 from vitrail.data.pixels.decode import decode, image_size_of, open_image
 from vitrail.data.sources import open_data
 from vitrail.errors import UndecodableImage
@@ -25,9 +24,7 @@ LARGE = zlib.compress(b"z" * 2_000_000)
 
 def png(*more: bytes, at: bytes = b"IDAT", **options: Any) -> bytes:
     """Return a PNG file of the pixels with more chunks in front of the first chunk of type `at`."""
-    file = io.BytesIO()
-    Image.fromarray(PIXELS).save(file, "PNG", **options)
-    data = file.getvalue()
+    data = encode(PIXELS, "PNG", **options)
     place = data.index(at) - 4
     return data[:place] + b"".join(more) + data[place:]
 
@@ -49,8 +46,7 @@ HARMLESS = {
 @pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS)
 @pytest.mark.parametrize(("at", "number"), [(b"IDAT", 1), (b"IDAT", 6), (b"IEND", 8)])
 def test_chunks_without_influence_on_the_pixels_are_no_reason_to_refuse(more: bytes, at: bytes, number: int) -> None:
-    exif = Image.Exif()
-    exif[274] = number
+    exif = orientation(number)
     turned = decode(png(exif=exif), 3)
     assert turned.shape == ((21, 34, 3) if number == 1 else (34, 21, 3))
     data = png(more, at=at, exif=exif)
@@ -59,10 +55,7 @@ def test_chunks_without_influence_on_the_pixels_are_no_reason_to_refuse(more: by
 
 
 def test_transparency_stays_if_another_chunk_is_dropped() -> None:
-    palette = Image.fromarray(PIXELS).quantize(7)
-    file = io.BytesIO()
-    palette.save(file, "PNG", transparency=2)
-    data = file.getvalue()
+    data = encode(Image.fromarray(PIXELS).quantize(7), "PNG", transparency=2)
     place = data.index(b"IDAT") - 4
     damaged = data[:place] + HARMLESS["a short gAMA"] + data[place:]
     np.testing.assert_array_equal(decode(damaged, 3), decode(data, 3))
@@ -70,9 +63,7 @@ def test_transparency_stays_if_another_chunk_is_dropped() -> None:
 
 @pytest.mark.parametrize("name", [b"IDAT", b"IHDR", b"PLTE", b"tRNS"])
 def test_damaged_chunks_with_influence_on_the_pixels_are_refused(name: bytes) -> None:
-    file = io.BytesIO()
-    Image.fromarray(PIXELS).quantize(7).save(file, "PNG", transparency=2)
-    data = bytearray(file.getvalue())
+    data = bytearray(encode(Image.fromarray(PIXELS).quantize(7), "PNG", transparency=2))
     data[data.index(name) + 5] ^= 1
     with pytest.raises(UndecodableImage):
         decode(bytes(data[:33]) + HARMLESS["a short gAMA"] + bytes(data[33:]), 3)
@@ -102,9 +93,7 @@ def jpeg(mode: str, **options: Any) -> bytes:
     """Return a JPEG file whose lower half is nearly grey, as libjpeg fills missing data."""
     pixels = PIXELS.copy()
     pixels[11:] = 128
-    file = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(file, "JPEG", **options)
-    return file.getvalue()
+    return encode(Image.fromarray(pixels).convert(mode), "JPEG", **options)
 
 
 @pytest.mark.parametrize(("mode", "options"), JPEGS)
@@ -135,9 +124,7 @@ def test_a_progressive_jpeg_without_its_last_scan_is_refused() -> None:
 
 
 def test_a_jpeg_without_end_marker_shrinks_like_others() -> None:
-    file = io.BytesIO()
-    Image.fromarray(PIXELS.repeat(4, 0).repeat(4, 1)).save(file, "JPEG")
-    data = file.getvalue()
+    data = encode(PIXELS.repeat(4, 0).repeat(4, 1), "JPEG")
     np.testing.assert_array_equal(np.asarray(open_image(data[:-2]).load(3, 2)), np.asarray(open_image(data).load(3, 2)))
 
 
@@ -162,9 +149,7 @@ SEGMENTS = {
 @pytest.mark.parametrize("segment", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize(("mode", "number"), [("RGB", 6), ("L", 1), ("CMYK", 6)])
 def test_damaged_segments_of_jpeg_are_no_reason_to_refuse(segment: bytes, mode: str, number: int) -> None:
-    exif = Image.Exif()
-    exif[274] = number
-    data = jpeg(mode, exif=exif)
+    data = jpeg(mode, exif=orientation(number))
     damaged = data[:2] + segment + data[2:]
     np.testing.assert_array_equal(decode(damaged, 3), decode(data, 3))
     assert image_size_of(damaged) == ((21, 34) if number == 1 else (34, 21))
