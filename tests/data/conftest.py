@@ -27,6 +27,13 @@ def goldens() -> ModuleType:
 
 
 @pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty cache folder of the test, which does not exist yet."""
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def tree(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that makes empty files at relative paths. A path that ends in "/" makes a folder."""
 

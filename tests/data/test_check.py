@@ -143,7 +143,6 @@ def test_findings_say_what_and_how_grave(messy: Path, messy_report: Report) -> N
     assert found["near-leak"].text == "1 validation image is a near duplicate of a train image"
     assert found["contradiction"].text == "2 images in 1 group of copies with different labels (identical pixels)"
     assert (found["duplicates"].count, found["duplicates"].severity) == (1, "note"), "the pair above is not in it"
-    assert report.sizes is not None
     assert (report.sizes.smallest, report.sizes.median, report.sizes.largest) == ((1, 1), (64, 48), (640, 480))
     assert report.kinds["JPEG CMYK"] == 1 and sum(report.kinds.values()) == report.images - 3
     assert report.looked_at == report.images

@@ -52,4 +52,4 @@ def test_images_are_read_only_for_a_grey_network() -> None:
         raise AssertionError("an image was read")
         yield b""
 
-    assert colour_note(images(), 3) == ""  # type: ignore[arg-type]
+    assert colour_note(images(), 3) == ""

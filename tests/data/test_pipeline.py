@@ -312,9 +312,12 @@ def all_processes_end() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_processes_have_no_say_in_the_order(processes: int, colour_folder: Path) -> None:
+@pytest.mark.parametrize(("processes", "free"), [(1, 0), (2, 1 << 40)])
+def test_processes_have_no_say_in_the_order_with_and_without_shared_memory(
+    processes: int, free: int, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They do not influence resuming either, and they end with the iterator."""
+    monkeypatch.setattr(pipeline.os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
     source, preprocess = read_folder(colour_folder).samples, Preprocess(image_size=(5, 7))
 
     def start(readers: Readers) -> TrainingBatches:
@@ -541,20 +544,6 @@ def test_worker_processes_keep_no_pixels() -> None:
     batches._readers = Readers(1, processes=1)
     batches._ahead()
     assert batches._kept is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("free", [0, 1 << 40])
-def test_a_worker_process_gives_the_same_with_and_without_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, free: int
-) -> None:
-    monkeypatch.setattr(pipeline.os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
-    expected, batches = training(numbered(11)), training(numbered(11))
-    batches.use_readers(Readers(1, processes=1))
-    for _ in range(4):
-        found, wanted = next(batches), next(expected)
-        assert found.samples.tolist() == wanted.samples.tolist() and torch.equal(found.images, wanted.images)
-    batches.close()
 
 
 class Killing(Files):

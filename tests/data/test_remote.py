@@ -226,7 +226,7 @@ def test_a_folder_and_a_glob_of_another_file_system() -> None:
     memory.pipe("/bucket/notes.txt", b"")
     splits = open_shards("memory://bucket", None)
     assert [splits.train.key(index) for index in range(len(splits.train))] == ["000", "010", "001", "011"]
-    assert splits.validation is not None and splits.validation[0].key == "002"
+    assert splits.validation[0].key == "002"
     assert len(open_shards("memory://bucket/train/*.tar", None).train) == 4
     assert len(open_shards("memory://bucket/{train,val}/*.tar", None).train) == 4
     with pytest.raises(DataError, match="memory://nothing has no shards"):

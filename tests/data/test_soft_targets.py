@@ -63,7 +63,7 @@ def expected(source: Samples, index: int) -> np.ndarray:
     if index >= 6:
         amounts[[1, 3]] = (index - 6) / 10, 1 - (index - 6) / 10
     elif (target := source.target(index)) is not None:
-        amounts[target] = 1  # type: ignore[index]
+        amounts[target] = 1
     return amounts
 
 
@@ -120,7 +120,7 @@ def test_the_loss_is_the_formula(smoothing: float, weights: Any) -> None:
     class_weights = balanced_weights(source) if weights == "balanced" else None
     network = small_network(num_classes=4)
     objective = ClassificationObjective(network, label_smoothing=smoothing, class_weights=class_weights)
-    torch.nn.init.normal_(network.head.weight)  # type: ignore[union-attr]
+    torch.nn.init.normal_(network.head.weight)
     images = SIZE.normalise(batch.images)
     output = objective(Batch(**{**vars(batch), "images": images}))
     probabilities = softmax(network(images))
@@ -171,7 +171,6 @@ def test_a_batch_overfits() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert batch.targets is not None
     targets = batch.targets[batch.counted].double()
     entropy = float(-(targets * targets.clamp(min=1e-12).log()).sum(1).mean())
     assert loss.item() < entropy + 0.15, "the least loss is the entropy of the targets"

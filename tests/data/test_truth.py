@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.make import MemorySource
 from tests.targets import multi_labels, number_targets, single_labels
@@ -92,12 +90,6 @@ def test_truth_of_a_source_of_numbers() -> None:
         check_known(MemorySource(labels=[None, None], classes=("a",)), "linear")
     with pytest.raises(DataError, match="none of 1 images has a known number, but linear needs to know their"):
         check_known(MemorySource(labels=[(NAN,)], classes=("a",)), "linear")
-
-
-@given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=20))
-def test_any_labels_survive_files(labels: list[int | None]) -> None:
-    truth = Targets.of(labels, "class", numbered(5))
-    assert [truth.plain(row) for row in range(len(truth))] == labels
 
 
 @pytest.mark.parametrize(

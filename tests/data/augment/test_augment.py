@@ -296,7 +296,7 @@ def test_a_preset_changes_pixels_as_its_rules_say() -> None:
     given = Augment(**fields, **rules)(data, seed=1, classes=4)
     assert torch.equal(found.images, given.images) and torch.equal(found.targets, given.targets)
     for name, rule in (("randaugment_rule", "pillow"), ("mixup_per", "sample")):
-        other = Augment(preset="augreg-medium2", **{name: rule})(data, seed=1, classes=4)  # type: ignore[arg-type]
+        other = Augment(preset="augreg-medium2", **{name: rule})(data, seed=1, classes=4)
         assert not torch.equal(found.images, other.images), name
     assert Augment()(data, seed=1).targets is None
 
@@ -309,7 +309,6 @@ def test_boxes_follow_the_rule() -> None:
         (Augment(crop_area=(0.2, 0.9), preset="augreg-none"), tensorflow_crop),
     ):
         crop = augment.crop(3)
-        assert crop is not None
         assert crop(1, 2, 50, 40, view=1) == rule(3, 1, 2, 50, 40, area=(0.2, 0.9), view=1)
 
 

@@ -64,17 +64,6 @@ def test_keyed_uniform_equals_the_reference(
     assert without.tolist() == [reference_uniform(seed, epoch, sample, 0, numbers) for epoch, sample, _ in keys]
 
 
-def test_keyed_uniform_is_uniform_from_0_to_below_1() -> None:
-    count = 200_000
-    numbers = keyed_uniform(0, np.zeros(count, np.int64), np.arange(count), draws=3).astype(np.float64)
-    assert numbers.min() >= 0 and numbers.max() < 1
-    assert np.abs(numbers.mean(0) - 0.5).max() < 4 * (1 / 12) ** 0.5 / count**0.5
-    assert np.abs(numbers.var(0) - 1 / 12).max() < 4 * (1 / 180) ** 0.5 / count**0.5
-    counts = np.stack([np.histogram(column, 100, (0, 1))[0] for column in numbers.T])
-    chi_square = ((counts - count / 100) ** 2 / (count / 100)).sum(1)
-    assert chi_square.min() > 50 and chi_square.max() < 165  # 99 degrees of freedom: 99 +- 14
-
-
 def test_no_two_uses_share_a_draw() -> None:
     used = {Slot.MOVE: 3, Slot.ERASE: 5, Slot.CROP: 40, Slot.JITTER: operations.JITTER_DRAWS, Slot.MIX: mixing.DRAWS}
     numbers = [first + draw for first, draws in used.items() for draw in range(draws)]

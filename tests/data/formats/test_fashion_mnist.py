@@ -43,14 +43,6 @@ def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that $VITRAIL_DATA names."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("VITRAIL_DATA", str(folder))
-    return folder
-
-
-@pytest.fixture
 def nowhere(tmp_path: Path) -> Path:
     """Make Debian's folder of the data set seem to be missing."""
     return tmp_path / "nowhere"

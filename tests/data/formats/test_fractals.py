@@ -247,13 +247,3 @@ def test_any_spec_is_opened_or_refused(parts: list[str]) -> None:
         assert 2 <= source.count <= len(source) <= MOST and [int(part) for part in parts][:2] == [
             source.count, source.samples,
         ]  # fmt: skip
-
-
-@given(classes=st.integers(-2, 2**40), samples=st.integers(-2, 2**40), seed=st.integers(-9, 2**40))
-def test_numbers_out_of_range_are_refused(classes: int, samples: int, seed: int) -> None:
-    fits = classes >= 2 and samples >= 1 and classes * samples <= MOST and 0 <= seed < 2**32
-    if fits:
-        assert len(FractalSource(classes, samples, seed)) == classes * samples
-    else:
-        with pytest.raises(DataError, match="fractals: "):
-            FractalSource(classes, samples, seed)

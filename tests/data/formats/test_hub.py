@@ -344,11 +344,6 @@ def test_caches_that_cannot_be_written(hub: Hub, tmp_path: Path, blocked: str) -
     assert f"data {SPEC!r}" in text and str(tmp_path / blocked) in text
 
 
-def test_a_file_that_is_not_parquet(hub: Hub) -> None:
-    hub.add(NAME, {"train.parquet": b"version https://git-lfs.github.com/spec/v1"})
-    assert "cannot be read as Parquet" in message(SPEC)
-
-
 @pytest.mark.slow
 def test_processes_that_open_it_at_once(hub: Hub) -> None:
     hub.repositories[NAME] = Repository()

@@ -99,17 +99,14 @@ def test_a_plain_file_named_gz_and_a_missing_file_cannot_be_read(tmp_path: Path,
 
 def test_source_gives_grey_images_their_labels_and_numbers(tmp_path: Path, write_idx: Write) -> None:
     images = np.arange(24).reshape(3, 4, 2)
-    source = idx_samples(write_idx(tmp_path / "i", images), write_idx(tmp_path / "l.gz", np.array([2, 0, 1])))
+    paths = write_idx(tmp_path / "i", images), write_idx(tmp_path / "l.gz", np.array([2, 0, 1]))
+    assert idx_samples(*paths, ("cat", "dog", "cow", "owl")).classes == ("cat", "dog", "cow", "owl")
+    source = idx_samples(*paths)
     assert isinstance(source, Source)
     assert len(source) == 3 and source.classes == ("0", "1", "2")
     sample = source[1]
     assert (sample.key, sample.target, source.key(1), source.target(1)) == ("1", 0, "1", 0)
     np.testing.assert_array_equal(sample.image, images[1][:, :, None])
-
-
-def test_source_takes_names_for_its_classes(tmp_path: Path, write_idx: Write) -> None:
-    images, labels = write_idx(tmp_path / "i", np.zeros((2, 3, 3))), write_idx(tmp_path / "l", np.array([0, 1]))
-    assert idx_samples(images, labels, ("cat", "dog", "cow")).classes == ("cat", "dog", "cow")
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,10 @@ def write(path: Path, columns: dict[str, Any], features: dict[str, Any] | None =
 
 
 def samples_of(source: Source | None) -> list[tuple[str, Any, Any]]:
-    assert source is not None
     return [(sample.key, sample.image, sample.target) for sample in map(source.__getitem__, range(len(source)))]
 
 
 def labels_of(source: Source | None) -> list[Any]:
-    assert source is not None
     return [source.target(index) for index in range(len(source))]
 
 
@@ -497,41 +495,12 @@ def test_what_a_killed_process_left_is_overwritten(tmp_path: Path, cache: Path) 
     assert laid_out.read_bytes() == whole and list(cache.iterdir()) == [laid_out]
 
 
-@pytest.mark.slow
-def test_processes_that_open_it_at_once(tmp_path: Path, cache: Path) -> None:
-    for number in range(3):
-        write(tmp_path / f"set/train-{number}.parquet", {"image": images(PICTURES * 20), "label": [0, 1] * 300})
-    script = f"""
-import sys
-from pathlib import Path
-from vitrail.data.formats.parquet import open_parquet
-sys.stdin.readline()
-source = open_parquet(Path({str(tmp_path / "set")!r}), None).train
-print(len(source), hash(tuple(source[index].image for index in range(0, len(source), 7))))
-"""
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    answers = [process.communicate() for process in processes]
-    assert len({out for out, _ in answers}) == 1 and answers[0][0].startswith("1800 "), answers
-    assert sorted(path.suffix for path in cache.iterdir()) == [".images"] * 3
-
-
 def test_a_disk_that_is_too_small(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(PICTURES), "label": [0] * 30})
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
         text = message(path, kind=SaveError)
-    size = float(re.search(r" takes (\S+) MB, but only 0\.00 MB are free there", text)[1])  # type: ignore[index]
+    size = float(re.search(r" takes (\S+) MB, but only 0\.00 MB are free there", text)[1])
     assert (
         str(cache) in text and "VITRAIL_DATA" in text and size == pytest.approx(sum(map(len, PICTURES)) / 1e6, abs=0.01)
     )

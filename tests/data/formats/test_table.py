@@ -199,7 +199,6 @@ def test_mistakes_in_json_lines_are_named(table: Callable[..., Path], lines: tup
 
 def numbers_of(source: Source | None) -> list[Any]:
     """Return the targets, with a text for NaN, which does not equal itself."""
-    assert source is not None
     targets = [source.target(index) for index in range(len(source))]
     return [
         target if target is None else tuple("?" if math.isnan(one) else one for one in target) for target in targets
@@ -321,7 +320,7 @@ def test_whole_floats_are_class_numbers_in_all_splits(table: Callable[..., Path]
     path = table("path,label,split", "a/1.jpg,0.0,train", "a/2.jpg,10.0,train", "4.jpg,nan,train", "b/3.PNG,10,test")
     splits = open_data(str(path), validation_share=0.0)
     assert splits.classes == ("0", "10") and rows_of(splits.train) == [("a/1.jpg", 0), ("a/2.jpg", 1), ("4.jpg", None)]
-    assert splits.test is not None and rows_of(splits.test) == [("b/3.PNG", 1)]
+    assert rows_of(splits.test) == [("b/3.PNG", 1)]
     assert any("1 label (nan)" in note for note in splits.notes)
 
 
@@ -367,7 +366,7 @@ def test_yes_and_no_divide_and_a_second_column_is_named(table: Callable[..., Pat
     splits = open_data(
         str(table("path,label,is_valid", *(row.rpartition(",")[0] for row in rows))), validation_share=0.0
     )
-    assert splits.validation is not None and rows_of(splits.validation) == [("4.jpg", 0)]
+    assert rows_of(splits.validation) == [("4.jpg", 0)]
     notes = open_data(str(table("path,label,is_valid,fold", *rows)), validation_share=0.0).notes
     assert any("column 'is_valid' (no, yes) is not used, because 'fold' divides the rows" in note for note in notes)
 

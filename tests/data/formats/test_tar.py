@@ -30,13 +30,6 @@ from vitrail.testing import check_source
 Members = Mapping[str, bytes]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder of the test."""
-    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def picture(number: int) -> bytes:
     """Return a small image that differs for each number."""
     return encode(np.full((3, 5 + number % 4, 3), number, np.uint8), "PNG")
@@ -191,7 +184,7 @@ def test_other_splits_are_indexed_by_the_classes_of_training(tmp_path: Path) -> 
     write(tmp_path / "train-0.tar", labelled("1:rose", "2:daisy"))
     write(tmp_path / "val-0.tar", labelled("3:rose"))
     splits = open_shards(str(tmp_path), None)
-    assert splits.validation is not None and splits.validation.classes == ("daisy", "rose")
+    assert splits.validation.classes == ("daisy", "rose")
     assert labels_of(splits.validation) == [1]
     write(tmp_path / "test.tar", labelled("3:tulip", "4:rose", "5:tulip"))
     (fault,) = (splits := open_shards(str(tmp_path), None)).faults
@@ -200,7 +193,7 @@ def test_other_splits_are_indexed_by_the_classes_of_training(tmp_path: Path) -> 
         f"{tmp_path / 'test.tar'}: sample '3' has the label 'tulip'; it is not among the known"
     )
     assert "counts 2 images of the test split as unlabelled" in fault.training
-    assert splits.test is not None and labels_of(splits.test) == [None, 1, None]
+    assert labels_of(splits.test) == [None, 1, None]
     with pytest.raises(DataError, match=r"test\.tar: sample '3' has the label 'tulip'"):
         open_data(str(tmp_path), validation_share=0.0)
     with pytest.raises(DataError, match=r"test\.tar: sample '3' has the label 'tulip'"):
@@ -488,23 +481,20 @@ def test_an_index_that_points_out_of_its_shard_is_not_used(tmp_path: Path, scans
         assert keys_of(open_shards(location, None).train) == ["1", "2"] and len(scans) == before + 1
 
 
-def test_where_nothing_can_be_written_the_index_is_in_the_cache(tmp_path: Path, cache: Path, scans: list[str]) -> None:
-    location = write(tmp_path / "x.tar", labelled("1:0"))
-    (tmp_path / "x.tar.index").mkdir()  # a file cannot have this name, even for root, whom permissions do not stop
-    for _ in range(2):
-        assert keys_of(open_shards(location, None).train) == ["1"]
-    assert len(scans) == 1 and len(list((cache / "shards").iterdir())) == 1
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_file_of_another_program_is_not_replaced(tmp_path: Path, cache: Path, scans: list[str]) -> None:
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_where_the_index_cannot_be_beside_its_shard_it_is_in_the_cache(
+    tmp_path: Path, cache: Path, scans: list[str], is_foreign: bool
+) -> None:
+    """A file of another program is not replaced, and a file cannot have the name of a folder, even for root, whom
+    permissions do not stop."""
     location = write(tmp_path / "x.tar", labelled("1:rose", "2:daisy"))
     own = tmp_path / "x.tar.index"
-    own.write_text("1.jpg 512\n")
+    own.write_text("1.jpg 512\n") if is_foreign else own.mkdir()
     for _ in range(2):
         assert keys_of(open_shards(location, None).train) == ["1", "2"]
-    assert own.read_text() == "1.jpg 512\n"
     assert len(scans) == 1 and len(list((cache / "shards").iterdir())) == 1
+    assert own.read_text() == "1.jpg 512\n" if is_foreign else own.is_dir()
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_where_there_is_no_cache_either_it_is_scanned_each_time(tmp_path: Path, cache: Path, scans: list[str]) -> None:

@@ -212,12 +212,6 @@ def test_boxes_enclose_the_pixels_of_their_masks(case: tuple[Any, ...], corners:
         assert back[0] >= left - 1e-9 and back[1] >= top - 1e-9 and back[2] <= right + 1e-9 and back[3] <= bottom + 1e-9
 
 
-def test_boxes_are_clipped() -> None:
-    placement = Placement((10, 20), (0, 0, 10, 20), (20, 40), (20, 20), 0, 10)
-    boxes = np.array([[5.0, 1.0, 9.0, 4.0], [0.0, 0.0, 6.0, 10.0], [0.0, 0.0, 2.0, 2.0]])
-    assert placement.boxes(boxes).tolist() == [[0, 2, 8, 8], [0, 0, 2, 20], [0, 0, 0, 4]]
-
-
 @pytest.mark.slow
 @given(cases, st.integers(1, 9), st.integers(1, 9))
 def test_cells_of_the_result_are_put_back_onto_the_image(case: tuple[Any, ...], rows: int, columns: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -67,46 +66,12 @@ def reference_resize(image: np.ndarray, height: int, width: int, interpolation: 
     return np.einsum("hwc,vh->vwc", across, resampling(image.shape[0], height, interpolation)).clip(0, 255)
 
 
-def reference_placement(old: tuple[int, int], new: tuple[int, int], share: float) -> tuple[list[int], int, int]:
-    """Return the size of the scaled image, and the top and left of the window, for "crop", in exact fractions."""
-    target = [math.floor(Fraction(side) / Fraction(share).limit_denominator(1000)) for side in new]
-    if target[0] == target[1]:
-        scaled = [math.floor(Fraction(target[0] * before, min(old))) for before in old]
-    else:
-        scale = max(Fraction(after, before) for after, before in zip(target, old, strict=True))
-        scaled = [round(before * scale) for before in old]
-    top, left = (round(Fraction(after - cut, 2)) for after, cut in zip(scaled, new, strict=True))
-    return scaled, top, left
-
-
-def reference_crop(image: np.ndarray, size: tuple[int, int], share: float, interpolation: str) -> np.ndarray:
-    scaled, top, left = reference_placement(image.shape[:2], size, share)
-    whole = image.astype(float) if scaled == [*image.shape[:2]] else reference_resize(image, *scaled, interpolation)
-    return whole[top : top + size[0], left : left + size[1]]
-
-
 @settings(max_examples=25)
 @given(old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from(sorted(KERNELS)))
 def test_squash_scales_both_sides(old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation) -> None:
     image = soft_noise(*old)
     found = Preprocess(image_size=new, interpolation=interpolation).pixels(image)
     assert np.abs(found.transpose(1, 2, 0) - reference_resize(image, *new, interpolation)).max() < 1.3
-
-
-@settings(max_examples=25)
-@given(
-    old=st.tuples(side, side),
-    new=st.tuples(side, side),
-    share=st.sampled_from([1.0, 0.875, 0.5]),
-    interpolation=st.sampled_from(sorted(KERNELS)),
-)
-def test_crop_covers_and_cuts_the_centre(
-    old: tuple[int, int], new: tuple[int, int], share: float, interpolation: Interpolation
-) -> None:
-    image = soft_noise(*old)
-    preprocess = Preprocess(image_size=new, resize="crop", crop_share=share, interpolation=interpolation)
-    found = preprocess.pixels(image).transpose(1, 2, 0)
-    assert np.abs(found - reference_crop(image, new, share, interpolation)).max() < 1.3
 
 
 @pytest.mark.parametrize(("factor", "size"), [((2, 3), (4, 5)), ((1, 7), (3, 2)), ((5, 1), (2, 6))])
@@ -117,22 +82,6 @@ def test_nearest_repeats_and_picks_pixels(factor: tuple[int, int], size: tuple[i
     down = Preprocess(image_size=size, interpolation="nearest").pixels(large)
     np.testing.assert_array_equal(up, large.transpose(2, 0, 1))
     np.testing.assert_array_equal(down, small.transpose(2, 0, 1))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "rows", "columns"),
-    [
-        ((4, 8), (4, 4), slice(0, 4), slice(2, 6)),
-        ((9, 4), (4, 4), slice(2, 6), slice(0, 4)),
-        ((6, 9), (6, 4), slice(0, 6), slice(2, 6)),
-    ],
-)
-def test_crop_without_scaling_is_the_centre_exactly(
-    old: tuple[int, int], new: tuple[int, int], rows: slice, columns: slice
-) -> None:
-    image = noise(*old)
-    found = Preprocess(image_size=new, resize="crop").pixels(image)
-    np.testing.assert_array_equal(found, image[rows, columns].transpose(2, 0, 1))
 
 
 @given(
@@ -263,12 +212,6 @@ def test_unknown_choices_are_refused_with_all_choices() -> None:
         "resize='stretch' is not one of 'squash', 'crop', 'pad'\n"
         "interpolation='lanczos' is not one of 'nearest', 'bilinear', 'bicubic', 'area'"
     )
-
-
-def test_all_problems_are_listed_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Preprocess(image_size=(0, 0), channels=2, crop_share=2.0)
-    assert len(str(caught.value).splitlines()) == 3
 
 
 def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
