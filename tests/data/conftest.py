@@ -1,29 +1,15 @@
-"""Data that tests of several modules share: encoded files, trees of files, IDX files, and a source in memory."""
+"""Data that tests of several modules share: trees of files, IDX files, an empty cache, and a source in memory."""
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from tests.make import MemorySource, idx_bytes
-
-GOLDENS = Path(__file__).parents[1] / "golden"
-
-
-@pytest.fixture(scope="session")
-def goldens() -> ModuleType:
-    """Golden outputs of the original code for images (see `tests/golden/images.py`)."""
-    spec = importlib.util.spec_from_file_location("golden_images", GOLDENS / "images.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

@@ -247,10 +247,7 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: yolo(root, "0 .5 .5 .2 .2\nx .5 .5 .2 .2\n"), "line 2 .x .5"),
         (lambda root: (yolo(root), (root / "labels/train/a.txt").write_bytes(b"\xff")), "a.txt as UTF-8"),
         (lambda root: (masks(root, BLANK), (root / "classes.txt").write_bytes(b"\xe9\n")), "as UTF-8"),
-        (
-            lambda root: (yolo(root), listed(root, "a", "two\none\n"), listed(root, "b", "one\n")),
-            "different classes",
-        ),
+        (lambda root: (yolo(root), listed(root, "a", "two\none\n"), listed(root, "b", "one\n")), "different classes"),
         (lambda root: (voc(root, voc_object(1, 2, 3, 4)), main_list(root, "train", "gone\n")), "no list in ImageSets"),
         (lambda root: yolo(root, names=("a",), nc=3), "states nc: 3"),
         (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
@@ -697,9 +694,8 @@ def test_masks_survive_their_own_format_and_cocos(tmp_path: Path) -> None:
 
 def test_what_a_format_does_not_hold_is_said_or_refused(tmp_path: Path) -> None:
     yolo(tmp_path / "a", names=("one", "two"))
-    assert convert(opened(tmp_path / "a"), tmp_path / "b", "voc") == (
-        "1 class without an object (two), which VOC cannot express",
-    )
+    (note,) = convert(opened(tmp_path / "a"), tmp_path / "b", "voc")
+    assert "1 class without an object (two)" in note
     for name in ("# 1", "Model 1 2 3"):
         yolo(tmp_path / "a", names=("one", name))
         with pytest.raises(DataError, match="masks cannot have the class names"):

@@ -201,10 +201,7 @@ def test_a_file_that_is_gone_is_an_image_lost(clean: Path) -> None:
     assert (finding.kind, finding.severity) == ("undecodable-in-train", "warning")
     (one,) = finding.groups[0]
     assert one.key == "a/03.png" and one.detail.endswith("a/03.png: No such file or directory")
-    assert quick_check(splits)[2] == (
-        f"warning: 1 of 36 checked images cannot be decoded, such as a/03.png: cannot read {clean}/train/a/03.png: "
-        "No such file or directory"
-    )
+    assert quick_check(splits)[2].startswith("warning: 1 of 36 checked images cannot be decoded, such as a/03.png: ")
 
 
 def test_a_shard_that_is_gone_ends_training(clean: Path, tmp_path: Path) -> None:

@@ -179,8 +179,7 @@ def test_other_errors_of_a_source_are_not_swallowed(threads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "count", "sizes"),
-    [(0, 10, [4, 4, 2]), (1, 8, [4, 4]), (2, 3, [3]), (8, 10, [4, 4, 2]), (None, 1, [1])],
+    ("threads", "count", "sizes"), [(0, 10, [4, 4, 2]), (1, 8, [4, 4]), (2, 3, [3]), (8, 10, [4, 4, 2]), (None, 1, [1])]
 )
 def test_evaluation_sees_every_sample_once_in_order(threads: int | None, count: int, sizes: list[int]) -> None:
     batches = list(evaluation_batches(numbered(count), SMALL, batch_size=4, readers=Readers(threads)))

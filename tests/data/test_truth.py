@@ -70,11 +70,7 @@ def test_labels_outside_of_the_classes_are_refused(label: int) -> None:
 
 @pytest.mark.parametrize(
     ("targets", "expected"),
-    [
-        ([2, None, 0], LABELS),
-        ([(0, 2), (), (1,)], SEVERAL),
-        ([None, None], single_labels(np.array([-1, -1]), 3)),
-    ],
+    [([2, None, 0], LABELS), ([(0, 2), (), (1,)], SEVERAL), ([None, None], single_labels(np.array([-1, -1]), 3))],
 )
 def test_truth_of_a_source_of_classes(targets: list[Target], expected: Targets) -> None:
     source = MemorySource(labels=targets, classes=("a", "b", "c"))

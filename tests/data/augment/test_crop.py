@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import ModuleType
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.augment.draws import (
-    CROPS,
-    Slot,
-    first_fit,
-    keyed_uniform,
-    tensorflow_crop,
-    torchvision_crop,
-)
+from tests.golden import images as goldens
+from vitrail.data.augment.draws import CROPS, Slot, first_fit, keyed_uniform, tensorflow_crop, torchvision_crop
 from vitrail.data.pixels.geometry import Box
 
 sides = st.integers(1, 3000)
@@ -96,9 +89,7 @@ def test_every_place_occurs_the_last_row_and_column_too() -> None:
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)), 3])
-def test_boxes_are_distributed_as_those_of_the_original_code(
-    number: int, goldens: ModuleType, types_unchecked: None
-) -> None:
+def test_boxes_are_distributed_as_those_of_the_original_code(number: int, types_unchecked: None) -> None:
     """The boxes are compared with 20,000 draws of the original. The means agree within four standard errors, and the
     distribution functions agree at the 0.1 % level of the two-sample Kolmogorov-Smirnov test.
     """

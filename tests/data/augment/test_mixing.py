@@ -217,7 +217,5 @@ def test_mixup_blends_numbers_and_spreads_nothing_unknown() -> None:
 
 def test_cutmix_of_numbers_is_refused() -> None:
     batch = make_batch(2, targets=torch.ones(2, 1), target_kind="numbers")
-    with pytest.raises(
-        ConfigError, match=r"cutmix=1.0 pastes a part of another image, and its effect on a number is not"
-    ):
+    with pytest.raises(ConfigError, match=r"cutmix=1\.0 pastes a part of another image"):
         mix(batch, draws_of(2), mixup=0.0, cutmix=1.0, classes=0)

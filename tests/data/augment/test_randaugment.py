@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 from torch import Tensor
 
+from tests.golden import images as goldens
 from tests.make import from_pillow, to_pillow
 from vitrail.data.augment.randaugment import KERNELS, OPERATIONS, apply_operations, randaugment
 
@@ -127,7 +127,7 @@ def original(image: np.ndarray, case: dict[str, Any]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["randaugment_colour", "randaugment_geometry_0", "randaugment_geometry_1"])
-def test_the_exact_operations_equal_big_visions(name: str, goldens: ModuleType) -> None:
+def test_the_exact_operations_equal_big_visions(name: str) -> None:
     golden = goldens.read(name)
     assert tuple(golden["ops_in_draw_order"]) == OPERATIONS
     images = [goldens.image(spec) for spec in golden["images"]]
@@ -142,7 +142,7 @@ def test_the_exact_operations_equal_big_visions(name: str, goldens: ModuleType) 
         assert apart.max() <= worst and (apart > 0).mean() <= share and moments < 0.02, case["op"]
 
 
-def test_the_exact_operations_take_images_of_few_levels(goldens: ModuleType) -> None:
+def test_the_exact_operations_take_images_of_few_levels() -> None:
     flat, split = np.full((16, 16, 3), 77, np.uint8), np.zeros((16, 16, 3), np.uint8)
     split[:, 8:], split[0, 0] = 200, 255
     for case in goldens.read("randaugment_colour")["degenerate"]:

@@ -116,9 +116,7 @@ def test_arrays_that_do_not_pair_up_are_refused(
     tmp_path: Path, write_idx: Write, images: tuple[int, ...], labels: tuple[int, ...]
 ) -> None:
     paths = write_idx(tmp_path / "i", np.zeros(images)), write_idx(tmp_path / "l", np.zeros(labels))
-    with pytest.raises(
-        DataError, match=r"images must be \(n, height, width\) and labels \(n,\) with the same n"
-    ) as caught:
+    with pytest.raises(DataError, match=r"images must be \(n, height, width\) and labels \(n,\)") as caught:
         idx_samples(*paths)
     assert str(images) in str(caught.value) and str(labels) in str(caught.value)
 

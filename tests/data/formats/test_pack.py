@@ -195,9 +195,7 @@ def test_a_pack_that_was_stopped_goes_on_after_its_whole_shards(folder: Path, tm
     kept = packed_before(parse("it", (out / UNFINISHED).read_bytes()))
     assert 11 <= kept <= 20 and seen[0] <= 12 and seen[-1] == 20
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
-    with pytest.raises(
-        DataError, match=rf"{out} is not packed completely; continue with: vitrail data pack SPEC {out}"
-    ):
+    with pytest.raises(DataError, match=rf"is not packed completely; .* vitrail data pack SPEC {out}"):
         open_shards(str(out), None)
     assert looks_like_shards(str(out))
     pack(opened(folder), out, shard_size=9_000, progress=seen.append)

@@ -350,10 +350,7 @@ def test_columns_by_what_the_schema_says(tmp_path: Path) -> None:
         {"id": [7, 8], "scan": images(PICTURES[:2], pa.binary()), "thumbnail": pa.array([b"", b""]), "species": [1, 0]},
         {"scan": {"_type": "Image"}, "species": class_label("a", "b")},
     )
-    assert samples_of(opened(path, None).train) == [
-        ("a.parquet:0", PICTURES[0], 1),
-        ("a.parquet:1", PICTURES[1], 0),
-    ]
+    assert samples_of(opened(path, None).train) == [("a.parquet:0", PICTURES[0], 1), ("a.parquet:1", PICTURES[1], 0)]
 
 
 def test_columns_are_chosen_where_there_are_several(tmp_path: Path, cache: Path) -> None:
@@ -435,10 +432,7 @@ def test_images_are_laid_out_once_and_anew_when_the_file_changes(tmp_path: Path,
     path = write(tmp_path / "a.parquet", {"image": images(PICTURES[:2]), "label": [0, 1]})
     notes = opened(path, None).notes
     size = sum(map(len, PICTURES[:2]))
-    assert notes == (
-        f"{path}: the images were unpacked once into {cache} ({size / 1e6:.2f} MB), for random access; files deleted "
-        "there are made again when they are needed",
-    )
+    assert len(notes) == 1 and f"unpacked once into {cache} ({size / 1e6:.2f} MB)" in notes[0]
     (laid_out,) = cache.iterdir()
     before = laid_out.stat()
     first = opened(path, None)

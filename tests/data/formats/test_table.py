@@ -115,9 +115,7 @@ def test_tables_named_after_splits_make_a_data_set(table: Callable[..., Path]) -
     splits = open_data(str(path.parent), validation_share=0.5)
     assert splits.classes == ("x", "y") and rows_of(splits.validation) == [("4.jpg", 1)] and splits.test is None
     (path.parent / "valid.csv").write_text("path,label\na/3.PNG,y\n")
-    with pytest.raises(
-        DataError, match=r"has val\.csv and valid\.csv, but only one of them can be the validation split"
-    ):
+    with pytest.raises(DataError, match=r"has val\.csv and valid\.csv, but only one"):
         open_data(str(path.parent), validation_share=0.5)
 
 
@@ -185,10 +183,7 @@ def test_mistakes_are_named(table: Callable[..., Path], lines: tuple[str, ...], 
         (("[1]",), r"line 1: the line is a JSON list; it must be an object"),
         (('{"file_name": "4.jpg"}',), r"has no column of labels: its columns are file_name"),
         (('{"file_name": "4.jpg", "eye size": 3.5}',), r"name their columns: --numbers 'eye size'"),
-        (
-            ('{"file_name": "4.jpg", "label": [1]}', '{"file_name": "a/1.jpg", "label": 2}'),
-            r"some rows have one label",
-        ),
+        (('{"file_name": "4.jpg", "label": [1]}', '{"file_name": "a/1.jpg", "label": 2}'), r"some rows have one label"),
         (('{"file_name": "4.jpg", "objects": {"bbox": [[1, 2, 3, 4]]}}',), r"'objects' is a JSON object, and boxes"),
     ],
 )
@@ -280,9 +275,7 @@ def test_bytes_that_are_no_text_are_refused(table: Callable[..., Path]) -> None:
 def test_two_names_of_one_file_in_two_splits_are_refused(table: Callable[..., Path]) -> None:
     path = table("path,label,split", "4.jpg,x,train", "a/1.jpg,y,train", "a/link.jpg,x,test")
     (path.parent / "a" / "link.jpg").symlink_to(path.parent / "4.jpg")
-    with pytest.raises(
-        DataError, match=r"the training split and the test split share 1 file, such as .*4\.jpg and .*link"
-    ):
+    with pytest.raises(DataError, match=r"share 1 file, such as .*4\.jpg and .*link"):
         opened(path)
 
 

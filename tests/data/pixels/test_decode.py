@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 import resource
 import struct
 import subprocess
@@ -188,8 +189,7 @@ def test_floating_point_pixels_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file_format", "options"),
-    [("GIF", {"disposal": 2}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})],
+    ("file_format", "options"), [("GIF", {"disposal": 2}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})]
 )
 def test_of_an_animation_the_first_frame_counts(file_format: str, options: dict[str, object]) -> None:
     frames = [Image.new("RGB", (5, 4), colour) for colour in (RED, GREEN, BLUE)]
@@ -323,9 +323,7 @@ def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(side: i
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with warnings.catch_warnings():
         warnings.simplefilter(action)
-        with pytest.raises(
-            UndecodableImage, match=r"claims (\d+ x \d+ pixels \(width x height\), )?more than .* 89,478,485 pixels"
-        ):
+        with pytest.raises(UndecodableImage, match=r"claims .*more than .* 89,478,485 pixels"):
             decode(data, 3)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
@@ -333,9 +331,7 @@ def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(side: i
 @pytest.mark.parametrize("limit", [None, 10**12])
 def test_the_limit_holds_whatever_pillows_own_is(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    with pytest.raises(
-        UndecodableImage, match=r"^claims 65000 x 65000 pixels \(width x height\), more than .* 89,478,485"
-    ):
+    with pytest.raises(UndecodableImage, match=r"^claims 65000 x 65000 pixels .* 89,478,485"):
         decode(make_png(65_000, 65_000), 3)
     assert MAX_PIXELS == 89_478_485
 
@@ -400,11 +396,8 @@ def test_arrays_and_their_views_are_taken_as_they_are() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("channels", [1, 3])
 def test_other_arrays_are_refused_with_their_type_and_shape(array: np.ndarray, channels: int) -> None:
-    with pytest.raises(UndecodableImage) as caught:
+    with pytest.raises(UndecodableImage, match=re.escape(f"is an array of {array.dtype} {array.shape}; an image is")):
         decode(array, channels)
-    assert str(caught.value) == (
-        f"is an array of {array.dtype} {array.shape}; an image is uint8 of (h, w), (h, w, 1) or (h, w, 3)"
-    )
 
 
 @pytest.mark.parametrize(
@@ -463,9 +456,7 @@ def test_colour_profiles_are_ignored() -> None:
 def test_a_tile_that_claims_too_much_is_refused_before_memory_is_taken(compression: int) -> None:
     data = tiff(2, 2, {259: compression, 322: 1 << 15, 323: 60_000}, zlib.compress(bytes(100)), tiles=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(
-        UndecodableImage, match=r"^claims tiles of 32768 x 60000 pixels \(width x height\), more than .* 89,478,485"
-    ):
+    with pytest.raises(UndecodableImage, match=r"^claims tiles of 32768 x 60000 pixels .* 89,478,485"):
         decode(data, 1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
@@ -512,9 +503,7 @@ def test_a_header_cut_short_is_said_to_be_one(file_format: str) -> None:
 def test_no_pixels_at_all_are_refused() -> None:
     with pytest.raises(UndecodableImage):
         decode(make_png(0, 5), 3)
-    with pytest.raises(
-        UndecodableImage, match=r"^has no pixels: its header states a size of 0 x 3 \(width x height\)$"
-    ):
+    with pytest.raises(UndecodableImage, match=r"^has no pixels: .* a size of 0 x 3 "):
         decode(Image.new("RGB", (0, 3)), 3)
 
 

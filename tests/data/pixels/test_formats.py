@@ -138,14 +138,10 @@ def test_the_format_follows_from_all_brands(brands: bytes, name: str) -> None:
 
 def test_without_a_decoder_the_format_and_the_remedy_are_named(without_decoders: None) -> None:
     heic, avif = (b"\0\0\0\x18ftyp" + brand + b"\0\0\0\0mif1" + brand for brand in (b"heic", b"avif"))
-    with pytest.raises(UndecodableImage) as caught:
+    with pytest.raises(UndecodableImage, match=r"is a HEIC image, .* pip install 'vitrail\[heic\]'"):
         decode(heic, 3)
-    assert str(caught.value) == ("is a HEIC image, and decoding it needs pillow-heif: pip install 'vitrail[heic]'")
-    with pytest.raises(UndecodableImage) as caught:
+    with pytest.raises(UndecodableImage, match=r"is an AVIF image, .* pip install --upgrade pillow"):
         image_size_of(avif)
-    assert str(caught.value) == (
-        "is an AVIF image, which the installed Pillow cannot decode: pip install --upgrade pillow"
-    )
 
 
 def test_files_count_as_images_in_every_room(kind: str, tmp_path: Path) -> None:

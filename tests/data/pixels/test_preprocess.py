@@ -206,20 +206,15 @@ def test_unknown_choices_are_refused_with_all_choices() -> None:
     preprocess = Preprocess(image_size=(4, 4))
     object.__setattr__(preprocess, "resize", "stretch")
     object.__setattr__(preprocess, "interpolation", "lanczos")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"resize='stretch' is not one of 'squash', .*\ninterpolation='lanczos' is not"
+    ):
         preprocess.__post_init__()
-    assert str(caught.value) == (
-        "resize='stretch' is not one of 'squash', 'crop', 'pad'\n"
-        "interpolation='lanczos' is not one of 'nearest', 'bilinear', 'bicubic', 'area'"
-    )
 
 
 def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
     thin = np.zeros((1, 2000, 3), np.uint8)
-    with pytest.raises(
-        UndecodableImage,
-        match=r"has 2000 x 1 pixels \(width x height\) and would be scaled to 448000 x 224, more than the limit",
-    ):
+    with pytest.raises(UndecodableImage, match=r"2000 x 1 pixels .* would be scaled to 448000 x 224"):
         Preprocess(image_size=(224, 224), resize="crop").pixels(thin)
     assert Preprocess(image_size=(224, 224)).pixels(thin).shape == (3, 224, 224)
 
