@@ -352,9 +352,18 @@ def test_equal_channels_of_a_mask_are_one_number(tmp_path: Path, channels: int) 
     assert (target.indices() == 1).all()
 
 
-def test_folders_divide_the_annotations_of_voc(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        voc(tmp_path, voc_object(1, 2, 30, 20), f"{split}/{split}")
+def cvat(root: Path) -> None:
+    (root / "obj.names").write_text("one\n")
+    for folder in ("obj_Train_data", "obj_Validation_data"):
+        picture(root / f"{folder}/{folder}.png")
+        (root / f"{folder}/{folder}.txt").write_bytes(b"\xef\xbb\xbf0 .5 .5 .2 .2\r\n")
+
+
+@pytest.mark.parametrize(
+    "write", [cvat, lambda root: [voc(root, voc_object(1, 2, 30, 20), f"{split}/a") for split in ("train", "val")]]
+)
+def test_folders_divide_the_annotations_of_voc_and_of_cvat(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    write(tmp_path)
     splits = opened(tmp_path)
     assert [len(splits.train), len(splits.validation)] == [1, 1]
 
@@ -396,15 +405,6 @@ def test_folders_called_mask_below_images_hold_pictures(tmp_path: Path) -> None:
     assert [source.key(row) for row in range(3)] == [
         "images/mask/mask.png", "images/no_mask/no_mask.png", "images/train/a.png",
     ]  # fmt: skip
-
-
-def test_splits_of_cvat_in_yolo(tmp_path: Path) -> None:
-    (tmp_path / "obj.names").write_text("one\n")
-    for folder in ("obj_Train_data", "obj_Validation_data"):
-        picture(tmp_path / f"{folder}/{folder}.png")
-        (tmp_path / f"{folder}/{folder}.txt").write_bytes(b"\xef\xbb\xbf0 .5 .5 .2 .2\r\n")
-    splits = opened(tmp_path)
-    assert [len(splits.train), len(splits.validation)] == [1, 1]
 
 
 def test_coco_with_a_mark_of_its_encoding_or_called_like_our_own_files(tmp_path: Path) -> None:

@@ -50,9 +50,17 @@ def rows_of(source: Source) -> list[tuple[str, object]]:
         ("filename,weight,class", "b/3.PNG,1.5,rose", "a/1.jpg,0,daisy", "4.jpg,,rose"),
         ("image,flower", "b/3.PNG,rose", "", "a/1.jpg,daisy", '4.jpg,"rose"'),
         ("\ufeffpath,label", "b/3.PNG,rose", "a/1.jpg,daisy", "4.jpg,rose"),
+        ("path,label", "b/3.PNG,rose ", "a/1.jpg, daisy", "4.jpg,rose\u00a0"),
+        (",path,label", "0,b/3.PNG,rose", "1,a/1.jpg,daisy", "2,4.jpg,rose"),
+        ("Unnamed: 0,path,flower", "7,b/3.PNG,rose", "8,a/1.jpg,daisy", "9,4.jpg,rose"),
+        ("path,label,,", "b/3.PNG,rose,,", ",,,", "a/1.jpg,daisy,,", "4.jpg,rose,,", ",,,"),
+        ("path;label", "b/3.PNG;rose", "a/1.jpg;daisy", "4.jpg;rose"),
+        ("path,label", r"b\3.PNG,rose", r"a\1.jpg,daisy", "4.jpg,rose"),
     ],
 )
-def test_columns_are_found_by_their_names(table: Callable[..., Path], lines: tuple[str, ...]) -> None:
+def test_tables_of_people_spreadsheets_pandas_and_windows_are_read(
+    table: Callable[..., Path], lines: tuple[str, ...]
+) -> None:
     source = opened(table(*lines))
     assert source.classes == ("daisy", "rose")
     assert rows_of(source) == [("b/3.PNG", 1), ("a/1.jpg", 0), ("4.jpg", 1)]
@@ -280,24 +288,6 @@ def test_two_names_of_one_file_in_two_splits_are_refused(table: Callable[..., Pa
 
 
 # --- what other programs write
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ("path,label", "b/3.PNG,rose ", "a/1.jpg, daisy", "4.jpg,rose\u00a0"),
-        (",path,label", "0,b/3.PNG,rose", "1,a/1.jpg,daisy", "2,4.jpg,rose"),
-        ("Unnamed: 0,path,flower", "7,b/3.PNG,rose", "8,a/1.jpg,daisy", "9,4.jpg,rose"),
-        ("path,label,,", "b/3.PNG,rose,,", ",,,", "a/1.jpg,daisy,,", "4.jpg,rose,,", ",,,"),
-        ("path;label", "b/3.PNG;rose", "a/1.jpg;daisy", "4.jpg;rose"),
-        ("path,label", r"b\3.PNG,rose", r"a\1.jpg,daisy", "4.jpg,rose"),
-    ],
-    ids=["spaces", "index", "pandas", "blank", "semicolons", "windows"],
-)
-def test_tables_of_spreadsheets_and_pandas_are_read(table: Callable[..., Path], lines: tuple[str, ...]) -> None:
-    source = opened(table(*lines))
-    assert source.classes == ("daisy", "rose")
-    assert rows_of(source) == [("b/3.PNG", 1), ("a/1.jpg", 0), ("4.jpg", 1)]
 
 
 @pytest.mark.parametrize(("yes", "no"), [("1", "0"), ("1.0", "0.0"), ("True", "False"), ("true", "false")])
