@@ -85,9 +85,6 @@ def test_every_place_occurs_the_last_row_and_column_too() -> None:
     assert counts.min() > 100 - 4 * 10 and counts.max() < 100 + 4 * 10
 
 
-# --- TensorFlow's rule
-
-
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)), 3])
 def test_boxes_are_distributed_as_those_of_the_original_code(number: int, types_unchecked: None) -> None:
     """The boxes are compared with 20,000 draws of the original. The means agree within four standard errors, and the

@@ -101,16 +101,6 @@ def test_tables_are_looked_up(size: tuple[int, int, int]) -> None:
         )
 
 
-def test_a_box_is_filled_and_nothing_else() -> None:
-    images = pictures(3, 17, 32)
-    rows, columns = np.zeros((5, 17), bool), np.zeros((5, 32), bool)
-    expected = images.clone()
-    for number in range(1, 5):
-        rows[number, number : 3 * number], columns[number, 2 : 9 - number] = True, True
-        expected[number, :, number : 3 * number, 2 : 9 - number] = 128
-    assert torch.equal(operations.fill(images, rows, columns), expected)
-
-
 def turned(picture: Image.Image, turn: float) -> Image.Image:
     """Turn the hue as torchvision does with a picture of Pillow: by whole levels of 255, which wrap around at 256."""
     if picture.mode == "L":

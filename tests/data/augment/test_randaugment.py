@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.golden import images as goldens
 from tests.make import from_pillow, to_pillow
-from vitrail.data.augment.randaugment import KERNELS, OPERATIONS, apply_operations, randaugment
+from vitrail.data.augment.randaugment import OPERATIONS, apply_operations, randaugment
 
 GREY = 128
 SIZES = [(3, 96, 112), (3, 37, 52), (1, 52, 37), (1, 5, 224)]
@@ -110,9 +110,6 @@ def test_layers_follow_one_another() -> None:
     assert torch.equal(randaugment(images, draws[:, :0], magnitude=10.0), images)
 
 
-# --- big_vision's code
-
-
 def original(image: np.ndarray, case: dict[str, Any]) -> np.ndarray:
     """Return an image (h, w, 3) after big_vision's operation, with the magnitude, direction and position of a golden
     case.
@@ -156,15 +153,3 @@ def test_the_exact_operations_take_every_size(size: tuple[int, int, int]) -> Non
     for magnitude in (0.0, 10.0, 30.0):
         found = randaugment(images, draws_of(32, layers=2), magnitude=magnitude, rule="big-vision")
         assert found.dtype == torch.uint8 and found.shape == images.shape
-
-
-def test_where_the_two_rules_differ() -> None:
-    images, draws = pictures(4, 3, 37, 52), draws_of(4)[:, 0]
-    same = {
-        name
-        for name in OPERATIONS
-        if torch.equal(*(apply_operations(images, [name] * 4, draws, magnitude=9.0, rule=rule) for rule in KERNELS))
-    }
-    assert same == {"Equalize", "Invert", "Posterize", "Solarize", "Brightness", "SolarizeAdd"}
-    inverted = apply_operations(images, ["Solarize"] * 4, draws, magnitude=10.0, rule="big-vision")
-    assert torch.equal(inverted, 255 - images), "a threshold of 256 becomes 0"

@@ -109,9 +109,6 @@ def test_a_revision(hub: Hub) -> None:
     assert message(f"{SPEC}@v1.1") == "data 'org/name' has no revision 'v1.1'; nearest: v1.0"
 
 
-# --- configurations and splits
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "train", "test"),
@@ -197,9 +194,6 @@ def test_splits_that_are_not_ours(hub: Hub) -> None:
     assert len(open_hub_data(SPEC, None).train) == 2
 
 
-# --- the hub's own conversion
-
-
 @pytest.mark.slow
 def test_without_parquet_the_conversion_is_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(NAME, {"data.zip": b"zip", "README.md": card("config_name: c\n  data_files: data.zip")})
@@ -221,9 +215,6 @@ def test_without_parquet_the_conversion_is_read(hub: Hub, monkeypatch: pytest.Mo
     assert message(f"{SPEC}@v1").startswith(f"data {SPEC + '@v1'!r} has no .parquet files; its files are README.md, ")
     hub.repositories[NAME].commit({"README.md": b""}, CONVERTED)
     assert message(SPEC) == f"data {SPEC!r} has no .parquet files, and neither has the hub's own conversion"
-
-
-# --- without a network
 
 
 @pytest.mark.slow
@@ -304,9 +295,6 @@ def test_a_connection_that_stalls(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> 
     hub.stalled["train.parquet"] = 100
     assert f"train.parquet of data {SPEC!r} could not be downloaded: " in message(SPEC)
     assert 3 <= len(hub.fetched()) <= 30
-
-
-# --- what the hub refuses
 
 
 @pytest.mark.slow

@@ -179,9 +179,6 @@ def test_unreadable_images_are_copied_and_named(tmp_path: Path, max_side: int | 
         assert unreadable["empty"] == "is empty (0 bytes)" and "is not an image" in unreadable["\\udcffbad"]
 
 
-# Stopping and going on
-
-
 def test_a_pack_that_was_stopped_goes_on_after_its_whole_shards(folder: Path, tmp_path: Path) -> None:
     pack(opened(folder), tmp_path / "straight", shard_size=9_000)
     out, seen = tmp_path / "out", []
@@ -251,9 +248,6 @@ def test_a_pack_that_was_killed_goes_on_to_the_same_bytes(folder: Path, tmp_path
     assert list(out.glob("*.tar")) and list(out.glob("*.partial"))
     pack(opened(folder), out, shard_size=9_000)
     assert files_of(out) == files_of(tmp_path / "straight")
-
-
-# What is refused
 
 
 def test_other_folders_are_left_alone(folder: Path, tmp_path: Path) -> None:

@@ -92,9 +92,6 @@ def message(path: Path | str, classes: tuple[str, ...] | None = None, kind: type
     return str(caught.value)
 
 
-# --- the same samples, however they are stored
-
-
 @pytest.mark.parametrize(
     ("kind", "compression"),
     [
@@ -197,9 +194,6 @@ def test_folders_of_several_data_sets(tmp_path: Path) -> None:
         write(tmp_path / f"{name}-00000-of-00001.parquet", {"image": images(PICTURES), "label": [0] * 30})
     assert "several data sets, in the folders large, small; open one of them, such as " in message(tmp_path)
     assert len(open_parquet(tmp_path / "small", None).test) == 30
-
-
-# --- labels
 
 
 def test_unlabelled_rows_have_none(tmp_path: Path) -> None:
@@ -341,9 +335,6 @@ def test_two_classes_of_one_name(tmp_path: Path) -> None:
     assert labels_of(opened(path, splits.classes).train) == [2, 1, 0]
 
 
-# --- which columns
-
-
 def test_columns_by_what_the_schema_says(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.parquet",
@@ -405,9 +396,6 @@ def test_what_looks_like_parquet(tmp_path: Path) -> None:
     assert looks_like_parquet(Path("nowhere/x.parquet"))
 
 
-# --- images that lie beside the file
-
-
 def test_images_by_their_paths(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     (folder / "images").mkdir(parents=True)
@@ -423,9 +411,6 @@ def test_images_by_their_paths(tmp_path: Path) -> None:
     for bad in ("images/2.png", "../outside.png", str(tmp_path / "outside.png"), "images"):
         text = message(with_path(bad))
         assert f"row 1: the row has no image but only the path {bad!r}, and the folder {folder} does" in text
-
-
-# --- unpacked once
 
 
 def test_images_are_laid_out_once_and_anew_when_the_file_changes(tmp_path: Path, cache: Path) -> None:
@@ -527,9 +512,6 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert "needs pyarrow: pip install 'vitrail[parquet]'" in message(path)
 
 
-# --- bad input
-
-
 def test_not_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     whole = write(path, {"image": images(PICTURES), "label": [0] * 30}).read_bytes()
@@ -613,9 +595,6 @@ def test_files_that_disagree(tmp_path: Path, second: str) -> None:
         assert "only one of the two has the column 'label'" in text({"image": two})
 
 
-# --- size
-
-
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_row_groups(tmp_path: Path) -> None:
     """Images of 320 MB in row groups of 20 MB are unpacked and read with a fraction of that memory."""
@@ -671,9 +650,6 @@ def test_columns_without_numbers_are_named(tmp_path: Path) -> None:
     assert "x.parquet: column 'age' is of type string, which holds no numbers, like 'old'; regression" in fails("age")
     assert "x.parquet has no column 'sizes' of numbers; nearest: size" in fails("sizes")
     assert "x.parquet, row 2: column 'size' holds inf, which is not a finite number" in fails("size")
-
-
-# --- what pandas writes
 
 
 def test_words_for_a_missing_label(tmp_path: Path) -> None:

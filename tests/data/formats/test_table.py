@@ -287,9 +287,6 @@ def test_two_names_of_one_file_in_two_splits_are_refused(table: Callable[..., Pa
         opened(path)
 
 
-# --- what other programs write
-
-
 @pytest.mark.parametrize(("yes", "no"), [("1", "0"), ("1.0", "0.0"), ("True", "False"), ("true", "false")])
 def test_columns_of_yes_and_no_are_classes(table: Callable[..., Path], yes: str, no: str) -> None:
     path = table(",path,rose,fern", f"0,a/1.jpg,{yes},{no}", f"1,a/2.jpg,{yes},{yes}", f"2,4.jpg,{no},{no}")

@@ -258,9 +258,6 @@ def test_what_does_not_look_like_shards(tmp_path: Path, tree: Callable[..., Path
     assert not looks_like_shards("https://host/x.csv")
 
 
-# A tar, broken in every way
-
-
 def test_long_and_strange_names_are_read_in_every_format(tmp_path: Path) -> None:
     long = "é/" * 60 + "x" * 120
     for number, tar_format in enumerate((tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
@@ -416,9 +413,6 @@ def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
         open_shards(str(tmp_path), None)
 
 
-# The index
-
-
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list of the shards whose headers were read."""
@@ -510,9 +504,6 @@ def test_threads_may_open_one_shard_at_the_same_time(tmp_path: Path) -> None:
         sources = list(pool.map(lambda _: open_shards(location, None).train, range(16)))
     assert all(same(source, sources[0]) for source in sources)
     assert [path.name for path in tmp_path.glob("x*")] in (["x.tar", "x.tar.index"], ["x.tar.index", "x.tar"])
-
-
-# Reading
 
 
 def test_threads_read_more_shards_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -551,7 +551,8 @@ def test_only_jpeg_files_shrink() -> None:
     assert open_image(encode(picture(3, 64), "JPEG")).shrink_for(100.0) == 2
     with Image.open(io.BytesIO(jpeg)) as opened:
         assert open_image(opened).shrink_for(100.0) == 1
-    for other in (encode(picture(64, 64), "PNG"), picture(64, 64)):
+    others = (encode(picture(64, 64), name) for name in ("PNG", "BMP", "WEBP", "GIF", "TIFF"))
+    for other in (*others, picture(64, 64)):
         assert open_image(other).shrink_for(100.0) == 1
 
 

@@ -219,9 +219,6 @@ def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
     assert Preprocess(image_size=(224, 224)).pixels(thin).shape == (3, 224, 224)
 
 
-# --- a part of the image
-
-
 @pytest.mark.slow
 @given(drawn=st.data(), old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from([*FILTERS]))
 def test_a_box_is_cut_out_and_then_scaled(
@@ -254,9 +251,6 @@ def test_a_box_that_the_image_does_not_hold_is_refused(box: tuple[int, int, int,
         Preprocess(image_size=(7, 9)).pixels(noise(7, 9), box)
 
 
-# --- decoding at a smaller size
-
-
 def slope(height: int, width: int) -> np.ndarray:
     """Return pixel values that rise by 2 to the right and downwards, so that a shift by half a pixel is visible."""
     rows, columns = np.mgrid[:height, :width]
@@ -280,26 +274,6 @@ def test_scaled_decoding_shows_the_same_part_whatever_way_the_file_is_turned(
     assert 0 < np.abs(found - expected).max() <= 4
 
 
-def test_scaled_decoding_changes_a_photograph_a_little() -> None:
-    small = Image.fromarray(noise(24, 32)).resize((640, 480), Image.Resampling.BICUBIC)
-    data = encode(small, "JPEG", quality=90)
-    for size in ((60, 60), (100, 130), (120, 120)):
-        preprocess = Preprocess(image_size=size, interpolation="bicubic")
-        difference = np.abs(
-            replace(preprocess, scaled_decode=True).pixels(data).astype(int) - preprocess.pixels(data).astype(int)
-        )
-        assert 0 < difference.mean() < 2
-
-
-@pytest.mark.parametrize("file_format", ["PNG", "BMP", "WEBP", "GIF", "TIFF"])
-def test_scaled_decoding_leaves_other_images_alone(file_format: str) -> None:
-    plain = Preprocess(image_size=(6, 7))
-    data = encode(noise(64, 64), file_format)
-    opened = Image.open(io.BytesIO(encode(noise(64, 64), "JPEG")))
-    for image in (data, noise(64, 64), opened):
-        np.testing.assert_array_equal(replace(plain, scaled_decode=True).pixels(image), plain.pixels(image))
-
-
 @pytest.mark.parametrize("size", [(17, 16), (16, 17), (33, 33), (64, 64)])
 def test_scaled_decoding_keeps_twice_the_pixels_that_are_needed(size: tuple[int, int]) -> None:
     data = encode(noise(64, 64), "JPEG")
@@ -310,9 +284,6 @@ def test_scaled_decoding_keeps_twice_the_pixels_that_are_needed(size: tuple[int,
     np.testing.assert_array_equal(
         replace(smaller, scaled_decode=True).pixels(data, (3, 3, 63 - 32, 40)), smaller.pixels(data, (3, 3, 31, 40))
     )
-
-
-# --- without antialiasing
 
 
 def plain_resampling(old: int, new: int, interpolation: str) -> np.ndarray:
@@ -363,9 +334,6 @@ def test_area_is_the_mean_of_what_falls_together() -> None:
     found = Preprocess(image_size=(2, 3), interpolation="area").pixels(image)
     mean = image.reshape(2, 4, 3, 4, 3).astype(float).mean(axis=(1, 3))
     assert np.abs(found - mean.transpose(2, 0, 1)).max() <= 1
-
-
-# --- on disk
 
 
 def test_what_older_files_do_not_say_is_as_it_was() -> None:
