@@ -446,6 +446,11 @@ def keys_of(source: Any) -> list[str] | None:
     return None if source is None else [source.key(index) for index in range(len(source))]
 
 
+def targets_of(source: Any) -> list[Any]:
+    """Return the targets of a source's samples."""
+    return [source.target(index) for index in range(len(source))]
+
+
 def write_tar(
     target: Path | BinaryIO, files: Iterable[tuple[str, bytes]], tar_format: int = tarfile.GNU_FORMAT
 ) -> None:

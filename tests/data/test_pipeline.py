@@ -339,17 +339,9 @@ def test_processes_have_no_say_in_the_order_with_and_without_shared_memory(
 
 @pytest.mark.parametrize(
     ("images", "share", "allowed"),
-    [
-        (9, 0.01, 0),
-        (20, 0.01, 2),
-        (29, 0.01, 2),
-        (30, 0.01, 3),
-        (300, 0.01, 3),
-        (1000, 0.01, 10),
-        (1000, 0.0, 0),
-        (7, 1.0, 7),
-    ],
-)
+    [(9, 0.01, 0), (20, 0.01, 2), (29, 0.01, 2), (30, 0.01, 3), (300, 0.01, 3), (1000, 0.01, 10), (1000, 0.0, 0),
+     (7, 1.0, 7)],
+)  # fmt: skip
 def test_a_few_broken_images_are_borne_in_small_folders(images: int, share: float, allowed: int) -> None:
     assert skips_allowed(images, share) == allowed
 

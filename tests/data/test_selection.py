@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.make import MemorySource, keys_of
+from tests.make import MemorySource, keys_of, targets_of
 from vitrail.data.source import Source, fingerprint, subset, target_kind
 from vitrail.data.splits import CutMethod, cut, cut_slice, slice_bounds, take, take_per_class
 
@@ -190,7 +190,7 @@ def test_every_label_has_its_fraction_of_the_held_out_images(share: float) -> No
 def test_the_last_image_of_a_label_is_never_held_out() -> None:
     source = MemorySource(labels=[(0, 1), (0,), (2,), (0, 3), (3,), ()] + [(0,)] * 4)
     rest, held_out = cut(source, 0.9)
-    assert labels_of(rest).sum(0).min() == 1 and () in [rest.target(index) for index in range(len(rest))]
+    assert labels_of(rest).sum(0).min() == 1 and () in targets_of(rest)
     assert len(held_out) == 6
 
 

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from tests.make import MemorySource, keys_of
+from tests.make import MemorySource, keys_of, targets_of
 from vitrail.data.source import Sample, Source, fingerprint, mixed, samples_of, subset, target_kind
 from vitrail.testing import check_source
 
@@ -54,7 +54,7 @@ def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first() -> None:
     both = mixed([first, second], [0.75, 0.25])
     check_source(both)
     assert both.classes == ("rose", "daisy", "lily", "fern") and isinstance(both, Source)
-    assert [both.target(index) for index in range(5)] == [1, None, 2, 0, 3]
+    assert targets_of(both) == [1, None, 2, 0, 3]
     assert keys_of(both) == ["1:0", "1:1", "2:0", "2:1", "2:2"]
     assert [int(both[index].image.item()) for index in range(5)] == [0, 1, 2, 3, 4]
     assert both.mixture == ((0, 2, 0.75), (2, 3, 0.25))
@@ -62,7 +62,7 @@ def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first() -> None:
         [MemorySource(labels=[(0, 1)], classes=("x", "y")), MemorySource(labels=[(0, 1)], classes=("y", "x"))],
         [0.5, 0.5],
     )
-    assert [several.target(index) for index in range(2)] == [(0, 1), (0, 1)]
+    assert targets_of(several) == [(0, 1), (0, 1)]
 
 
 NAN = float("nan")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.make import encode, keys_of
+from tests.make import encode, keys_of, targets_of
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.source import Source
@@ -32,7 +32,7 @@ def test_classes_and_samples_are_in_the_order_of_their_paths(tree: Trees) -> Non
     assert keys_of(source) == [
         "Tulip/a.jpg", "daisy/9.jpg", "daisy/x/y/1.png", "rose/1.png", "rose/10.png", "rose/2.png",
     ]  # fmt: skip
-    assert [source.target(index) for index in range(len(source))] == [0, 1, 1, 2, 2, 2]
+    assert targets_of(source) == [0, 1, 1, 2, 2, 2]
 
 
 def test_order_does_not_depend_on_that_of_the_file_system(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +116,7 @@ def test_folders_of_systems_are_no_classes_and_their_thumbnails_no_images(tree: 
     assert source.classes == ("a", "b") and keys_of(source) == ["a/1.png", "b/2.png"] and len(found.others) == 0
     (fault,) = found.faults
     assert (fault.kind, fault.severity, fault.count) == ("system-folder", "note", 6)
-    assert fault.text == (
-        f"{root}: skipped 6 folders of the system or of other programs: $RECYCLE.BIN, @eaDir, "
-        "System Volume Information and 3 more"
-    )
+    assert fault.text.endswith(": $RECYCLE.BIN, @eaDir, System Volume Information and 3 more")
     assert len(read_folder(root, unlabelled=True).samples) == 2
 
 

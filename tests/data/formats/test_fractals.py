@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.make import targets_of
 from vitrail.data.formats import fractals
 from vitrail.data.formats.fractals import FractalSource, FunctionSystem, dots_of, open_fractals, system_of
 from vitrail.data.source import subset
@@ -30,7 +31,7 @@ def hash_of(source: FractalSource) -> str:
 def test_samples_of_classes_take_turns() -> None:
     source = FractalSource(5, 3, size=8)
     assert len(source) == 15 and source.classes == tuple(f"fractal-000{number}" for number in range(5))
-    assert [source.target(index) for index in range(15)] == [0, 1, 2, 3, 4] * 3
+    assert targets_of(source) == [0, 1, 2, 3, 4] * 3
     assert [source.key(index) for index in (0, 4, 5, 14)] == [
         "fractal-0000/0", "fractal-0004/0", "fractal-0000/1", "fractal-0004/2",
     ]  # fmt: skip
@@ -173,7 +174,7 @@ def test_points_under_known_maps_are_where_they_belong() -> None:
 def test_pictures_of_a_class_are_nearest_to_each_other() -> None:
     source = FractalSource(20, 10, size=32)
     found = pictures(source).reshape(200, 16, 2, 16, 2).mean((2, 4)).reshape(200, -1)
-    labels = np.array([source.target(index) for index in range(200)])
+    labels = np.array(targets_of(source))
     distances = np.square(found[:, None] - found[None]).sum(-1)
     np.fill_diagonal(distances, np.inf)
     assert (labels[distances.argmin(1)] == labels).mean() > 0.35  # measured 0.45 to 0.53; chance is 0.05
@@ -193,15 +194,12 @@ def test_where_no_system_fills_enough_the_fullest_is_taken(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("fractals:10:5", (10, 5, 0, 224)),
-        ("fractals:10:5:3", (10, 5, 3, 224)),
-        ("fractals:10:5:3:64", (10, 5, 3, 64)),
-        ("fractals:1000000:1000", (1_000_000, 1000, 0, 224)),
-        (f"fractals:2:1:{2**32 - 1}:1024", (2, 1, 2**32 - 1, 1024)),
+        ("fractals:10:5", (10, 5, 0, 224)), ("fractals:10:5:3", (10, 5, 3, 224)),
+        ("fractals:10:5:3:64", (10, 5, 3, 64)), ("fractals:1000000:1000", (1_000_000, 1000, 0, 224)),
         ("fractals:2:1073741823", (2, 1_073_741_823, 0, 224)),
-        ("fractals:10:5:3:64:colour", (10, 5, 3, 64)),
+        (f"fractals:2:1:{2**32 - 1}:1024", (2, 1, 2**32 - 1, 1024)), ("fractals:10:5:3:64:colour", (10, 5, 3, 64)),
     ],
-)
+)  # fmt: skip
 def test_specs_are_read(spec: str, expected: tuple[int, ...]) -> None:
     source = open_fractals(spec)
     assert (source.count, source.samples, source.seed, source.size) == expected

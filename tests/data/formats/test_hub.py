@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.make import encode, keys_of
+from tests.make import encode, keys_of, targets_of
 from tests.weights.hub_server import Hub, Repository, cut_off, restart_client, serving
 from vitrail.data.formats.hub import open_hub_data
 from vitrail.data.sources import open_whole
@@ -82,7 +82,7 @@ def test_a_data_set_by_its_name(hub: Hub) -> None:
         *(f"data/train-00000-of-00002.parquet:{row}" for row in range(3)),
         *(f"data/train-00001-of-00002.parquet:{row}" for row in range(2)),
     ]
-    assert [splits.test.target(index) for index in range(4)] == [1, 1, 0, 0]
+    assert targets_of(splits.test) == [1, 1, 0, 0]
     assert len(splits.notes) == 1 and splits.notes[0].startswith(f"data {SPEC!r}: the images were unpacked")
     check_source(splits.train)
     again = open_hub_data(SPEC, None)  # nothing is fetched or unpacked again
@@ -96,7 +96,7 @@ def test_a_data_set_by_its_name(hub: Hub) -> None:
 def test_columns_are_chosen_behind_the_name(hub: Hub) -> None:
     hub.add(NAME, {"train.parquet": parquet([0, 1, 1], coarse_label=[2, 0, 1])})
     splits = open_whole(f"{SPEC}?label=coarse_label", classes=("z", "y", "x")).whole
-    assert [splits.train.target(index) for index in range(3)] == [0, 2, 1]
+    assert targets_of(splits.train) == [0, 2, 1]
     with pytest.raises(DataError, match="chooses nothing"):
         open_whole(f"{SPEC}?labels=coarse_label")
 

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.make import encode
+from tests.make import encode, targets_of
 from vitrail.data.formats import parquet
 from vitrail.data.formats.parquet import looks_like_parquet, open_parquet
 from vitrail.data.source import Source, fingerprint, target_kind
@@ -73,10 +73,6 @@ def write(path: Path, columns: dict[str, Any], features: dict[str, Any] | None =
 
 def samples_of(source: Source | None) -> list[tuple[str, Any, Any]]:
     return [(sample.key, sample.image, sample.target) for sample in map(source.__getitem__, range(len(source)))]
-
-
-def labels_of(source: Source | None) -> list[Any]:
-    return [source.target(index) for index in range(len(source))]
 
 
 def opened(path: Path | str, classes: tuple[str, ...] | None = None) -> Splits:
@@ -202,7 +198,7 @@ def test_unlabelled_rows_have_none(tmp_path: Path) -> None:
     write(tmp_path / "val.parquet", {"image": images(PICTURES[4:6]), "label": [-1, 1]}, features)
     write(tmp_path / "test.parquet", {"image": images(PICTURES[6:8]), "label": [-1, -1]}, features)
     splits = open_parquet(tmp_path, None)
-    assert labels_of(splits.train) == [1, None, None, 0] and labels_of(splits.validation) == [None, 1]
+    assert targets_of(splits.train) == [1, None, None, 0] and targets_of(splits.validation) == [None, 1]
     assert splits.test is None
     assert splits.notes[0] == f"{tmp_path}: the test split is skipped, because none of its images has a label"
     write(tmp_path / "test.parquet", {"image": images(PICTURES[6:8])})
@@ -225,15 +221,15 @@ def test_words_are_classes_in_their_order(tmp_path: Path, kind: pa.DataType) -> 
     write(tmp_path / "test.parquet", {"image": images(PICTURES[:2]), "label": column("tulip", "rose")})
     splits = open_parquet(tmp_path, None)
     assert splits.classes == ("daisy", "rose", "tulip")
-    assert labels_of(splits.train) == [1, 0, 2, None, 0] and labels_of(splits.test) == [2, 1]
+    assert targets_of(splits.train) == [1, 0, 2, None, 0] and targets_of(splits.test) == [2, 1]
     given = ("tulip", "rose", "moss", "daisy")
     splits = open_parquet(tmp_path, given)
-    assert splits.classes == given and labels_of(splits.train) == [1, 3, 0, None, 3]
+    assert splits.classes == given and targets_of(splits.train) == [1, 3, 0, None, 3]
     write(tmp_path / "test.parquet", {"image": images(PICTURES[:3]), "label": column("tulip", "fern", "rose")})
     (fault,) = (splits := open_parquet(tmp_path, None)).faults
     assert fault.text.endswith("the test split has unknown classes: fern; the known classes are: daisy, rose, tulip")
     assert (fault.kind, fault.severity, fault.count) == ("unknown-class", "error", 1)
-    assert splits.classes == ("daisy", "rose", "tulip") and labels_of(splits.test) == [2, None, 1]
+    assert splits.classes == ("daisy", "rose", "tulip") and targets_of(splits.test) == [2, None, 1]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +247,7 @@ def test_images_with_labels_that_only_a_held_out_split_has_are_counted(
     (fault,) = (splits := open_parquet(tmp_path, None)).faults
     text = f"has the label {largest}, but the labels of 2 classes go from 0 to 1"
     assert fault.text.endswith(text) and fault.count == count
-    assert f"counts {count} image" in fault.training and labels_of(splits.validation) == found
+    assert f"counts {count} image" in fault.training and targets_of(splits.validation) == found
     with pytest.raises(DataError, match=text):
         open_data(str(tmp_path), validation_share=0.0)
 
@@ -277,7 +273,7 @@ def test_lists_are_several_labels(tmp_path: Path, kind: pa.DataType, feature: di
         )
     source = open_parquet(tmp_path, None).train
     expected = [(0, 2), (1,), (0,)] if fixed else [(0, 2), (), (), (1,), (), (0, 1, 2)]
-    assert labels_of(source) == expected * 2 and target_kind(source) == "classes"
+    assert targets_of(source) == expected * 2 and target_kind(source) == "classes"
     assert source.classes == (("0", "1", "2") if feature is None else ("a", "b", "c"))
     check_source(source)
 
@@ -286,16 +282,16 @@ def test_lists_are_several_labels(tmp_path: Path, kind: pa.DataType, feature: di
 def test_an_empty_word_is_no_label(tmp_path: Path, kind: pa.DataType) -> None:
     words = pa.array(["rose", "", None, "daisy", "", "tulip"], kind)
     source = open_parquet(write(tmp_path / "a.parquet", {"image": images(PICTURES[:6]), "label": words}), None).train
-    assert source.classes == ("daisy", "rose", "tulip") and labels_of(source) == [1, None, None, 0, None, 2]
+    assert source.classes == ("daisy", "rose", "tulip") and targets_of(source) == [1, None, None, 0, None, 2]
     lists = [["", "b"], [""], ["a", ""], ["b", "a"]]
     source = open_parquet(write(tmp_path / "b.parquet", {"image": images(PICTURES[:4]), "label": lists}), None).train
-    assert source.classes == ("a", "b") and labels_of(source) == [(1,), (), (0,), (0, 1)]
+    assert source.classes == ("a", "b") and targets_of(source) == [(1,), (), (0,), (0, 1)]
 
 
 def test_without_labels(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(PICTURES[:3]), "category": ["x", "y", "x"]})
     splits = opened(path, None)
-    assert splits.classes == () and labels_of(splits.train) == [None] * 3
+    assert splits.classes == () and targets_of(splits.train) == [None] * 3
     assert "has no column of labels" in splits.notes[0] and "category (string)" in splits.notes[0]
     check_source(splits.train)
     assert opened(f"{path}?label=category", None).classes == ("x", "y")
@@ -310,7 +306,7 @@ def test_numbers_of_other_types(tmp_path: Path, column: pa.Array, expected: list
     path = write(tmp_path / "a.parquet", {"image": images(PICTURES[: len(column)]), "label": column})
     source = open_parquet(path, None).train
     count = max([0, *(label + 1 for label in expected if label is not None)])
-    assert labels_of(source) == expected and source.classes == tuple(map(str, range(count)))
+    assert targets_of(source) == expected and source.classes == tuple(map(str, range(count)))
 
 
 def test_a_models_classes(tmp_path: Path) -> None:
@@ -318,11 +314,11 @@ def test_a_models_classes(tmp_path: Path) -> None:
         tmp_path / "a.parquet", {"image": images(PICTURES[:3]), "label": [0, 1, -1]}, {"label": class_label("x", "y")}
     )
     splits = opened(path, ("y", "z", "x"))
-    assert splits.classes == ("y", "z", "x") and labels_of(splits.train) == [2, 0, None]
+    assert splits.classes == ("y", "z", "x") and targets_of(splits.train) == [2, 0, None]
     assert "unknown classes: y; the known classes are: x, z" in message(path, ("x", "z"))
     path = write(tmp_path / "b.parquet", {"image": images(PICTURES[:3]), "label": [0, 1, 2]})
     splits = opened(path, ("0", "1", "10", "2"))
-    assert splits.classes == ("0", "1", "10", "2") and labels_of(splits.train) == [0, 1, 3]
+    assert splits.classes == ("0", "1", "10", "2") and targets_of(splits.train) == [0, 1, 3]
     assert "unknown classes: 0, 1, 2; the known classes are: y, z, x" in message(path, ("y", "z", "x"))
     assert "unknown classes: 2; the known classes are: 0, 1" in message(path, ("0", "1"))
 
@@ -331,8 +327,8 @@ def test_two_classes_of_one_name(tmp_path: Path) -> None:
     names = {"label": class_label("crane", "maillot", "crane")}
     path = write(tmp_path / "a.parquet", {"image": images(PICTURES[:3]), "label": [2, 1, 0]}, names)
     splits = opened(path, None)
-    assert splits.classes == ("crane", "maillot", "crane (2)") and labels_of(splits.train) == [2, 1, 0]
-    assert labels_of(opened(path, splits.classes).train) == [2, 1, 0]
+    assert splits.classes == ("crane", "maillot", "crane (2)") and targets_of(splits.train) == [2, 1, 0]
+    assert targets_of(opened(path, splits.classes).train) == [2, 1, 0]
 
 
 def test_columns_by_what_the_schema_says(tmp_path: Path) -> None:
@@ -375,8 +371,8 @@ def test_columns_are_chosen_where_there_are_several(tmp_path: Path, cache: Path)
 
 def test_a_question_mark_in_a_name(tmp_path: Path) -> None:
     path = write(tmp_path / "why?label=x.parquet", {"image": images(PICTURES[:2]), "label": [0, 1], "x": [1, 0]})
-    assert labels_of(opened(path, None).train) == [0, 1]
-    assert labels_of(opened(f"{path}?label=x", None).train) == [1, 0]
+    assert targets_of(opened(path, None).train) == [0, 1]
+    assert targets_of(opened(f"{path}?label=x", None).train) == [1, 0]
 
 
 def test_what_looks_like_parquet(tmp_path: Path) -> None:
@@ -632,10 +628,10 @@ def test_columns_of_numbers_are_targets(tmp_path: Path) -> None:
     splits = open_data(str(tmp_path / "data"), validation_share=0.0, numbers=("age", "size"))
     assert splits.classes == ("age", "size") and splits.target_kind == "numbers" and splits.test is None
     assert splits.notes[0].endswith("the test split is skipped, because none of its images has a number")
-    assert [str(target) for target in labels_of(splits.train)[6:]] == ["(6.0, 0.5)", "(nan, 0.5)", "(8.0, nan)"]
+    assert [str(target) for target in targets_of(splits.train)[6:]] == ["(6.0, 0.5)", "(nan, 0.5)", "(8.0, nan)"]
     assert splits.train[2].target == (2.0, 0.5)
     price = open_data(str(tmp_path / "data"), validation_share=0.0, numbers=("price",))
-    assert labels_of(price.train) == labels_of(price.test) == [(1.25,)] * 9
+    assert targets_of(price.train) == targets_of(price.test) == [(1.25,)] * 9
 
 
 def test_columns_without_numbers_are_named(tmp_path: Path) -> None:
@@ -656,7 +652,7 @@ def test_words_for_a_missing_label(tmp_path: Path) -> None:
     words = ["None", "cat ", "cafe\u0301", "nan", "café"]
     path = write(tmp_path / "a.parquet", {"image": images(PICTURES[:5]), "label": words, "age": [1] * 5})
     splits = opened(path)
-    assert splits.classes == ("café", "cat") and labels_of(splits.train) == [None, 1, 0, None, 0]
+    assert splits.classes == ("café", "cat") and targets_of(splits.train) == [None, 1, 0, None, 0]
     assert any("2 labels (None, nan)" in note for note in splits.notes)
     assert any("1 column not used: age" in note for note in splits.notes)
     assert opened(f"{path}?missing=keep").classes == ("None", "café", "cat", "nan")
@@ -667,7 +663,7 @@ def test_several_labels_in_a_cell(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(PICTURES[:5]), "label": words})
     assert "join the names of other classes" in message(path)
     splits = opened(f"{path}?separator=%7C")
-    assert splits.classes == ("cat", "fox") and labels_of(splits.train) == [(0,), (1,), (0, 1), (), (0, 1)]
+    assert splits.classes == ("cat", "fox") and targets_of(splits.train) == [(0,), (1,), (0, 1), (), (0, 1)]
 
 
 def test_a_column_of_splits_divides_the_rows(tmp_path: Path, cache: Path) -> None:
@@ -681,7 +677,7 @@ def test_a_column_of_splits_divides_the_rows(tmp_path: Path, cache: Path) -> Non
         (f"a.parquet:{row}", PICTURES[row], label) for row, label in ((1, 0), (3, 1), (5, 0))
     ]
     assert samples_of(splits.validation) == [("a.parquet:2", PICTURES[2], 0)]
-    assert labels_of(splits.test) == [1, None] and splits.faults[0].kind == "unknown-class"
+    assert targets_of(splits.test) == [1, None] and splits.faults[0].kind == "unknown-class"
     assert any("column 'set' divides" in note for note in splits.notes)
     check_source(splits.train)
     assert len(opened(f"{path}?splits=none").train) == 6 and len(list(cache.iterdir())) == 1

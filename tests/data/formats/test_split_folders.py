@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.make import keys_of
+from tests.make import keys_of, targets_of
 from vitrail.data.sources import open_data, open_whole, with_choice
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
@@ -73,8 +73,8 @@ def test_a_split_can_have_several_folders(tree: Trees) -> None:
     assert keys_of(splits.train) == [
         "fold0/cat/fold0.png", "fold0/dog/fold0.png", "fold2/cat/fold2.png", "fold2/dog/fold2.png", "fold2/eel/1.png",
     ]  # fmt: skip
-    assert [splits.train.target(index) for index in range(5)] == [0, 1, 0, 1, 2]
-    assert [splits.test.target(index) for index in range(2)] == [0, 1]
+    assert targets_of(splits.train) == [0, 1, 0, 1, 2]
+    assert targets_of(splits.test) == [0, 1]
     assert splits.train[4].key == "fold2/eel/1.png"
     assert keys_of(opened(root, "train=fold[02]", "test=fold1").train) == keys_of(splits.train)
 
@@ -96,15 +96,10 @@ def test_the_name_of_data_carries_its_splits(tree: Trees) -> None:
 @pytest.mark.parametrize(
     ("paths", "reason"),
     [
-        (["test/1.png"], "not in class folders"),
-        (["test/test/1.png"], "not in class folders"),
-        (["test/images/1.png"], "not in class folders"),
-        (["test/unknown/1.png"], "not in class folders"),
-        (["test/"], "no images"),
-        (["test/cat/", "test/dog/"], "no images"),
-        (["test/notes.txt"], "no images"),
+        *(([f"test/{path}1.png"], "not in class folders") for path in ("", "test/", "images/", "unknown/")),
+        (["test/"], "no images"), (["test/cat/", "test/dog/"], "no images"), (["test/notes.txt"], "no images"),
     ],
-)
+)  # fmt: skip
 def test_a_held_out_split_without_labels_is_skipped(tree: Trees, paths: list[str], reason: str) -> None:
     root = tree(*in_classes("train"), *paths, *(path.replace("test", "val") for path in paths))
     splits = opened(root)
@@ -184,7 +179,7 @@ def test_tiny_imagenet_is_read(tree: Trees) -> None:
     splits = opened(root)
     assert splits.classes == ("n1", "n2") and splits.test is None
     assert keys_of(splits.validation) == ["images/val_1.JPEG", "images/val_0.JPEG"]
-    assert [splits.validation.target(index) for index in range(2)] == [0, 1]
+    assert targets_of(splits.validation) == [0, 1]
     table.write_text("val_1.JPEG\tn3\t0\t0\t9\t9\n")
     with pytest.raises(DataError, match="'n3' is not a class"):
         opened(root)

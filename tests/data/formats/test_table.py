@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.make import targets_of
 from vitrail.data.formats.table import open_table
 from vitrail.data.source import Source, target_kind
 from vitrail.data.sources import open_data, open_whole, with_choice
@@ -202,7 +203,7 @@ def test_mistakes_in_json_lines_are_named(table: Callable[..., Path], lines: tup
 
 def numbers_of(source: Source | None) -> list[Any]:
     """Return the targets, with a text for NaN, which does not equal itself."""
-    targets = [source.target(index) for index in range(len(source))]
+    targets = targets_of(source)
     return [
         target if target is None else tuple("?" if math.isnan(one) else one for one in target) for target in targets
     ]

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.make import encode, keys_of, write_tar
+from tests.make import encode, keys_of, targets_of, write_tar
 from vitrail.data.formats import tar as shards_module
 from vitrail.data.formats import tar_index
 from vitrail.data.formats.tar import locate, looks_like_shards, open_shards
@@ -51,10 +51,6 @@ def labelled(*names: str) -> dict[str, bytes]:
     return files
 
 
-def labels_of(source: object) -> list[object]:
-    return [source.target(index) for index in range(len(source))]
-
-
 def test_a_sample_is_what_shares_a_name_up_to_the_first_dot(tmp_path: Path) -> None:
     files = {
         "b/2.jpg": b"two", "b/2.cls": b"1\n", "./a/1.cls": b" 0 ", "./a/1.PNG": b"one", "c/3.json": b'{"label": 2}',
@@ -65,7 +61,7 @@ def test_a_sample_is_what_shares_a_name_up_to_the_first_dot(tmp_path: Path) -> N
     assert splits.validation is None and splits.test is None
     source = splits.train
     assert keys_of(source) == ["b/2", "a/1", "c/3", "d.e/4"]
-    assert labels_of(source) == [1, 0, 2, None] and source.classes == ("0", "1", "2")
+    assert targets_of(source) == [1, 0, 2, None] and source.classes == ("0", "1", "2")
     assert [source[index].image for index in range(4)] == [b"two", b"one", b"three", b"four"]
     assert splits.notes == (
         f"{tmp_path}/x.tar, train: skipped 4 files that are neither the image nor the label or text of a sample",
@@ -82,7 +78,7 @@ def test_names_with_several_dots_are_read_up_to_the_last_one(tmp_path: Path) -> 
     splits = open_shards(write(tmp_path / "x.tar", files), None)
     source = splits.train
     assert keys_of(source) == ["plain", "img_v1.001", "d/img_v1.002", "a.b.c"]
-    assert labels_of(source) == [None, 1, 0, None] and "train: skipped 3 files" in splits.notes[0]
+    assert targets_of(source) == [None, 1, 0, None] and "train: skipped 3 files" in splits.notes[0]
     assert [source[index].image for index in range(4)] == [b"three", b"one", b"two", b"four"]
 
 
@@ -114,7 +110,7 @@ def test_several_labels(tmp_path: Path) -> None:
     for number, label in enumerate(labels):
         files |= {f"{number}.png": picture(number), f"{number}.json": json.dumps({"cls": label}).encode()}
     source = open_shards(write(tmp_path / "x.tar", files), None).train
-    assert source.classes == ("daisy", "iris", "rose") and labels_of(source) == [(0, 2), (), (1,)]
+    assert source.classes == ("daisy", "iris", "rose") and targets_of(source) == [(0, 2), (), (1,)]
     check_source(source)
 
 
@@ -149,14 +145,14 @@ def test_a_cls_goes_before_a_json_whichever_comes_first(tmp_path: Path) -> None:
     files = [("1.json", b'{"label": 5}'), ("1.cls", b"1"), ("1.jpg", b""), ("2.cls", b"0"), ("2.json", b'{"label": 6}'),
              ("2.jpg", b"")]  # fmt: skip
     source = open_shards(write(tmp_path / "x.tar", files), None).train
-    assert labels_of(source) == [1, 0] and source.classes == ("0", "1")
+    assert targets_of(source) == [1, 0] and source.classes == ("0", "1")
 
 
 def test_classes_of_a_model_are_matched_by_name(tmp_path: Path) -> None:
     names = write(tmp_path / "names.tar", labelled("1:rose", "2:daisy"))
-    assert labels_of(open_shards(names, ("daisy", "iris", "rose")).train) == [2, 0]
+    assert targets_of(open_shards(names, ("daisy", "iris", "rose")).train) == [2, 0]
     numbers = write(tmp_path / "numbers.tar", labelled("1:2", "2:0"))
-    assert labels_of(open_shards(numbers, ("0", "10", "2")).train) == [2, 0]
+    assert targets_of(open_shards(numbers, ("0", "10", "2")).train) == [2, 0]
     with pytest.raises(DataError, match=r"sample '1' has the label 'rose'; it is not among .*\(nearest: roses\)"):
         open_shards(names, ("daisy", "roses"))
     for classes in (("daisy", "iris", "rose"), ("0", "1")):
@@ -168,9 +164,9 @@ def test_names_beside_the_shards_are_what_numbers_mean(tmp_path: Path) -> None:
     location = write(tmp_path / "x.tar", labelled("1:2", "2:0", "3:rose"))
     (tmp_path / "classes.json").write_text('["daisy", "iris", "rose"]')
     source = open_shards(location, None).train
-    assert source.classes == ("daisy", "iris", "rose") and labels_of(source) == [2, 0, 2]
+    assert source.classes == ("daisy", "iris", "rose") and targets_of(source) == [2, 0, 2]
     other = open_shards(location, ("rose", "daisy")).train
-    assert other.classes == ("rose", "daisy") and labels_of(other) == [0, 1, 0]
+    assert other.classes == ("rose", "daisy") and targets_of(other) == [0, 1, 0]
     with pytest.raises(DataError, match="sample '1' has the label 2, which is 'rose'; it is not among"):
         open_shards(location, ("daisy", "iris"))
     (tmp_path / "classes.json").write_text('["daisy", "daisy"]')
@@ -183,7 +179,7 @@ def test_other_splits_are_indexed_by_the_classes_of_training(tmp_path: Path) -> 
     write(tmp_path / "val-0.tar", labelled("3:rose"))
     splits = open_shards(str(tmp_path), None)
     assert splits.validation.classes == ("daisy", "rose")
-    assert labels_of(splits.validation) == [1]
+    assert targets_of(splits.validation) == [1]
     write(tmp_path / "test.tar", labelled("3:tulip", "4:rose", "5:tulip"))
     (fault,) = (splits := open_shards(str(tmp_path), None)).faults
     assert (fault.kind, fault.severity, fault.count) == ("unknown-class", "error", 2)
@@ -191,7 +187,7 @@ def test_other_splits_are_indexed_by_the_classes_of_training(tmp_path: Path) -> 
         f"{tmp_path / 'test.tar'}: sample '3' has the label 'tulip'; it is not among the known"
     )
     assert "counts 2 images of the test split as unlabelled" in fault.training
-    assert labels_of(splits.test) == [None, 1, None]
+    assert targets_of(splits.test) == [None, 1, None]
     with pytest.raises(DataError, match=r"test\.tar: sample '3' has the label 'tulip'"):
         open_data(str(tmp_path), validation_share=0.0)
     with pytest.raises(DataError, match=r"test\.tar: sample '3' has the label 'tulip'"):
