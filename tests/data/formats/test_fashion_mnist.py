@@ -26,6 +26,7 @@ from vitrail.data.formats.idx import (
 from vitrail.errors import DataError
 
 FILES = tuple(SHA256)
+NOWHERE = Path("/nowhere")
 
 
 @pytest.fixture
@@ -40,12 +41,6 @@ def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         monkeypatch.setitem(idx.SHA256, name, hashlib.sha256(data).hexdigest())
     yield server
     server.close()
-
-
-@pytest.fixture
-def nowhere(tmp_path: Path) -> Path:
-    """Make Debian's folder of the data set seem to be missing."""
-    return tmp_path / "nowhere"
 
 
 @pytest.mark.slow
@@ -103,56 +98,54 @@ def test_debians_folder_is_found_without_a_download(
 
 
 def test_without_the_variable_the_cache_is_in_the_home_folder(
-    tmp_path: Path, idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, nowhere: Path
+    tmp_path: Path, idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = idx_folder(name=".cache/vitrail/fashion-mnist", suffix=".gz", train=[0, 1], t10k=[1])
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("VITRAIL_DATA", raising=False)
-    assert locate_fashion_mnist(mirror="http://127.0.0.1:9/", debian=nowhere) == root
+    assert locate_fashion_mnist(mirror="http://127.0.0.1:9/", debian=NOWHERE) == root
 
 
-def test_half_a_set_is_not_taken_for_the_whole(
-    idx_folder: Callable[..., Path], cache: Path, nowhere: Path, mirror: Server
-) -> None:
+def test_half_a_set_is_not_taken_for_the_whole(idx_folder: Callable[..., Path], cache: Path, mirror: Server) -> None:
     idx_folder(name="cache", suffix=".gz", train=[0, 1])
-    assert locate_fashion_mnist(mirror=mirror.url, debian=nowhere) == cache / "fashion-mnist"
+    assert locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE) == cache / "fashion-mnist"
 
 
-def test_a_download_is_verified_kept_and_not_repeated(cache: Path, nowhere: Path, mirror: Server) -> None:
-    folder = locate_fashion_mnist(mirror=mirror.url, debian=nowhere)
+def test_a_download_is_verified_kept_and_not_repeated(cache: Path, mirror: Server) -> None:
+    folder = locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE)
     assert folder == cache / "fashion-mnist"
     assert {f"/{path.name}": path.read_bytes() for path in folder.iterdir()} == mirror.files
     assert [path for _, path, _ in mirror.requests] == [f"/{name}" for name in FILES]
-    assert locate_fashion_mnist(mirror=mirror.url, debian=nowhere) == folder and len(mirror.requests) == 4
+    assert locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE) == folder and len(mirror.requests) == 4
     assert len(idx_samples(*find_idx(folder, "train"))) == 3
 
 
-def test_the_partial_file_of_another_process_stays(cache: Path, nowhere: Path, mirror: Server) -> None:
+def test_the_partial_file_of_another_process_stays(cache: Path, mirror: Server) -> None:
     """Processes that download at once do not disturb each other."""
     other = cache / "fashion-mnist" / f"{FILES[0]}.partial"
     other.parent.mkdir(parents=True)
     other.write_bytes(b"half of")
-    folder = locate_fashion_mnist(mirror=mirror.url, debian=nowhere)
+    folder = locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE)
     assert other.read_bytes() == b"half of"
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, other.name])
 
 
-def test_a_download_may_be_gzipped_in_another_way(cache: Path, nowhere: Path, mirror: Server) -> None:
+def test_a_download_may_be_gzipped_in_another_way(cache: Path, mirror: Server) -> None:
     name = "t10k-images-idx3-ubyte.gz"
     repacked = gzip.compress(gzip.decompress(mirror.files[f"/{name}"]), compresslevel=1, mtime=7)
     assert repacked != mirror.files[f"/{name}"]
     mirror.files[f"/{name}"] = repacked
-    assert (locate_fashion_mnist(mirror=mirror.url, debian=nowhere) / name).read_bytes() == repacked
+    assert (locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE) / name).read_bytes() == repacked
 
 
 @pytest.mark.parametrize("position", range(4))
-def test_a_wrong_checksum_is_refused_and_not_kept(cache: Path, nowhere: Path, mirror: Server, position: int) -> None:
+def test_a_wrong_checksum_is_refused_and_not_kept(cache: Path, mirror: Server, position: int) -> None:
     name = FILES[position]
     altered = bytearray(gzip.decompress(mirror.files[f"/{name}"]))
     altered[-1] ^= 1
     mirror.files[f"/{name}"] = gzip.compress(bytes(altered))
     with pytest.raises(DataError, match="the download was discarded") as caught:
-        locate_fashion_mnist(mirror=mirror.url, debian=nowhere)
+        locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE)
     for part in (mirror.url + name, hashlib.sha256(altered).hexdigest(), idx.SHA256[name]):
         assert part in str(caught.value)
     assert sorted(path.name for path in cache.rglob("*") if path.is_file()) == sorted(FILES[:position])
@@ -160,16 +153,16 @@ def test_a_wrong_checksum_is_refused_and_not_kept(cache: Path, nowhere: Path, mi
 
 @pytest.mark.parametrize("served", [b"<html>Sign in to the network</html>", "cut", None])
 def test_a_broken_download_says_what_to_do_and_keeps_nothing(
-    cache: Path, nowhere: Path, mirror: Server, served: bytes | str | None
+    cache: Path, mirror: Server, served: bytes | str | None
 ) -> None:
     whole = mirror.files[f"/{FILES[0]}"]
     mirror.files[f"/{FILES[0]}"] = whole[: len(whole) // 2] if isinstance(served, str) else served
-    check_advice(cache, nowhere, mirror.url)
+    check_advice(cache, NOWHERE, mirror.url)
 
 
-def test_no_server_says_what_to_do(cache: Path, nowhere: Path, mirror: Server) -> None:
+def test_no_server_says_what_to_do(cache: Path, mirror: Server) -> None:
     mirror.close()
-    check_advice(cache, nowhere, mirror.url)
+    check_advice(cache, NOWHERE, mirror.url)
 
 
 def check_advice(cache: Path, debian: Path, url: str) -> None:

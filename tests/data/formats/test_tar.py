@@ -63,10 +63,7 @@ def test_a_sample_is_what_shares_a_name_up_to_the_first_dot(tmp_path: Path) -> N
     assert keys_of(source) == ["b/2", "a/1", "c/3", "d.e/4"]
     assert targets_of(source) == [1, 0, 2, None] and source.classes == ("0", "1", "2")
     assert [source[index].image for index in range(4)] == [b"two", b"one", b"three", b"four"]
-    assert splits.notes == (
-        f"{tmp_path}/x.tar, train: skipped 4 files that are neither the image nor the label or text of a sample",
-        f"{tmp_path}/x.tar, train: 1 of 4 images without a label",
-    )
+    assert "x.tar, train: skipped 4 files" in splits.notes[0] and "1 of 4 images without a label" in splits.notes[1]
 
 
 def test_names_with_several_dots_are_read_up_to_the_last_one(tmp_path: Path) -> None:
