@@ -153,11 +153,8 @@ def test_a_clean_set_has_no_findings(clean: Path) -> None:
     splits = open_data(str(clean), validation_share=0.1)
     report = check_data(splits, progress=lambda done, total: calls.append((done, total)))
     assert report.findings == () and report.notes == () and calls == [(48, 48)]
-    assert [(split.name, split.per_class) for split in report.splits] == [
-        ("train", (12, 12, 12)),
-        ("validation", (4, 4, 4)),
-    ]
-    assert report.balance is not None and report.balance.effective == pytest.approx(3)
+    assert [(one.name, one.per_class) for one in report.splits] == [("train", (12,) * 3), ("validation", (4,) * 3)]
+    assert report.balance.effective == pytest.approx(3)
 
 
 def test_a_report_is_the_same_with_one_thread_and_goes_through_json(messy: Path, messy_report: Report) -> None:
