@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,8 +23,10 @@ from tests.golden import weights
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.objects import Runs, drawn
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData, open_mixed
 from vitrail.data.splits import Splits
+from vitrail.data.targets import Target
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
@@ -232,6 +236,78 @@ def golden(name: str) -> Golden:
 # --- data
 
 
+class MemorySource:
+    """A source of given samples. Without images, reading an image is an error, so only keys and labels can be used."""
+
+    def __init__(
+        self,
+        images: Sequence[bytes | np.ndarray] | None = None,
+        *,
+        labels: Sequence[Target],
+        keys: Sequence[str] | None = None,
+        classes: tuple[str, ...] = ("a", "b", "c", "d"),
+    ) -> None:
+        self.images = images
+        self.labels = list(labels)
+        self.keys = [str(index) for index in range(len(self.labels))] if keys is None else list(keys)
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        assert self.images is not None, "no image may be read here"
+        return Sample(self.keys[index], self.images[index], self.labels[index])
+
+    def key(self, index: int) -> str:
+        return self.keys[index]
+
+    def target(self, index: int) -> Target:
+        return self.labels[index]
+
+
+def encode(picture: Image.Image | np.ndarray, file_format: str, **options: object) -> bytes:
+    """Return the bytes of a file of a picture: `encode(array, "PNG")`."""
+    file = io.BytesIO()
+    image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    image.save(file, file_format, **options)
+    return file.getvalue()
+
+
+def orientation(number: int) -> Image.Exif:
+    """Return EXIF data that say how a picture is turned or mirrored, with a number from 1 to 8."""
+    exif = Image.Exif()
+    exif[0x0112] = number
+    return exif
+
+
+def png_chunk(name: bytes, data: bytes, *, is_damaged: bool = False) -> bytes:
+    """Return a chunk of a PNG file, with a wrong checksum if it is damaged."""
+    checksum = zlib.crc32(name + data) ^ is_damaged
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
+
+
+def make_png(
+    width: int, height: int, *more: bytes, depth: int = 8, kind: int = 0, rows: bytes = b"", is_interlaced: bool = False
+) -> bytes:
+    """Return a hand-made PNG file with more chunks in front of the pixels. `kind` 0 is grey, 2 is RGB, and 6 is RGB
+    with alpha. Each row begins with its filter, 0."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, is_interlaced))
+    pixels = png_chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(more) + pixels + png_chunk(b"IEND", b"")
+
+
+def to_pillow(image: np.ndarray) -> Image.Image:
+    """Return a picture of an array (c, h, w) with one or three channels."""
+    return Image.fromarray(image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0)))
+
+
+def from_pillow(picture: Image.Image) -> np.ndarray:
+    """Return the array (c, h, w) of a picture."""
+    array = np.asarray(picture)
+    return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
 def make_colour_folder(root: Path, *, images: int = 12, classes: tuple[str, ...] = ("blue", "green", "red")) -> Path:
     """Writes the folder that `colour_folder` gives."""
     random = np.random.default_rng(0)
@@ -368,6 +444,11 @@ def idx_bytes(array: np.ndarray) -> bytes:
 def keys_of(source: Any) -> list[str] | None:
     """Return the keys of a source's samples, or None if there is no source."""
     return None if source is None else [source.key(index) for index in range(len(source))]
+
+
+def targets_of(source: Any) -> list[Any]:
+    """Return the targets of a source's samples."""
+    return [source.target(index) for index in range(len(source))]
 
 
 def write_tar(

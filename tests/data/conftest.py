@@ -1,45 +1,22 @@
-"""Data that tests of several modules share: encoded files, trees of files, IDX files, and a source in memory."""
+"""Data that tests of several modules share: trees of files, IDX files, an empty cache, and a source in memory."""
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from vitrail.data.source import Sample
-from vitrail.data.targets import Target
-
-GOLDENS = Path(__file__).parents[1] / "golden"
+from tests.make import MemorySource, idx_bytes
 
 
-@pytest.fixture(scope="session")
-def goldens() -> ModuleType:
-    """Golden outputs of the original code for images (see `tests/golden/images.py`)."""
-    spec = importlib.util.spec_from_file_location("golden_images", GOLDENS / "images.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def encode() -> Callable[..., bytes]:
-    """Return a function that encodes a picture or an array as the bytes of a file: `encode(array, "PNG")`."""
-
-    def write(picture: Image.Image | np.ndarray, file_format: str, **options: object) -> bytes:
-        file = io.BytesIO()
-        image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-        image.save(file, file_format, **options)
-        return file.getvalue()
-
-    return write
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty cache folder of the test, which does not exist yet."""
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -66,8 +43,7 @@ def write_idx() -> Callable[..., Path]:
     """Return a function that writes an array of bytes as an IDX file, compressed if the name ends in .gz."""
 
     def write(path: Path, array: np.ndarray) -> Path:
-        sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-        data = bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
+        data = idx_bytes(array.astype(np.uint8))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
         return path
@@ -89,36 +65,6 @@ def idx_folder(tmp_path: Path, write_idx: Callable[..., Path]) -> Callable[..., 
         return root
 
     return make
-
-
-class MemorySource:
-    """A source of given samples. Without images, reading an image is an error, so only keys and labels can be used."""
-
-    def __init__(
-        self,
-        images: Sequence[bytes | np.ndarray] | None = None,
-        *,
-        labels: Sequence[Target],
-        keys: Sequence[str] | None = None,
-        classes: tuple[str, ...] = ("a", "b", "c", "d"),
-    ) -> None:
-        self.images = images
-        self.labels = list(labels)
-        self.keys = [str(index) for index in range(len(self.labels))] if keys is None else list(keys)
-        self.classes = classes
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        assert self.images is not None, "no image may be read here"
-        return Sample(self.keys[index], self.images[index], self.labels[index])
-
-    def key(self, index: int) -> str:
-        return self.keys[index]
-
-    def target(self, index: int) -> Target:
-        return self.labels[index]
 
 
 @pytest.fixture(scope="session")

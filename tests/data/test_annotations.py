@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.make import orientation
 from vitrail.cli import main
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.convert import AnnotationFormat, convert
-from vitrail.data.objects import IGNORED, Mask, Objects, Runs, drawn
-from vitrail.data.source import Samples
+from vitrail.data.objects import IGNORED, Objects, Runs, drawn
 from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Targets
@@ -81,9 +81,7 @@ def voc(root: Path, objects: str = "", name: str = "a", size: str = "<width>60</
 def turned(root: Path) -> None:
     """Give the picture of `voc` an EXIF tag for a quarter turn."""
     path = root / "JPEGImages/a.png"
-    exif = Image.Exif()
-    exif[0x112] = 6
-    Image.open(path).save(path, exif=exif)
+    Image.open(path).save(path, exif=orientation(6))
 
 
 def spoilt(root: Path) -> None:
@@ -129,15 +127,13 @@ def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
     coco(tmp_path)
     splits = opened(tmp_path)
     source = splits.train
-    assert isinstance(source, Samples)
     assert splits.target_kind == "boxes" and splits.classes == ("plane", "toothbrush")
-    assert source.targets.ids == (5, 90) and source.readers[0].ids == [7, 3]  # type: ignore[attr-defined]
+    assert source.targets.ids == (5, 90) and source.readers[0].ids == [7, 3]
     target = source.target(0)
-    assert isinstance(target, Objects)
     np.testing.assert_allclose(target.boxes * [60, 40, 60, 40], [[6, 4, 36, 24], [0, 0, 60, 40]])
     assert target.labels.tolist() == [1, 0] and target.crowd.tolist() == [False, True]
     assert target.areas[0] * 2400 == pytest.approx(400) and np.isnan(target.areas[1])
-    assert len(source.target(1)) == 0, "a picture without objects is kept"  # type: ignore[arg-type]
+    assert len(source.target(1)) == 0, "a picture without objects is kept"
     assert any("without any object" in note for note in splits.notes)
     picture(tmp_path / "c.png")
     assert any("no COCO file lists them: c.png" in note for note in opened(tmp_path).notes)
@@ -187,7 +183,6 @@ def test_odd_boxes_are_clipped_or_left_out_and_named(
     coco(tmp_path, annotations=[*box(*numbers), *good])
     splits = opened(tmp_path)
     target = splits.train.target(0)
-    assert isinstance(target, Objects)
     np.testing.assert_allclose(target.boxes * [60, 40, 60, 40], np.reshape(kept, (-1, 4)))
     assert any(words in note and "annotation 1" in note for note in splits.notes), splits.notes
 
@@ -211,7 +206,6 @@ def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
         {"id": n, "image_id": 7, "category_id": 5, "segmentation": one} for n, one in enumerate(outlines)
     ])  # fmt: skip
     target = opened(tmp_path).train.target(0)
-    assert isinstance(target, Objects)
     for row in range(2):
         np.testing.assert_array_equal(target.mask(row, (40, 60)), pixels > 0)
     np.testing.assert_allclose(target.boxes[0] * [60, 40, 60, 40], [7, 5, 51, 20])
@@ -226,7 +220,6 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         values["images"][0]["file_name"] = "upload\\1f\\a.png"
         (tmp_path / split / "_annotations.coco.json").write_text(json.dumps(values))
     splits = opened(tmp_path)
-    assert splits.validation is not None
     assert splits.train.key(0) == "train/a.png" and splits.validation.key(0) == "valid/a.png"
     coco(tmp_path / "other")
     (tmp_path / "other/a.png").unlink()
@@ -254,10 +247,7 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: yolo(root, "0 .5 .5 .2 .2\nx .5 .5 .2 .2\n"), "line 2 .x .5"),
         (lambda root: (yolo(root), (root / "labels/train/a.txt").write_bytes(b"\xff")), "a.txt as UTF-8"),
         (lambda root: (masks(root, BLANK), (root / "classes.txt").write_bytes(b"\xe9\n")), "as UTF-8"),
-        (
-            lambda root: (yolo(root), listed(root, "a", "two\none\n"), listed(root, "b", "one\n")),
-            "different classes",
-        ),
+        (lambda root: (yolo(root), listed(root, "a", "two\none\n"), listed(root, "b", "one\n")), "different classes"),
         (lambda root: (voc(root, voc_object(1, 2, 3, 4)), main_list(root, "train", "gone\n")), "no list in ImageSets"),
         (lambda root: yolo(root, names=("a",), nc=3), "states nc: 3"),
         (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
@@ -284,7 +274,6 @@ def test_a_size_that_is_not_stated_is_read_from_the_picture(tmp_path: Path) -> N
     for root in (tmp_path / "voc", tmp_path / "coco"):
         splits = opened(root)
         target = splits.train.target(0)
-        assert isinstance(target, Objects)
         np.testing.assert_allclose(target.boxes[0] * [60, 40, 60, 40], [6, 4, 36, 24])
         assert any("so it is read from them" in note for note in splits.notes)
 
@@ -303,7 +292,6 @@ def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:
     ):
         (lists / f"{name}.txt").write_text(pictures)
     splits = opened(tmp_path)
-    assert splits.validation is not None
     assert [len(splits.train), len(splits.validation)] == [2, 1] and splits.classes == ("cell", "other")
     notes = "\n".join(splits.notes)
     assert "d.png, which no split contains" in notes and "alone.png" in notes
@@ -320,15 +308,9 @@ def test_names_with_blanks_divide_pictures_too(tmp_path: Path) -> None:
     main_list(tmp_path, "cell_train", "photo 1  1\nphoto 0 -1\n")
     (tmp_path / "Annotations/._photo 1.xml").write_bytes(b"\0\5")
     splits = opened(tmp_path)
-    assert splits.validation is not None and splits.validation.key(0) == "JPEGImages/photo 0.png"
+    assert splits.validation.key(0) == "JPEGImages/photo 0.png"
     with pytest.raises(DataError, match="nothing named elsewhere, which is chosen as the validation split"):
         open_data(f"{tmp_path}?train=train&validation=elsewhere", validation_share=0.0)
-
-
-def test_suffixes_of_masks_can_be_in_capitals(tmp_path: Path) -> None:
-    masks(tmp_path, BLANK)
-    (tmp_path / "masks/train/a.png").rename(tmp_path / "masks/train/a.PNG")
-    assert len(opened(tmp_path).train) == 1
 
 
 @pytest.mark.parametrize(
@@ -336,10 +318,10 @@ def test_suffixes_of_masks_can_be_in_capitals(tmp_path: Path) -> None:
     [("img", "gt"), ("photographs", "masks"), ("data/train", "masks/train"), ("train/images", "train/masks")],
 )
 def test_masks_lie_beside_any_folder_of_images(tmp_path: Path, images: str, folder: str) -> None:
-    for name in "ab":
+    for name, mask in (("a", "a.png"), ("b", "b.PNG")):
         picture(tmp_path / f"{images}/{name}.png")
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(BLANK).save(tmp_path / f"{folder}/{name}.png")
+        Image.fromarray(BLANK).save(tmp_path / f"{folder}/{mask}")
     (tmp_path / "classes.txt").write_text("sky\nroad\n")
     splits = opened(tmp_path)
     assert splits.target_kind == "mask" and [splits.train.key(n) for n in (0, 1)] == [f"{images}/{n}.png" for n in "ab"]
@@ -367,14 +349,23 @@ def test_equal_channels_of_a_mask_are_one_number(tmp_path: Path, channels: int) 
         values[..., -1] = 255  # opaque
     masks(tmp_path, values)
     target = opened(tmp_path).train.target(0)
-    assert isinstance(target, Mask) and (target.indices() == 1).all()
+    assert (target.indices() == 1).all()
 
 
-def test_folders_divide_the_annotations_of_voc(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        voc(tmp_path, voc_object(1, 2, 30, 20), f"{split}/{split}")
+def cvat(root: Path) -> None:
+    (root / "obj.names").write_text("one\n")
+    for folder in ("obj_Train_data", "obj_Validation_data"):
+        picture(root / f"{folder}/{folder}.png")
+        (root / f"{folder}/{folder}.txt").write_bytes(b"\xef\xbb\xbf0 .5 .5 .2 .2\r\n")
+
+
+@pytest.mark.parametrize(
+    "write", [cvat, lambda root: [voc(root, voc_object(1, 2, 30, 20), f"{split}/a") for split in ("train", "val")]]
+)
+def test_folders_divide_the_annotations_of_voc_and_of_cvat(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    write(tmp_path)
     splits = opened(tmp_path)
-    assert splits.validation is not None and [len(splits.train), len(splits.validation)] == [1, 1]
+    assert [len(splits.train), len(splits.validation)] == [1, 1]
 
 
 def test_names_of_yolo_are_texts_whatever_yaml_makes_of_them(tmp_path: Path) -> None:
@@ -416,21 +407,12 @@ def test_folders_called_mask_below_images_hold_pictures(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_splits_of_cvat_in_yolo(tmp_path: Path) -> None:
-    (tmp_path / "obj.names").write_text("one\n")
-    for folder in ("obj_Train_data", "obj_Validation_data"):
-        picture(tmp_path / f"{folder}/{folder}.png")
-        (tmp_path / f"{folder}/{folder}.txt").write_bytes(b"\xef\xbb\xbf0 .5 .5 .2 .2\r\n")
-    splits = opened(tmp_path)
-    assert splits.validation is not None and [len(splits.train), len(splits.validation)] == [1, 1]
-
-
 def test_coco_with_a_mark_of_its_encoding_or_called_like_our_own_files(tmp_path: Path) -> None:
     values = coco(tmp_path, annotations=box(6, 4, 30, 20, iscrowd="0"))
     (tmp_path / "_annotations.coco.json").unlink()
     (tmp_path / "labels.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(values).encode())
     target = opened(tmp_path).train.target(0)
-    assert isinstance(target, Objects) and target.crowd.tolist() == [False]
+    assert target.crowd.tolist() == [False]
 
 
 @pytest.mark.parametrize("to", ["yolo", "voc", "coco", "masks"])
@@ -453,7 +435,7 @@ def test_pictures_that_share_a_name_keep_their_own_annotations(tmp_path: Path, t
     found = opened(tmp_path / "out").train
     assert len(found) == len(places)
     if to != "masks":
-        corners = {round(float(found.target(row).boxes[0][0]) * 60) for row in range(len(places))}  # type: ignore[union-attr]
+        corners = {round(float(found.target(row).boxes[0][0]) * 60) for row in range(len(places))}
         assert corners == set(range(len(places)))
 
 
@@ -467,7 +449,7 @@ def test_yolo_reads_boxes_polygons_lists_and_pictures_without_labels(tmp_path: P
     target = splits.train.target(0)
     assert (isinstance(target, Objects) and splits.validation is None) or len(splits.validation or ()) == 1
     np.testing.assert_allclose(target.boxes, [[0.4, 0.3, 0.6, 0.7], [0.1, 0.1, 0.9, 0.8]])
-    assert target.outlines[0] is None and len(target.outlines[1][0]) == 3  # type: ignore[index]
+    assert target.outlines[0] is None and len(target.outlines[1][0]) == 3
     notes = "\n".join(splits.notes)
     assert "c.png, which no split contains" in notes and "lost.txt" in notes
 
@@ -489,7 +471,6 @@ def test_masks_that_do_not_fit_are_findings(tmp_path: Path, values: Any, names: 
     assert finding.severity == "error"
     with pytest.raises(UndecodableImage, match=words):
         target = opened(tmp_path).train.target(0)
-        assert isinstance(target, Mask)
         target.indices((40, 60))
 
 
@@ -497,11 +478,10 @@ def test_transparent_pixels_of_coloured_masks_are_refused(tmp_path: Path) -> Non
     pixels = np.full((9, 8, 4), 255, np.uint8)
     masks(tmp_path, pixels, "sky 255 255 255\nroad 0 0 0\n")
     target = opened(tmp_path).train.target(0)
-    assert isinstance(target, Mask) and not target.indices().any()
+    assert not target.indices().any()
     pixels[3, 4] = 0
     masks(tmp_path, pixels, "sky 255 255 255\nroad 0 0 0\n")
     target = opened(tmp_path).train.target(0)
-    assert isinstance(target, Mask)
     with pytest.raises(UndecodableImage, match="has transparent pixels"):
         target.indices()
 
@@ -522,7 +502,6 @@ def test_masks_hold_numbers_or_colours_and_ignored_values(tmp_path: Path) -> Non
     for (folder, ignored), found in expected.items():
         spec = f"{tmp_path / folder}" + (f"?ignore={ignored}" if ignored else "")
         target = opened(Path(spec)).train.target(0)
-        assert isinstance(target, Mask)
         assert target.indices()[0, ::15].tolist() == found, (folder, ignored)
     (tmp_path / "b/classes.txt").unlink()
     (tmp_path / "b/labelmap.txt").write_text("# label:color_rgb:parts:actions\nsky:9,9,9::\nroad:0,200,0::\n"
@@ -557,7 +536,7 @@ def test_folders_of_pictures_with_cocos_file_are_not_classes(tmp_path: Path) -> 
     assert (splits.classes, splits.target_kind) == (("cell",), "boxes")
     text = "\n".join(splits.notes)
     assert "not read as classes" in text and "2 outlines with a polygon of fewer than three points" in text
-    outlines = [splits.train.target(index).outlines for index in range(2)]  # type: ignore[union-attr]
+    outlines = [splits.train.target(index).outlines for index in range(2)]
     assert [one[0] is None or len(one[0]) for one in outlines] == [1, True]
 
 
@@ -575,7 +554,7 @@ def test_labels_of_yolo_for_several_pictures_are_named(tmp_path: Path) -> None:
         (tmp_path / f"train/Labels/{name}.txt").write_text("0 0.5 0.5 0.2 0.2\n")
     (tmp_path / "data.yaml").write_text("train: train/Images\nnames: [cell]\n")
     splits = opened(tmp_path)
-    assert [len(splits.train.target(index)) for index in range(3)] == [1, 1, 1]  # type: ignore[arg-type]
+    assert [len(splits.train.target(index)) for index in range(3)] == [1, 1, 1]
     assert "1 file of labels with several images of the same name: train/Labels/a.txt" in "\n".join(splits.notes)
 
 
@@ -674,13 +653,12 @@ def test_objects_are_the_same_after_they_were_written_and_read(
     first = Objects.of([2], [(0.1, 0.2, 0.9, 0.8)], size=SIZES[0])
     targets = [first, *(data.draw(objects(size)) for size in SIZES)]
     folder = tmp_path_factory.mktemp("written") / "data"
-    notes = convert(Splits(Drawn(targets), Drawn([first]), None), folder, to)  # type: ignore[arg-type]
+    notes = convert(Splits(Drawn(targets), Drawn([first]), None), folder, to)
     splits = opened(folder)
     order = [splits.train.key(index) for index in range(len(splits.train))]
     assert len(order) == len(targets) and splits.validation is not None
     for index, target in enumerate(targets):
         found = splits.train.target(next(n for n, key in enumerate(order) if f"{index % 2}_p{index // 2}." in key))
-        assert isinstance(found, Objects)
         kept = np.ones(len(target), np.bool_) if to == "coco" else ~target.crowd
         names = [Drawn.classes[label] for label in target.labels[kept]]
         assert [splits.classes[label] for label in found.labels] == names
@@ -695,7 +673,7 @@ def test_objects_are_the_same_after_they_were_written_and_read(
                 if isinstance(outline, Runs):
                     assert mine == outline
                 elif outline is not None:
-                    for one, other in zip(outline, mine or (), strict=True):  # type: ignore[arg-type]
+                    for one, other in zip(outline, mine or (), strict=True):
                         np.testing.assert_allclose(one, other, atol=1e-5)
     lost = any(target.crowd.any() for target in targets)
     assert to == "coco" or lost == any("crowd" in note for note in notes)
@@ -706,20 +684,18 @@ def test_masks_survive_their_own_format_and_cocos(tmp_path: Path) -> None:
     masks(tmp_path / "a", values, "sky\nroad\ntree\n")
     convert(opened(tmp_path / "a"), tmp_path / "b", "masks")
     target = opened(tmp_path / "b").train.target(0)
-    assert isinstance(target, Mask)
     np.testing.assert_array_equal(target.indices(), values)
     convert(opened(tmp_path / "a"), tmp_path / "c", "coco")
     found = opened(tmp_path / "c").train.target(0)
-    assert isinstance(found, Objects) and found.labels.tolist() == [0, 1, 2]
+    assert found.labels.tolist() == [0, 1, 2]
     for label in range(3):
         np.testing.assert_array_equal(found.mask(label, (40, 60)), values == label)
 
 
 def test_what_a_format_does_not_hold_is_said_or_refused(tmp_path: Path) -> None:
     yolo(tmp_path / "a", names=("one", "two"))
-    assert convert(opened(tmp_path / "a"), tmp_path / "b", "voc") == (
-        "1 class without an object (two), which VOC cannot express",
-    )
+    (note,) = convert(opened(tmp_path / "a"), tmp_path / "b", "voc")
+    assert "1 class without an object (two)" in note
     for name in ("# 1", "Model 1 2 3"):
         yolo(tmp_path / "a", names=("one", name))
         with pytest.raises(DataError, match="masks cannot have the class names"):
@@ -735,7 +711,7 @@ def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
     turned = targets.rows(np.array([2, 0]))
     assert [str(turned[n]) for n in range(2)] == [str(pictures[2]), str(pictures[0])]
     fewer = targets.renumbered([-1, 1, 0], ("c", "b"))[0]
-    assert isinstance(fewer, Objects) and fewer.labels.tolist() == [1, 1]
+    assert fewer.labels.tolist() == [1, 1]
     np.testing.assert_allclose(fewer.boxes[:, 2], [0.1, 0.3])
     both = Targets.joined([targets, Targets.of(pictures[:1], "boxes", ("b", "d", "x"))])
     last = both[3]

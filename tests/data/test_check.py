@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
-import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import MemorySource, make_png, orientation
 from vitrail.data.check.findings import Report, quick_check
 from vitrail.data.check.images import Oddity, look
 from vitrail.data.check.report import check_data, page
@@ -25,8 +23,6 @@ from vitrail.data.splits import Splits
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
 from vitrail.settings import from_plain, to_plain
-
-Sources = Callable[..., Source]
 
 
 def picture(seed: int, width: int = 64, height: int = 48) -> Image.Image:
@@ -74,9 +70,7 @@ def messy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(train / "a" / "rgba.png", see_through)
     save(train / "a" / "cmyk.jpg", picture(1003).convert("CMYK"), quality=95)
     save(train / "a" / "deep.png", Image.fromarray(np.asarray(picture(1004).convert("L")).astype(np.uint16) * 256))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    save(train / "a" / "turned.jpg", picture(1005), exif=exif)
+    save(train / "a" / "turned.jpg", picture(1005), exif=orientation(6))
     frames = [picture(1006), picture(1007)]
     save(train / "a" / "moving.gif", frames[0], save_all=True, append_images=frames[1:])
     save(train / "b" / "cut.jpg", picture(1008), quality=95)
@@ -149,7 +143,6 @@ def test_findings_say_what_and_how_grave(messy: Path, messy_report: Report) -> N
     assert found["near-leak"].text == "1 validation image is a near duplicate of a train image"
     assert found["contradiction"].text == "2 images in 1 group of copies with different labels (identical pixels)"
     assert (found["duplicates"].count, found["duplicates"].severity) == (1, "note"), "the pair above is not in it"
-    assert report.sizes is not None
     assert (report.sizes.smallest, report.sizes.median, report.sizes.largest) == ((1, 1), (64, 48), (640, 480))
     assert report.kinds["JPEG CMYK"] == 1 and sum(report.kinds.values()) == report.images - 3
     assert report.looked_at == report.images
@@ -160,11 +153,8 @@ def test_a_clean_set_has_no_findings(clean: Path) -> None:
     splits = open_data(str(clean), validation_share=0.1)
     report = check_data(splits, progress=lambda done, total: calls.append((done, total)))
     assert report.findings == () and report.notes == () and calls == [(48, 48)]
-    assert [(split.name, split.per_class) for split in report.splits] == [
-        ("train", (12, 12, 12)),
-        ("validation", (4, 4, 4)),
-    ]
-    assert report.balance is not None and report.balance.effective == pytest.approx(3)
+    assert [(one.name, one.per_class) for one in report.splits] == [("train", (12,) * 3), ("validation", (4,) * 3)]
+    assert report.balance.effective == pytest.approx(3)
 
 
 def test_a_report_is_the_same_with_one_thread_and_goes_through_json(messy: Path, messy_report: Report) -> None:
@@ -195,15 +185,10 @@ def test_a_sample_is_the_same_every_time_and_counts_all_labels(clean: Path) -> N
     assert check_data(splits, sample=1000) == check_data(splits)
 
 
-@pytest.fixture
-def arrays(memory_source: Sources) -> Callable[..., Source]:
-    """A source in memory of distinct grey pictures, with these labels."""
-
-    def make(labels: list[object], first: int = 0) -> Source:
-        images = [np.asarray(picture(first + seed).convert("L"))[..., None] for seed in range(len(labels))]
-        return memory_source(images, labels=labels, classes=("x", "y"))
-
-    return make
+def arrays(labels: list[object], first: int = 0) -> Source:
+    """Return a source in memory of distinct grey pictures with these labels."""
+    images = [np.asarray(picture(first + seed).convert("L"))[..., None] for seed in range(len(labels))]
+    return MemorySource(images, labels=labels, classes=("x", "y"))
 
 
 def test_a_file_that_is_gone_is_an_image_lost(clean: Path) -> None:
@@ -213,10 +198,7 @@ def test_a_file_that_is_gone_is_an_image_lost(clean: Path) -> None:
     assert (finding.kind, finding.severity) == ("undecodable-in-train", "warning")
     (one,) = finding.groups[0]
     assert one.key == "a/03.png" and one.detail.endswith("a/03.png: No such file or directory")
-    assert quick_check(splits)[2] == (
-        f"warning: 1 of 36 checked images cannot be decoded, such as a/03.png: cannot read {clean}/train/a/03.png: "
-        "No such file or directory"
-    )
+    assert quick_check(splits)[2].startswith("warning: 1 of 36 checked images cannot be decoded, such as a/03.png: ")
 
 
 def test_a_shard_that_is_gone_ends_training(clean: Path, tmp_path: Path) -> None:
@@ -228,24 +210,30 @@ def test_a_shard_that_is_gone_ends_training(clean: Path, tmp_path: Path) -> None
     assert "cannot read" in kinds["unreadable-in-train"].groups[0][0].detail
 
 
-def test_left_early_it_does_not_read_the_rest(memory_source: Sources) -> None:
+@pytest.fixture
+def counting() -> tuple[Source, list[int]]:
+    """A source of 20,000 images, and the numbers of those that were read."""
     read: list[int] = []
 
-    class Counting(memory_source):  # type: ignore[misc,valid-type]
+    class Counting(MemorySource):
         def __getitem__(self, index: int) -> Sample:
             read.append(index)
             return Sample(str(index), np.zeros((2, 3, 1), np.uint8), 0)
 
+    return Counting(labels=[0, 1] * 10_000, classes=("x", "y")), read
+
+
+def test_left_early_it_does_not_read_the_rest(counting: tuple[Source, list[int]]) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    source = Counting(labels=[0, 1] * 10_000, classes=("x", "y"))
+    source, read = counting
     with pytest.raises(KeyboardInterrupt):
         check_data(Splits(source, None, None), threads=2, progress=stop)
     assert len(read) < 10_000
 
 
-def test_images_of_several_labels_and_of_none(arrays: Callable[..., Source]) -> None:
+def test_images_of_several_labels_and_of_none() -> None:
     several = Splits(arrays([(0,), (0, 1), (), (1,), (1,)]), None, None)
     report = check_data(several)
     assert report.findings == () and report.splits[0].per_class == (2, 3)
@@ -255,28 +243,28 @@ def test_images_of_several_labels_and_of_none(arrays: Callable[..., Source]) -> 
     assert {item.kind for item in nothing.findings} == {"unlabelled", "missing-in-train"} and nothing.balance is None
 
 
-def test_copies_of_other_labels_contradict_and_those_without_do_not(memory_source: Sources) -> None:
+def test_copies_of_other_labels_contradict_and_those_without_do_not() -> None:
     images = [np.asarray(picture(seed)) for seed in (0, 0, 1, 1, 2, 2)]
     labels = [(0, 1), (0,), 0, None, 1, 1]
-    report = check_data(Splits(memory_source(images, labels=labels, classes=("x", "y")), None, None))
+    report = check_data(Splits(MemorySource(images, labels=labels, classes=("x", "y")), None, None))
     found = accused(report)
     assert found["contradiction"] == [["train/0", "train/1"]]
     assert found["duplicates"] == [["train/2", "train/3"], ["train/4", "train/5"]]
 
 
-def test_grey_and_colour_of_the_same_picture_are_the_same(memory_source: Sources) -> None:
+def test_grey_and_colour_of_the_same_picture_are_the_same() -> None:
     grey = np.asarray(picture(0).convert("L"))
     colour = np.asarray(picture(0))
     images = [grey[..., None], np.stack([grey] * 3, axis=-1), colour, np.ascontiguousarray(colour[..., ::-1])]
-    report = check_data(Splits(memory_source(images, labels=[0, 0, 0, 0], classes=("x", "y")), None, None))
+    report = check_data(Splits(MemorySource(images, labels=[0, 0, 0, 0], classes=("x", "y")), None, None))
     assert accused(report)["duplicates"] == [["train/0", "train/1"]]
     assert accused(report)["near-duplicates"] == [["train/0", "train/1", "train/2"]]  # the last one has other details
 
 
-def test_leaks_are_counted_between_all_splits(memory_source: Sources) -> None:
+def test_leaks_are_counted_between_all_splits() -> None:
     def source(*seeds: int) -> Source:
         images = [np.asarray(picture(seed)) for seed in seeds]
-        return memory_source(images, labels=[seed % 2 for seed in seeds], classes=("x", "y"))
+        return MemorySource(images, labels=[seed % 2 for seed in seeds], classes=("x", "y"))
 
     splits = Splits(source(0, 1, 2, 3), source(4, 5, 0), source(6, 7, 0, 5, 3))
     found = {finding.kind: finding for finding in check_data(splits).findings}
@@ -288,33 +276,33 @@ def test_leaks_are_counted_between_all_splits(memory_source: Sources) -> None:
     assert found["leak"].count == 4
 
 
-def test_a_near_duplicate_of_a_copy_is_counted_once(memory_source: Sources) -> None:
+def test_a_near_duplicate_of_a_copy_is_counted_once() -> None:
     images = [np.asarray(picture(0)), np.asarray(picture(0, 128, 96)), np.asarray(picture(1))]
-    train = memory_source([images[0], images[2]], labels=[0, 1], classes=("x", "y"))
-    test = memory_source([images[0], images[1], images[1]], labels=[0, 0, 0], classes=("x", "y"))
+    train = MemorySource([images[0], images[2]], labels=[0, 1], classes=("x", "y"))
+    test = MemorySource([images[0], images[1], images[1]], labels=[0, 0, 0], classes=("x", "y"))
     found = {finding.kind: finding for finding in check_data(Splits(train, None, test)).findings}
     assert {kind: finding.count for kind, finding in found.items() if "leak" in kind} == {"leak": 1, "near-leak": 2}
     assert found["near-leak"].text == "2 test images are near duplicates of train images"
 
 
-def test_a_dark_image_among_bright_ones_differs(memory_source: Sources) -> None:
+def test_a_dark_image_among_bright_ones_differs() -> None:
     images = [np.asarray(picture(seed).convert("L"))[..., None] // 8 + 180 for seed in range(30)]
     images[4] = images[4] - 170
-    report = check_data(Splits(memory_source(images, labels=[0, 1] * 15, classes=("x", "y")), None, None))
+    report = check_data(Splits(MemorySource(images, labels=[0, 1] * 15, classes=("x", "y")), None, None))
     assert accused(report) == {"unusual-light": [["train/4"]]}
 
 
-def test_many_rare_classes_are_an_imbalance(arrays: Callable[..., Source]) -> None:
+def test_many_rare_classes_are_an_imbalance() -> None:
     (finding,) = check_data(Splits(arrays([0] * 20 + [1] * 2), None, None)).findings
     assert finding.kind == "imbalance" and "10 times as many" in finding.text
     assert "the entropy of 1.4 classes of equal size" in finding.text  # exp(-(10/11 ln 10/11 + 1/11 ln 1/11)) = 1.356
     assert check_data(Splits(arrays([0] * 19 + [1] * 2), None, None)).findings == ()
 
 
-def test_measured_numbers_as_classes_name_the_option(memory_source: Sources) -> None:
+def test_measured_numbers_as_classes_name_the_option() -> None:
     def kinds(names: tuple[str, ...], each: int) -> dict[str, str]:
         images = [np.asarray(picture(seed, 8, 6)) for seed in range(len(names) * each)]
-        source = memory_source(images, labels=[*range(len(names))] * each, classes=names)
+        source = MemorySource(images, labels=[*range(len(names))] * each, classes=names)
         return {finding.kind: finding.advice for finding in check_data(Splits(source, None, None)).findings}
 
     assert "--numbers COLUMN" in kinds(("1.5", "2", "7.25"), 3)["numbers-as-classes"]
@@ -329,9 +317,9 @@ def test_values_out_of_range_are_refused(clean: Path, values: dict[str, float]) 
         check_data(open_data(str(clean), validation_share=0.1), **values)
 
 
-def test_names_that_no_terminal_should_see_are_escaped(memory_source: Sources) -> None:
+def test_names_that_no_terminal_should_see_are_escaped() -> None:
     images = [np.asarray(picture(0))] * 2
-    source = memory_source(images, labels=[0, 1], keys=["\x1b[2J.png", "\udcff\n.png"], classes=("x", "y"))
+    source = MemorySource(images, labels=[0, 1], keys=["\x1b[2J.png", "\udcff\n.png"], classes=("x", "y"))
     keys = [one.key for one in check_data(Splits(source, None, None)).findings[0].groups[0]]
     assert keys == ["\\x1b[2J.png", "\\udcff\\n.png"]
 
@@ -352,20 +340,13 @@ def test_quick_check_is_three_lines_and_one_for_each_split_that_lacks_a_class(cl
     assert lines[2].endswith("(and 2 other findings)")
 
 
-def test_quick_check_reads_few_images(memory_source: Sources) -> None:
-    read: list[int] = []
-
-    class Counting(memory_source):  # type: ignore[misc,valid-type]
-        def __getitem__(self, index: int) -> Sample:
-            read.append(index)
-            return Sample(str(index), np.zeros((2, 3, 1), np.uint8), 0)
-
-    source = Counting(labels=[0, 1] * 5000, classes=("x", "y"))
+def test_quick_check_reads_few_images(counting: tuple[Source, list[int]]) -> None:
+    source, read = counting
     quick_check(Splits(source, source, None))
     assert 1 <= len(read) <= 64 and read[0] == 0 and read == sorted(read)
 
 
-def test_numbers_and_unlabelled_images_are_checked_as_well(arrays: Callable[..., Source]) -> None:
+def test_numbers_and_unlabelled_images_are_checked_as_well() -> None:
     numbers = Splits(arrays([(0.5, 1.0), None, (2.0, 3.0)]), None, None)
     report = check_data(numbers)
     assert report.splits[0].per_class == () and report.splits[0].unlabelled == 1 and report.balance is None
@@ -380,14 +361,7 @@ def test_numbers_and_unlabelled_images_are_checked_as_well(arrays: Callable[...,
 
 
 def test_colours_of_16_bits_are_deep() -> None:
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return len(content).to_bytes(4) + kind + content + zlib.crc32(kind + content).to_bytes(4)
-
-    for kind, channels in ((2, 3), (6, 4)):  # RGB, and RGB with alpha; Pillow cannot write 16 bits per colour
-        header = (5).to_bytes(4) + (2).to_bytes(4) + bytes([16, kind, 0, 0, 0])
-        rows = zlib.compress(2 * (b"\0" + bytes(range(2 * channels * 5))))
-        parts = chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b"")
-        assert look(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).oddities & Oddity.DEEP
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(file, "PNG")
-    assert not look(file.getvalue()).oddities & Oddity.DEEP
+    for depth, kind, channels in ((16, 2, 3), (16, 6, 4), (8, 2, 3)):  # RGB, and RGB with alpha
+        rows = 2 * (b"\0" + bytes(range(channels * 5 * depth // 8)))
+        data = make_png(5, 2, depth=depth, kind=kind, rows=rows)
+        assert bool(look(data).oddities & Oddity.DEEP) == (depth == 16)

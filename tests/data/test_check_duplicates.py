@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.make import MemorySource, encode
 from vitrail.data.check import duplicates
 from vitrail.data.check.duplicates import RADIUS, alike, find_duplicates, neighbours, same
 from vitrail.data.check.images import look, look_at_all
-from vitrail.data.source import Source
-
-Sources = Callable[..., Source]
 
 
 def distances(thumbnails: np.ndarray) -> np.ndarray:
@@ -78,11 +74,11 @@ def test_thousands_that_look_alike_stay_bounded(monkeypatch: pytest.MonkeyPatch)
     assert (distances(crowd[found.pairs[:50].ravel()].astype(np.uint8))[::2, 1::2].diagonal() <= RADIUS + 1e-4).all()
 
 
-def test_a_cap_on_what_is_decoded_again_is_told(memory_source: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_on_what_is_decoded_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(1)
     small = Image.fromarray(random.integers(0, 256, (6, 8), dtype=np.uint8))
     images = [np.asarray(small.resize((60 + step, 40)))[..., None] for step in range(4)]
-    source = memory_source(images, labels=[0] * 4)
+    source = MemorySource(images, labels=[0] * 4)
     looks = look_at_all([source], [np.arange(4)], threads=1)
     whole = find_duplicates(looks, [source], threads=1)
     assert whole.complete and [group.tolist() for group in whole.near] == [[0, 1, 2, 3]] and whole.exact == []
@@ -92,34 +88,32 @@ def test_a_cap_on_what_is_decoded_again_is_told(memory_source: Sources, monkeypa
     assert not capped.complete and [len(group) for group in capped.near] == [2]
 
 
-def test_a_source_without_images_has_no_copies(memory_source: Sources) -> None:
-    source = memory_source([b"", b""], labels=[0, 1])
+def test_a_source_without_images_has_no_copies() -> None:
+    source = MemorySource([b"", b""], labels=[0, 1])
     found = find_duplicates(look_at_all([source], [np.arange(2)]), [source])
     assert (found.exact, found.near, found.complete) == ([], [], True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("quality", "scale"), [(75, 1.0), (75, 0.5), (95, 2.0)])
-def test_a_picture_saved_again_is_the_same_and_others_are_not(
-    encode: Callable[..., bytes], memory_source: Sources, quality: int, scale: float
-) -> None:
+def test_a_picture_saved_again_is_the_same_and_others_are_not(quality: int, scale: float) -> None:
     images = []
     for seed in range(12):
         small = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
         whole = Image.fromarray(small).resize((130, 97), Image.Resampling.BICUBIC)
         again = whole.resize((round(130 * scale), round(97 * scale)), Image.Resampling.BILINEAR)
         images += [encode(whole, "PNG"), encode(again, "JPEG", quality=quality)]
-    source = memory_source(images, labels=[0] * 24)
+    source = MemorySource(images, labels=[0] * 24)
     found = find_duplicates(look_at_all([source], [np.arange(24)]), [source])
     assert [group.tolist() for group in found.near] == [[row, row + 1] for row in range(0, 24, 2)]
 
 
-def test_the_same_picture_in_another_colour_is_a_near_duplicate(memory_source: Sources) -> None:
+def test_the_same_picture_in_another_colour_is_a_near_duplicate() -> None:
     grey = np.asarray(Image.fromarray(np.random.default_rng(0).integers(60, 180, (6, 8), np.uint8)).resize((40, 30)))
     shifts = np.array([60, 0, -60]), np.array([-48, 29, -20])  # which leave luma nearly as it is
     images = [np.clip(grey[..., None].astype(int) + shift, 0, 255).astype(np.uint8) for shift in shifts]
     assert abs(look(images[0]).mean - look(images[1]).mean) < 15
-    source = memory_source(images, labels=[0, 0])
+    source = MemorySource(images, labels=[0, 0])
     looks = look_at_all([source], [np.arange(2)])
     pairs = neighbours(looks.thumbnails).pairs
     assert len(pairs) == 1 and not alike(looks, [source], pairs).any()

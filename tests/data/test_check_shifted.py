@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
+from tests.make import MemorySource
 from vitrail.data.check import images as look_module
 from vitrail.data.check.duplicates import MATCH, detail_correlation, most_similar, shifted_copies
 from vitrail.data.check.images import look
 from vitrail.data.check.report import check_data
-from vitrail.data.source import Source
 from vitrail.data.splits import Splits
-
-Sources = Callable[..., Source]
 
 
 def scene(seed: int, width: int = 75, height: int = 56) -> Image.Image:
@@ -127,11 +125,9 @@ def test_the_most_similar_are_those_that_comparing_all_finds(seed: int, count: i
     assert len(found ^ expected) <= 0.01 * len(expected), "ties and rounding alone"
 
 
-def test_beyond_many_images_only_equal_pictures_are_searched(
-    memory_source: Sources, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beyond_many_images_only_equal_pictures_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [np.asarray(part(scene(seed))) for seed in range(40)] + [np.asarray(CHANGES["right"](scene(3)))]
-    splits = Splits(memory_source(images, labels=[0, 1] * 20 + [1], classes=("x", "y")), None, None)
+    splits = Splits(MemorySource(images, labels=[0, 1] * 20 + [1], classes=("x", "y")), None, None)
     report = check_data(splits)
     assert [finding.kind for finding in report.findings] == ["near-duplicates"] and report.notes == ()
     monkeypatch.setattr(look_module, "MOST_DETAILED", 40)

@@ -61,8 +61,8 @@ class Scenes:
 
 
 def batch_of(scenes: Scenes, augment: Augment, preprocess: Preprocess, seed: int) -> Batch:
-    loader = Loader(scenes, preprocess, scenes.target_kind, Rows(augment.crop(seed)), is_training=True)  # type: ignore[arg-type]
-    batch = as_batch(collate([loader(index, index) for index in range(len(scenes))]), scenes.target_kind)  # type: ignore[arg-type]
+    loader = Loader(scenes, preprocess, scenes.target_kind, Rows(augment.crop(seed)), is_training=True)
+    batch = as_batch(collate([loader(index, index) for index in range(len(scenes))]), scenes.target_kind)
     return augment(batch, seed=seed, classes=3)
 
 

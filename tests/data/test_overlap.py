@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import shutil
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.make import mix_in
+from tests.make import MemorySource, mix_in
 from vitrail.data import source
 from vitrail.data.formats.fractals import FractalSource
 from vitrail.data.formats.pack import pack
-from vitrail.data.source import Source, mixed, samples_of, shared_images, subset
+from vitrail.data.source import mixed, samples_of, shared_images, subset
 from vitrail.data.sources import open_data
 from vitrail.data.splits import cut_slice
 from vitrail.errors import DataError
-
-Sources = Callable[..., Source]
 
 
 @pytest.fixture
@@ -79,22 +76,20 @@ def test_fractals_of_the_same_numbers_are_the_same() -> None:
     assert shared_images(FractalSource(3, 12, seed=5, size=16), held_out) == []
 
 
-def test_arrays_are_compared_by_their_pixels_and_only_so_many(
-    memory_source: Sources, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_are_compared_by_their_pixels_and_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [np.full((3, 2, 1), value, np.uint8) for value in range(30)]
-    train, held_out = memory_source(images, labels=[0] * 30), memory_source(images[:3] + images[:27], labels=[0] * 30)
+    train, held_out = MemorySource(images, labels=[0] * 30), MemorySource(images[:3] + images[:27], labels=[0] * 30)
     assert shared_images(train, held_out) == [0, 1, 2]
-    assert shared_images(memory_source([b""] * 3, labels=[0] * 3), memory_source([b""] * 3, labels=[0] * 3)) == []
+    assert shared_images(MemorySource([b""] * 3, labels=[0] * 3), MemorySource([b""] * 3, labels=[0] * 3)) == []
     monkeypatch.setattr(source, "MOST_READ", 2)
     assert shared_images(train, train) == [0, 29]
     assert samples_of(train).origin(0) is None and mixed([train], [1.0]).origin(0) is None
 
 
-def test_memory_does_not_grow_with_the_pairs_of_one_name(memory_source: Sources) -> None:
+def test_memory_does_not_grow_with_the_pairs_of_one_name() -> None:
     images = [np.full((1, 1, 1), value % 251, np.uint8) for value in range(700)]
     train, held_out = (
-        memory_source(some, labels=[0] * 700, keys=[f"{number}/1.png" for number in range(700)])
+        MemorySource(some, labels=[0] * 700, keys=[f"{number}/1.png" for number in range(700)])
         for some in (images, images[::-1])
     )
     tracemalloc.start()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -18,73 +16,12 @@ import numpy as np
 import pytest
 from fsspec.spec import AbstractFileSystem
 
-from tests.make import write_tar
+from tests.data.server import Server
+from tests.make import encode, write_tar
 from vitrail.data import remote
 from vitrail.data.formats.tar import open_shards
 from vitrail.errors import DataError
 from vitrail.testing import check_source
-
-
-class Server:
-    """Serves `files` in ranges. Each entry of `faults` spoils one request, in order. The last entry of "..."
-    repeats."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.faults: list[str] = []
-        self.requests: list[tuple[str, str, str]] = []
-        self.released = threading.Event()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *arguments: object) -> None:
-                """Not to the terminal."""
-
-            def do_HEAD(self) -> None:
-                server.answer(self)
-
-            def do_GET(self) -> None:
-                server.answer(self)
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-
-    def close(self) -> None:
-        self.released.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        wanted = handler.headers["Range"] or ""
-        self.requests.append((handler.command, handler.path, wanted))
-        fault = self.faults.pop(0) if self.faults and self.faults[-1] != "..." else (self.faults or [""])[0]
-        if fault == "stall":
-            self.released.wait(60)
-            return
-        if fault.isdigit():
-            handler.send_error(int(fault))
-            return
-        content = self.files.get(handler.path)
-        if content is None:
-            handler.send_error(404)
-            return
-        first, last = wanted.removeprefix("bytes=").split("-") if wanted else ("0", "")
-        part = content[int(first) : int(last) + 1 if last else None]
-        if fault == "short":
-            part = part[: len(part) // 2]
-        handler.send_response(206 if wanted else 200)
-        handler.send_header("Content-Length", str(len(part)))
-        handler.send_header("Accept-Ranges", "bytes")
-        handler.send_header("ETag", f'"{hash(content)}"')
-        if wanted:
-            handler.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
-        handler.end_headers()
-        if handler.command == "GET":
-            handler.wfile.write(part[: len(part) // 2] if fault == "drop" else part)
 
 
 class PlainFileSystem(AbstractFileSystem):
@@ -131,7 +68,7 @@ def root(request: pytest.FixtureRequest, server: Server) -> str:
     return f"{request.param}://{server.address}"
 
 
-def tar_of(encode: Callable[..., bytes], *keys: int) -> bytes:
+def tar_of(*keys: int) -> bytes:
     """Return a tar file of samples, each with a grey image and a label."""
     file, files = io.BytesIO(), []
     for key in keys:
@@ -219,7 +156,7 @@ def test_a_lack_of_permission_is_not_tried_again(server: Server, protocol: str) 
             open_shards(url, None)
 
 
-def test_a_server_that_forbids_what_it_does_not_have(server: Server, encode: Callable[..., bytes]) -> None:
+def test_a_server_that_forbids_what_it_does_not_have(server: Server) -> None:
     """S3 answers in this way if the client may not list a bucket. The optional classes.json is requested."""
 
     class Strict(PlainFileSystem):
@@ -231,7 +168,7 @@ def test_a_server_that_forbids_what_it_does_not_have(server: Server, encode: Cal
             return super().cat_file(path, start, end)
 
     fsspec.register_implementation("strict", Strict, clobber=True)
-    server.files["/x.tar"] = tar_of(encode, 1, 2)
+    server.files["/x.tar"] = tar_of(1, 2)
     assert len(open_shards(f"strict://{server.address}/x.tar", None).train) == 2
 
 
@@ -247,9 +184,9 @@ def test_what_to_install_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_shards_on_a_server(server: Server, root: str, encode: Callable[..., bytes], tmp_path: Path) -> None:
+def test_shards_on_a_server(server: Server, root: str, tmp_path: Path) -> None:
     for number in range(3):
-        server.files[f"/data/train-{number}.tar"] = tar_of(encode, *range(number * 20, number * 20 + 20))
+        server.files[f"/data/train-{number}.tar"] = tar_of(*range(number * 20, number * 20 + 20))
     server.files["/data/classes.json"] = b'["rose", "daisy"]'
     location = f"{root}/data/train-{{0..2}}.tar"
     splits = open_shards(location, None)
@@ -259,7 +196,7 @@ def test_shards_on_a_server(server: Server, root: str, encode: Callable[..., byt
     again = open_shards(location, None)
     assert not [path for _, path, wanted in server.requests if wanted]
     assert again.train[59] == splits.train[59]
-    server.files["/data/train-1.tar"] = tar_of(encode, *range(100, 120))
+    server.files["/data/train-1.tar"] = tar_of(*range(100, 120))
     assert open_shards(location, None).train.key(20) == "100"
     with pytest.raises(DataError, match=rf"shard {root}/data/train-3\.tar does not exist"):
         open_shards(f"{root}/data/train-{{0..3}}.tar", None)
@@ -275,21 +212,21 @@ def test_headers_are_asked_for_and_images_are_not(server: Server) -> None:
     assert sum(bool(wanted) for _, _, wanted in server.requests) == 3  # the first, and one behind each image
 
 
-def test_a_shard_cut_short_on_a_server(server: Server, encode: Callable[..., bytes]) -> None:
-    server.files["/x.tar"] = tar_of(encode, 1, 2)[:5000]
+def test_a_shard_cut_short_on_a_server(server: Server) -> None:
+    server.files["/x.tar"] = tar_of(1, 2)[:5000]
     with pytest.raises(DataError, match=r"x\.tar is truncated: it ends at byte 5,000, inside '002\.bmp'|after"):
         open_shards(f"plain://{server.address}/x.tar", None)
 
 
-def test_a_folder_and_a_glob_of_another_file_system(encode: Callable[..., bytes]) -> None:
+def test_a_folder_and_a_glob_of_another_file_system() -> None:
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     for number, split in enumerate(("train", "train", "val")):
-        memory.pipe(f"/bucket/{split}/{number}.tar", tar_of(encode, number, number + 10))
+        memory.pipe(f"/bucket/{split}/{number}.tar", tar_of(number, number + 10))
     memory.pipe("/bucket/notes.txt", b"")
     splits = open_shards("memory://bucket", None)
     assert [splits.train.key(index) for index in range(len(splits.train))] == ["000", "010", "001", "011"]
-    assert splits.validation is not None and splits.validation[0].key == "002"
+    assert splits.validation[0].key == "002"
     assert len(open_shards("memory://bucket/train/*.tar", None).train) == 4
     assert len(open_shards("memory://bucket/{train,val}/*.tar", None).train) == 4
     with pytest.raises(DataError, match="memory://nothing has no shards"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.tasks.images import Pictures
-from tests.tasks.objectives import small_network
+from tests.tasks.objectives import overfit, small_network
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pipeline import Readers, Stage, TrainingBatches, evaluation_batches
@@ -63,7 +63,7 @@ def expected(source: Samples, index: int) -> np.ndarray:
     if index >= 6:
         amounts[[1, 3]] = (index - 6) / 10, 1 - (index - 6) / 10
     elif (target := source.target(index)) is not None:
-        amounts[target] = 1  # type: ignore[index]
+        amounts[target] = 1
     return amounts
 
 
@@ -120,7 +120,7 @@ def test_the_loss_is_the_formula(smoothing: float, weights: Any) -> None:
     class_weights = balanced_weights(source) if weights == "balanced" else None
     network = small_network(num_classes=4)
     objective = ClassificationObjective(network, label_smoothing=smoothing, class_weights=class_weights)
-    torch.nn.init.normal_(network.head.weight)  # type: ignore[union-attr]
+    torch.nn.init.normal_(network.head.weight)
     images = SIZE.normalise(batch.images)
     output = objective(Batch(**{**vars(batch), "images": images}))
     probabilities = softmax(network(images))
@@ -165,13 +165,7 @@ def test_a_batch_overfits() -> None:
     network = small_network(num_classes=4)
     objective: Any = Classification().objective(network, Splits(mixture(), None, None))
     batch = Batch(**{**vars(batch), "images": SIZE.normalise(batch.images)})
-    optimizer = torch.optim.AdamW(objective.parameters(), lr=3e-3)
-    for _ in range(150):
-        loss = objective(batch).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert batch.targets is not None
+    _, output = overfit(objective, batch, steps=150, lr=3e-3)
     targets = batch.targets[batch.counted].double()
     entropy = float(-(targets * targets.clamp(min=1e-12).log()).sum(1).mean())
-    assert loss.item() < entropy + 0.15, "the least loss is the entropy of the targets"
+    assert output.loss.item() < entropy + 0.15, "the least loss is the entropy of the targets"

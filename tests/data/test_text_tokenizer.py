@@ -143,7 +143,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused() -> None:
     pytest.importorskip("sentencepiece")
     for kind in ("tokenizers", "sentencepiece"):
         with pytest.raises(BundleError, match="tokenizer"):
-            TextTokenizer(b"{}", kind, 8, end_token=1, padding=0)  # type: ignore[arg-type]
+            TextTokenizer(b"{}", kind, 8, end_token=1, padding=0)
 
 
 def test_tokens_beyond_the_table_are_refused(trained: TextTokenizer) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.make import mix_in, write_tar
+from tests.make import encode, mix_in, write_tar
 from vitrail.cli import main
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.pack import pack
@@ -26,9 +24,7 @@ RED, BLUE = "a red bird, à gauche", 'a "blue" 鸟'
 
 
 def picture(colour: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.full((9, 11, 3), colour, np.uint8)).save(file, "PNG")
-    return file.getvalue()
+    return encode(np.full((9, 11, 3), colour, np.uint8), "PNG")
 
 
 def images(folder: Path, *names: str) -> Path:
@@ -94,9 +90,8 @@ def test_tar_shards_hold_texts_in_text_files_or_json(tmp_path: Path) -> None:
         assert any("2 texts are broken" in note for note in opened.notes)
 
 
-def test_parquet_holds_texts_and_lists_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_holds_texts_and_lists_of_texts(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
     cells = [{"bytes": picture(number), "path": None} for number in range(3)]
     for column, values in (("caption", [RED, BLUE, None]), ("sentences", [[RED, "red"], [BLUE], []])):
         table = arrow.table({"image": cells, "label": [0, 1, 0], column: values})
@@ -174,7 +169,6 @@ def test_packed_texts_are_the_same(tmp_path: Path) -> None:
 
 def test_texts_are_stored_once(tmp_path: Path) -> None:
     targets = Targets.of([("one", "two"), None, ("two",), ("three",)], "texts", ())
-    assert targets.texts is not None
     assert len(targets.texts) == 3
     chosen = targets.rows(np.array([2, 0, 2, 1]))
     assert chosen.texts is targets.texts
@@ -205,7 +199,6 @@ def test_check_counts_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "t.csv").write_text(f"path,text\na.png,same here\nb.png,same here\nc.png,{'long ' * 61}\nd.png,\n")
     opened = open_data(str(tmp_path / "t.csv"), validation_share=0.0)
     report = check_data(opened)
-    assert report.texts is not None
     assert (report.texts.texts, report.texts.different, report.texts.words) == (3, 2, (2, 31, 61))
     assert report.texts.common[0] == ("same here", 2)
     assert {"repeated-texts", "long-texts", "unlabelled"} <= {finding.kind for finding in report.findings}

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.make import MemorySource
 from tests.targets import multi_labels, number_targets, single_labels
-from vitrail.data.source import Source, check_known, target_from_plain, truth_of
+from vitrail.data.source import check_known, target_from_plain, truth_of
 from vitrail.data.targets import Target, TargetKind, Targets, numbered
 from vitrail.errors import DataError
-
-Sources = Callable[..., Source]
 
 NAN = math.nan
 LABELS = single_labels(np.array([2, -1, 0]), 3)
@@ -74,32 +70,22 @@ def test_labels_outside_of_the_classes_are_refused(label: int) -> None:
 
 @pytest.mark.parametrize(
     ("targets", "expected"),
-    [
-        ([2, None, 0], LABELS),
-        ([(0, 2), (), (1,)], SEVERAL),
-        ([None, None], single_labels(np.array([-1, -1]), 3)),
-    ],
+    [([2, None, 0], LABELS), ([(0, 2), (), (1,)], SEVERAL), ([None, None], single_labels(np.array([-1, -1]), 3))],
 )
-def test_truth_of_a_source_of_classes(memory_source: Sources, targets: list[Target], expected: Targets) -> None:
-    source = memory_source(labels=targets, classes=("a", "b", "c"))
+def test_truth_of_a_source_of_classes(targets: list[Target], expected: Targets) -> None:
+    source = MemorySource(labels=targets, classes=("a", "b", "c"))
     assert same(truth_of(source), expected)
     assert same(truth_of(source, [1, 0]), expected.rows(np.array([1, 0])))
 
 
-def test_truth_of_a_source_of_numbers(memory_source: Sources) -> None:
-    source = memory_source(labels=[(1.5, NAN), None, (-2.0, 0.0)], classes=("age", "height"))
+def test_truth_of_a_source_of_numbers() -> None:
+    source = MemorySource(labels=[(1.5, NAN), None, (-2.0, 0.0)], classes=("age", "height"))
     assert same(truth_of(source), NUMBERS)
     check_known(source, "linear")
     with pytest.raises(DataError, match="none of 2 images has a label, but linear needs to know their classes"):
-        check_known(memory_source(labels=[None, None], classes=("a",)), "linear")
+        check_known(MemorySource(labels=[None, None], classes=("a",)), "linear")
     with pytest.raises(DataError, match="none of 1 images has a known number, but linear needs to know their"):
-        check_known(memory_source(labels=[(NAN,)], classes=("a",)), "linear")
-
-
-@given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=20))
-def test_any_labels_survive_files(labels: list[int | None]) -> None:
-    truth = Targets.of(labels, "class", numbered(5))
-    assert [truth.plain(row) for row in range(len(truth))] == labels
+        check_known(MemorySource(labels=[(NAN,)], classes=("a",)), "linear")
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,9 @@ def test_one_mixup_weight_per_batch(samples: int, views: int, cutmix: float, see
     draws = draws_of(count, seed)
     shared = draws.copy()
     shared[:, 1:3] = np.where(draws[:, :1] < (0.5 if cutmix else 0), draws[:, 1:3], draws[:1, 1:3])
-    alone, together = mix_of(batch, shared, cutmix, "sample"), mix_of(batch, draws, cutmix, "batch")
-    assert torch.equal(alone[0], together[0]) and torch.equal(alone[1], together[1])
+    alone = mix(batch, shared, mixup=0.4, cutmix=cutmix, classes=CLASSES, mixup_per="sample")
+    together = mix(batch, draws, mixup=0.4, cutmix=cutmix, classes=CLASSES, mixup_per="batch")
+    assert torch.equal(alone.images, together.images) and torch.equal(alone.targets, together.targets)
 
 
 @given(
@@ -108,22 +109,6 @@ def test_timms_rule_has_one_weight_and_one_box_for_the_reversed_batch(
     torch.testing.assert_close(mixed.targets.double(), share * labels + (1 - share) * partners, rtol=0, atol=1e-6)
 
 
-def mix_of(batch: Batch, draws: np.ndarray, cutmix: float, per: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    mixed = mix(batch, draws, mixup=0.4, cutmix=cutmix, classes=CLASSES, mixup_per=per)
-    assert mixed.targets is not None
-    return mixed.images, mixed.targets
-
-
-@pytest.mark.parametrize("alpha", [0.2, 1.0])
-def test_the_share_kept_is_betas_larger_half(alpha: float) -> None:
-    uniform = draws_of(50_000)[:, :2]
-    kept = mixup_shares(uniform, alpha)
-    assert kept.min() >= 0.5 and kept.max() <= 1
-    variance = 1 / (4 * (2 * alpha + 1))  # of Beta(alpha, alpha), which folding at its mean leaves
-    spread = (kept - 0.5) ** 2
-    assert abs(spread.mean() - variance) < 4 * spread.std() / 50_000**0.5
-
-
 @given(
     count=st.integers(1, 9), size=st.tuples(st.sampled_from([1, 3]), st.integers(1, 33), st.integers(1, 33)),
     alpha=st.sampled_from([0.2, 1.0, 4.0]), seed=st.integers(0, 999),
@@ -149,16 +134,8 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_share(
         if count > 1:
             assert mixed.targets[n, n] == 1 - area / np.float32(size[1] * size[2])
             assert mixed.targets[n, partner] == 1 - mixed.targets[n, n]
-
-
-def test_boxes_have_the_areas_of_beta_where_nothing_is_cut_off() -> None:
-    uniform = draws_of(20_000)[:, 1:].copy()
-    uniform[:, 2:] = 0.5
-    rows, columns = cut_boxes(uniform, 1.0, 200, 300)
-    share = rows.sum(1) * columns.sum(1) / (200 * 300)
-    assert abs(share.mean() - 0.5) < 0.01 and abs(share.var() - 1 / 12) < 0.005  # 1 - Beta(1, 1) is uniform
-    centred = np.flatnonzero(rows[share > 0.2][0])
-    assert abs(centred.mean() - 99.5) <= 1
+        else:
+            assert mixed.targets.tolist() == [[1]], "it is its own partner"
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.3, 0.0), (0.0, 1.0), (0.3, 1.0)])
@@ -213,13 +190,6 @@ def test_without_targets_the_number_of_classes_is_needed() -> None:
         mix(make_batch(3), draws_of(3), mixup=0.5, cutmix=0.0, classes=0)
 
 
-def test_a_batch_of_one_is_its_own_partner() -> None:
-    batch = make_batch(1)
-    for mixup, cutmix in ((1.0, 0.0), (0.0, 1.0)):
-        mixed = mix(batch, draws_of(1), mixup=mixup, cutmix=cutmix, classes=CLASSES)
-        assert torch.equal(mixed.images, batch.images) and mixed.targets.tolist() == [[1, 0, 0, 0, 0]]
-
-
 def test_the_batch_given_stays_as_it_is() -> None:
     batch = make_batch(9)
     images = batch.images.clone()
@@ -243,7 +213,5 @@ def test_mixup_blends_numbers_and_spreads_nothing_unknown() -> None:
 
 def test_cutmix_of_numbers_is_refused() -> None:
     batch = make_batch(2, targets=torch.ones(2, 1), target_kind="numbers")
-    with pytest.raises(
-        ConfigError, match=r"cutmix=1.0 pastes a part of another image, and its effect on a number is not"
-    ):
+    with pytest.raises(ConfigError, match=r"cutmix=1\.0 pastes a part of another image"):
         mix(batch, draws_of(2), mixup=0.0, cutmix=1.0, classes=0)

@@ -14,18 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
+from tests.make import from_pillow, to_pillow
 from vitrail.data.augment import operations
 
 SIZES = [(1, 1, 1), (3, 1, 9), (3, 2, 2), (1, 3, 3), (3, 17, 32), (1, 33, 20), (3, 41, 29)]
-
-
-def to_pillow(image: np.ndarray) -> Image.Image:
-    return Image.fromarray(image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0)))
-
-
-def from_pillow(picture: Image.Image) -> np.ndarray:
-    array = np.asarray(picture)
-    return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
 def pictures(channels: int, height: int, width: int) -> Tensor:
@@ -109,16 +101,6 @@ def test_tables_are_looked_up(size: tuple[int, int, int]) -> None:
         )
 
 
-def test_a_box_is_filled_and_nothing_else() -> None:
-    images = pictures(3, 17, 32)
-    rows, columns = np.zeros((5, 17), bool), np.zeros((5, 32), bool)
-    expected = images.clone()
-    for number in range(1, 5):
-        rows[number, number : 3 * number], columns[number, 2 : 9 - number] = True, True
-        expected[number, :, number : 3 * number, 2 : 9 - number] = 128
-    assert torch.equal(operations.fill(images, rows, columns), expected)
-
-
 def turned(picture: Image.Image, turn: float) -> Image.Image:
     """Turn the hue as torchvision does with a picture of Pillow: by whole levels of 255, which wrap around at 256."""
     if picture.mode == "L":
@@ -155,24 +137,6 @@ def test_blur_grey_and_solarisation_equal_pillows(size: tuple[int, int, int]) ->
         )
     check(operations.grey(images), images, lambda picture, n: picture.convert("L").convert(picture.mode))
     check(operations.solarise(images), images, lambda picture, n: ImageOps.solarize(picture))
-
-
-def test_blur_spreads_a_point_with_the_variance_stated() -> None:
-    """The sum of the levels and the variance along each axis are those of a Gaussian, up to the rounding of levels."""
-    images = torch.zeros(1, 1, 41, 39, dtype=torch.uint8)
-    images[0, 0, 14:27, 13:26] = 255
-    found = operations.blur(images, np.array([1.7], np.float32))[0, 0].double()
-    assert abs(found.sum() / (255 * 13 * 13) - 1) < 2e-3
-    for axis, middle in ((0, 20), (1, 19)):
-        line = found.sum(1 - axis)
-        variance = (line * (torch.arange(len(line)) - middle).square()).sum() / line.sum()
-        assert abs(variance - (13**2 - 1) / 12 - 1.7**2) < 0.05
-
-
-def test_grey_images_have_no_colour_to_change() -> None:
-    images = pictures(1, 17, 32)
-    assert torch.equal(operations.hue(images, torch.full((5,), 0.3)), images)
-    assert torch.equal(operations.saturation(images, torch.full((5,), 1.9)), images)
 
 
 def test_the_images_given_stay_as_they_are() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.data.server import Server
+from tests.make import idx_bytes
 from vitrail.data.formats import idx
 from vitrail.data.formats.idx import (
     BUNDLED,
@@ -26,66 +26,21 @@ from vitrail.data.formats.idx import (
 from vitrail.errors import DataError
 
 FILES = tuple(SHA256)
-
-
-class Mirror:
-    """A web server on this machine, with the files that it serves and the requests that it received."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.requests: list[str] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.requests.append(self.path)
-                data = outer.files.get(self.path.removeprefix("/data/"))
-                self.send_response(404 if data is None else 200)
-                self.send_header("Content-Length", str(len(data or b"")))
-                self.end_headers()
-                self.wfile.write(data or b"")
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/data/"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+NOWHERE = Path("/nowhere")
 
 
 @pytest.fixture
-def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
+def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """Serve four small IDX files. Their checksums replace the published ones."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    server = Mirror()
+    server = Server()
     for number, name in enumerate(FILES):
         shape = (3, 28, 28) if "images" in name else (3,)
-        data = bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
-        data += np.random.default_rng(number).integers(0, 10, shape, dtype=np.uint8).tobytes()
-        server.files[name] = gzip.compress(data)
+        data = idx_bytes(np.random.default_rng(number).integers(0, 10, shape, dtype=np.uint8))
+        server.files[f"/{name}"] = gzip.compress(data)
         monkeypatch.setitem(idx.SHA256, name, hashlib.sha256(data).hexdigest())
     yield server
-    server.stop()
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that $VITRAIL_DATA names."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("VITRAIL_DATA", str(folder))
-    return folder
-
-
-@pytest.fixture
-def nowhere(tmp_path: Path) -> Path:
-    """Make Debian's folder of the data set seem to be missing."""
-    return tmp_path / "nowhere"
+    server.close()
 
 
 @pytest.mark.slow
@@ -125,7 +80,7 @@ def test_checksums_are_those_of_the_full_set() -> None:
 @pytest.mark.parametrize("inner", ["fashion-mnist", "."])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_files_under_the_variables_folder_are_found(
-    idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, mirror: Mirror, inner: str, suffix: str
+    idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, mirror: Server, inner: str, suffix: str
 ) -> None:
     root = idx_folder(name=f"mine/{inner}", suffix=suffix, train=[0, 1], t10k=[1])
     monkeypatch.setenv("VITRAIL_DATA", str(root if inner == "." else root.parent))
@@ -135,7 +90,7 @@ def test_files_under_the_variables_folder_are_found(
 
 
 def test_debians_folder_is_found_without_a_download(
-    idx_folder: Callable[..., Path], cache: Path, mirror: Mirror
+    idx_folder: Callable[..., Path], cache: Path, mirror: Server
 ) -> None:
     debian = idx_folder(name="debian", suffix=".gz", train=[0, 1], t10k=[1])
     assert locate_fashion_mnist(mirror=mirror.url, debian=debian) == debian
@@ -143,56 +98,54 @@ def test_debians_folder_is_found_without_a_download(
 
 
 def test_without_the_variable_the_cache_is_in_the_home_folder(
-    tmp_path: Path, idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, nowhere: Path
+    tmp_path: Path, idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = idx_folder(name=".cache/vitrail/fashion-mnist", suffix=".gz", train=[0, 1], t10k=[1])
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("VITRAIL_DATA", raising=False)
-    assert locate_fashion_mnist(mirror="http://127.0.0.1:9/", debian=nowhere) == root
+    assert locate_fashion_mnist(mirror="http://127.0.0.1:9/", debian=NOWHERE) == root
 
 
-def test_half_a_set_is_not_taken_for_the_whole(
-    idx_folder: Callable[..., Path], cache: Path, nowhere: Path, mirror: Mirror
-) -> None:
+def test_half_a_set_is_not_taken_for_the_whole(idx_folder: Callable[..., Path], cache: Path, mirror: Server) -> None:
     idx_folder(name="cache", suffix=".gz", train=[0, 1])
-    assert locate_fashion_mnist(mirror=mirror.url, debian=nowhere) == cache / "fashion-mnist"
+    assert locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE) == cache / "fashion-mnist"
 
 
-def test_a_download_is_verified_kept_and_not_repeated(cache: Path, nowhere: Path, mirror: Mirror) -> None:
-    folder = locate_fashion_mnist(mirror=mirror.url, debian=nowhere)
+def test_a_download_is_verified_kept_and_not_repeated(cache: Path, mirror: Server) -> None:
+    folder = locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE)
     assert folder == cache / "fashion-mnist"
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == mirror.files
-    assert mirror.requests == [f"/data/{name}" for name in FILES]
-    assert locate_fashion_mnist(mirror=mirror.url, debian=nowhere) == folder and len(mirror.requests) == 4
+    assert {f"/{path.name}": path.read_bytes() for path in folder.iterdir()} == mirror.files
+    assert [path for _, path, _ in mirror.requests] == [f"/{name}" for name in FILES]
+    assert locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE) == folder and len(mirror.requests) == 4
     assert len(idx_samples(*find_idx(folder, "train"))) == 3
 
 
-def test_the_partial_file_of_another_process_stays(cache: Path, nowhere: Path, mirror: Mirror) -> None:
+def test_the_partial_file_of_another_process_stays(cache: Path, mirror: Server) -> None:
     """Processes that download at once do not disturb each other."""
     other = cache / "fashion-mnist" / f"{FILES[0]}.partial"
     other.parent.mkdir(parents=True)
     other.write_bytes(b"half of")
-    folder = locate_fashion_mnist(mirror=mirror.url, debian=nowhere)
+    folder = locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE)
     assert other.read_bytes() == b"half of"
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, other.name])
 
 
-def test_a_download_may_be_gzipped_in_another_way(cache: Path, nowhere: Path, mirror: Mirror) -> None:
+def test_a_download_may_be_gzipped_in_another_way(cache: Path, mirror: Server) -> None:
     name = "t10k-images-idx3-ubyte.gz"
-    repacked = gzip.compress(gzip.decompress(mirror.files[name]), compresslevel=1, mtime=7)
-    assert repacked != mirror.files[name]
-    mirror.files[name] = repacked
-    assert (locate_fashion_mnist(mirror=mirror.url, debian=nowhere) / name).read_bytes() == repacked
+    repacked = gzip.compress(gzip.decompress(mirror.files[f"/{name}"]), compresslevel=1, mtime=7)
+    assert repacked != mirror.files[f"/{name}"]
+    mirror.files[f"/{name}"] = repacked
+    assert (locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE) / name).read_bytes() == repacked
 
 
 @pytest.mark.parametrize("position", range(4))
-def test_a_wrong_checksum_is_refused_and_not_kept(cache: Path, nowhere: Path, mirror: Mirror, position: int) -> None:
+def test_a_wrong_checksum_is_refused_and_not_kept(cache: Path, mirror: Server, position: int) -> None:
     name = FILES[position]
-    altered = bytearray(gzip.decompress(mirror.files[name]))
+    altered = bytearray(gzip.decompress(mirror.files[f"/{name}"]))
     altered[-1] ^= 1
-    mirror.files[name] = gzip.compress(bytes(altered))
+    mirror.files[f"/{name}"] = gzip.compress(bytes(altered))
     with pytest.raises(DataError, match="the download was discarded") as caught:
-        locate_fashion_mnist(mirror=mirror.url, debian=nowhere)
+        locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE)
     for part in (mirror.url + name, hashlib.sha256(altered).hexdigest(), idx.SHA256[name]):
         assert part in str(caught.value)
     assert sorted(path.name for path in cache.rglob("*") if path.is_file()) == sorted(FILES[:position])
@@ -200,16 +153,16 @@ def test_a_wrong_checksum_is_refused_and_not_kept(cache: Path, nowhere: Path, mi
 
 @pytest.mark.parametrize("served", [b"<html>Sign in to the network</html>", "cut", None])
 def test_a_broken_download_says_what_to_do_and_keeps_nothing(
-    cache: Path, nowhere: Path, mirror: Mirror, served: bytes | str | None
+    cache: Path, mirror: Server, served: bytes | str | None
 ) -> None:
-    whole = mirror.files.pop(FILES[0])
-    mirror.files[FILES[0]] = whole[: len(whole) // 2] if isinstance(served, str) else served
-    check_advice(cache, nowhere, mirror.url)
+    whole = mirror.files[f"/{FILES[0]}"]
+    mirror.files[f"/{FILES[0]}"] = whole[: len(whole) // 2] if isinstance(served, str) else served
+    check_advice(cache, NOWHERE, mirror.url)
 
 
-def test_no_server_says_what_to_do(cache: Path, nowhere: Path, mirror: Mirror) -> None:
-    mirror.server.server_close()
-    check_advice(cache, nowhere, mirror.url)
+def test_no_server_says_what_to_do(cache: Path, mirror: Server) -> None:
+    mirror.close()
+    check_advice(cache, NOWHERE, mirror.url)
 
 
 def check_advice(cache: Path, debian: Path, url: str) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.make import keys_of
+from tests.make import encode, keys_of, targets_of
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.source import Source
@@ -22,44 +21,26 @@ from vitrail.testing import check_source
 
 Trees = Callable[..., Path]
 
+RED = Image.new("RGB", (7, 5), "red")
+
 
 def test_classes_and_samples_are_in_the_order_of_their_paths(tree: Trees) -> None:
-    root = tree("rose/2.png", "rose/10.png", "rose/1.png", "daisy/9.jpg", "Tulip/a.jpg")
+    root = tree("rose/2.png", "rose/10.png", "rose/1.png", "daisy/9.jpg", "daisy/x/y/1.png", "Tulip/a.jpg")
     source = read_folder(root).samples
     assert isinstance(source, Source)
     assert source.classes == ("Tulip", "daisy", "rose")
-    assert keys_of(source) == ["Tulip/a.jpg", "daisy/9.jpg", "rose/1.png", "rose/10.png", "rose/2.png"]
-    assert [source.target(index) for index in range(len(source))] == [0, 1, 2, 2, 2]
+    assert keys_of(source) == [
+        "Tulip/a.jpg", "daisy/9.jpg", "daisy/x/y/1.png", "rose/1.png", "rose/10.png", "rose/2.png",
+    ]  # fmt: skip
+    assert targets_of(source) == [0, 1, 1, 2, 2, 2]
 
 
 def test_order_does_not_depend_on_that_of_the_file_system(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tree(*(f"{name}/{part}/{number}.png" for name in "ba" for part in "yx" for number in range(3)))
     expected = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.png"))
-    forwards, backwards = os.scandir, lambda path: _Entries(reversed(list(forwards(path))))
-    monkeypatch.setattr(os, "scandir", backwards)
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: contextlib.nullcontext(reversed(list(scandir(path)))))
     assert keys_of(read_folder(root).samples) == expected
-
-
-class _Entries:
-    """The result of `os.scandir`: an iterator that can be closed."""
-
-    def __init__(self, entries: object) -> None:
-        self.entries = iter(entries)
-
-    def __iter__(self) -> _Entries:
-        return self
-
-    def __next__(self) -> os.DirEntry[str]:
-        return next(self.entries)
-
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("suffix", sorted(SUFFIXES))
@@ -74,16 +55,10 @@ def test_rarer_suffixes_of_the_formats_that_decode_count_too(suffix: str) -> Non
     assert suffix.lower() in SUFFIXES
 
 
-def content(file_format: str) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (7, 5), "red").save(file, file_format)
-    return file.getvalue()
-
-
 def test_a_class_whose_images_have_other_suffixes_is_an_error(tree: Trees) -> None:
     root = tree("cat/1.png", "dog/2.png", "dog/notes.txt", "fox/1.happy", "fox/2.sad", "owl/3", "bare/")
     for name, file_format in (("fox/1.happy", "GIF"), ("fox/2.sad", "PNG"), ("owl/3", "JPEG2000")):
-        (root / name).write_bytes(content(file_format))
+        (root / name).write_bytes(encode(RED, file_format))
     (fault,) = (fault for fault in read_folder(root).faults if fault.kind == "unread-images")
     assert (fault.severity, fault.count) == ("error", 3) and "fox, owl" in fault.text and ".happy: 1" in fault.text
     with pytest.raises(DataError, match="fox, owl"):
@@ -92,7 +67,7 @@ def test_a_class_whose_images_have_other_suffixes_is_an_error(tree: Trees) -> No
 
 def test_images_with_other_suffixes_beside_usual_ones_are_named(tree: Trees) -> None:
     root = tree("cat/1.png", "cat/1.png_original", "dog/2.png", "dog/notes.txt", "dog/.3")
-    (root / "cat/1.png_original").write_bytes(content("PNG"))
+    (root / "cat/1.png_original").write_bytes(encode(RED, "PNG"))
     (fault,) = read_folder(root).faults
     assert (fault.kind, fault.severity, fault.count) == ("unread-images", "warning", 1)
     assert any(".png_original" in note for note in open_data(str(root), validation_share=0.0).notes)
@@ -100,23 +75,10 @@ def test_images_with_other_suffixes_beside_usual_ones_are_named(tree: Trees) -> 
     assert fault.kind == "unread-images"
 
 
-def test_nested_folders_belong_to_their_class_folder(tree: Trees) -> None:
-    source = read_folder(tree("a/x/y/1.png", "a/2.png", "a/b/3.png", "b/4.png")).samples
-    assert keys_of(source) == ["a/2.png", "a/b/3.png", "a/x/y/1.png", "b/4.png"]
-    assert [source.target(index) for index in range(4)] == [0, 0, 0, 1]
-
-
-def test_hidden_files_and_folders_are_left_out_uncounted(tree: Trees) -> None:
-    root = tree("a/1.png", "a/.2.png", "a/.thumbs/3.png", "a/.DS_Store", ".cache/4.png", "a/b/.hidden/5.txt")
-    found = read_folder(root)
-    source = found.samples
-    assert keys_of(source) == ["a/1.png"] and source.classes == ("a",) and len(found.others) == 0
-
-
-def test_files_that_are_no_images_are_counted(tree: Trees) -> None:
-    found = read_folder(tree("a/1.png", "a/notes.txt", "a/x/png", "b/2.png.bak", "b/3.png", "read.me"))
-    source = found.samples
-    assert keys_of(source) == ["a/1.png", "b/3.png"]
+def test_files_that_are_no_images_are_counted_unless_they_are_hidden(tree: Trees) -> None:
+    hidden = "a/.2.png", "a/.thumbs/3.png", "a/.DS_Store", ".cache/4.png", "a/b/.hidden/5.txt"
+    found = read_folder(tree("a/1.png", "a/notes.txt", "a/x/png", "b/2.png.bak", "b/3.png", "read.me", *hidden))
+    assert keys_of(found.samples) == ["a/1.png", "b/3.png"] and found.samples.classes == ("a", "b")
     assert len(found.others) == 3
 
 
@@ -126,25 +88,6 @@ def test_a_sample_is_the_file_read_when_asked_for(tree: Trees) -> None:
     (root / "b/x/2.png").write_bytes(b"written later")
     sample = source[1]
     assert (sample.key, sample.image, sample.target) == ("b/x/2.png", b"written later", 1)
-
-
-def test_a_file_that_went_away_is_named(tree: Trees) -> None:
-    root = tree("a/1.png")
-    source = read_folder(root).samples
-    shutil.rmtree(root / "a")
-    with pytest.raises(DataError, match=r"cannot read .*pictures/a/1\.png: No such file"):
-        source[0]
-
-
-def test_labels_index_the_classes_given(tree: Trees) -> None:
-    source = read_folder(tree("rose/1.png", "daisy/2.png"), ("tulip", "rose", "lily", "daisy")).samples
-    assert source.classes == ("tulip", "rose", "lily", "daisy")
-    assert [(source.key(index), source.target(index)) for index in range(2)] == [("daisy/2.png", 3), ("rose/1.png", 1)]
-
-
-def test_folders_beyond_the_classes_given_are_named(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"has unknown classes: a, c; the known classes are: b, d$"):
-        read_folder(tree("a/1.png", "b/1.png", "c/1.png"), ("b", "d"))
 
 
 def test_class_folders_without_images_are_skipped_and_named(tree: Trees) -> None:
@@ -173,10 +116,7 @@ def test_folders_of_systems_are_no_classes_and_their_thumbnails_no_images(tree: 
     assert source.classes == ("a", "b") and keys_of(source) == ["a/1.png", "b/2.png"] and len(found.others) == 0
     (fault,) = found.faults
     assert (fault.kind, fault.severity, fault.count) == ("system-folder", "note", 6)
-    assert fault.text == (
-        f"{root}: skipped 6 folders of the system or of other programs: $RECYCLE.BIN, @eaDir, "
-        "System Volume Information and 3 more"
-    )
+    assert fault.text.endswith(": $RECYCLE.BIN, @eaDir, System Volume Information and 3 more")
     assert len(read_folder(root, unlabelled=True).samples) == 2
 
 
@@ -214,11 +154,6 @@ def test_a_folder_that_may_not_be_read_is_named(tree: Trees) -> None:
             read_folder(root)
     finally:
         os.seteuid(0)
-
-
-def test_a_folder_without_class_folders_is_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"pictures has no class folders; it needs one folder of images for each class"):
-        read_folder(tree("1.png", ".hidden/2.png"))
 
 
 def test_links_are_followed_and_no_folder_is_entered_twice(tree: Trees) -> None:

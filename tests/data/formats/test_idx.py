@@ -44,40 +44,28 @@ def test_the_format_is_the_published_one(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_idx(path), [[1, 2, 3], [4, 5, 6]])
 
 
-@pytest.mark.parametrize(
-    ("data", "begins"),
-    [
-        (b"", "nothing"),
-        (b"\0\0\x08", "000008"),
-        (b"<html>", "3c68746d"),
-        (bytes.fromhex("00000d01 00000001 00000000"), "00000d01"),
-        (bytes.fromhex("00010801 00000001 00"), "00010801"),
-    ],
-    ids=["empty", "three bytes", "html", "of floats", "wrong magic"],
-)
-def test_what_is_not_idx_is_refused_with_its_beginning(tmp_path: Path, data: bytes, begins: str) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    with pytest.raises(DataError, match=rf"file is not an IDX file of unsigned bytes: it begins with {begins}$"):
-        read_idx(path)
+NO_IDX = "file is not an IDX file of unsigned bytes: it begins with"
+DAMAGED = "file is damaged: its header states the shape"
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
-        ("00000803 00000001", r"\(1,\), but 0 bytes follow"),
-        ("00000803 00000001 00000002", r"\(1, 2\), but 0 bytes follow"),
-        ("00000802 00000002 00000002 010203", r"\(2, 2\), but 3 bytes follow"),
-        ("00000801 00000002 010203", r"\(2,\), but 3 bytes follow"),
-        ("00000802 ffffffff ffffffff 01", r"\(4294967295, 4294967295\), but 1 bytes follow"),
+        (b"", f"{NO_IDX} nothing$"), (b"\0\0\x08", f"{NO_IDX} 000008$"), (b"<html>", f"{NO_IDX} 3c68746d$"),
+        (bytes.fromhex("00000d01 00000001 00000000"), f"{NO_IDX} 00000d01$"),
+        (bytes.fromhex("00010801 00000001 00"), f"{NO_IDX} 00010801$"),
+        (bytes.fromhex("00000803 00000001"), rf"{DAMAGED} \(1,\), but 0 bytes follow$"),
+        (bytes.fromhex("00000803 00000001 00000002"), rf"{DAMAGED} \(1, 2\), but 0 bytes follow$"),
+        (bytes.fromhex("00000802 00000002 00000002 010203"), rf"{DAMAGED} \(2, 2\), but 3 bytes follow$"),
+        (bytes.fromhex("00000801 00000002 010203"), rf"{DAMAGED} \(2,\), but 3 bytes follow$"),
+        (bytes.fromhex("00000802 ffffffff ffffffff 01"), rf"{DAMAGED} \(4294967295, 4294967295\), but 1 bytes follow$"),
+        (b"\0\0\x08\xff" + b"\0" * 1020, "is damaged"),
     ],
-    ids=["header cut", "header cut later", "a byte short", "a byte long", "huge"],
-)
-def test_sizes_that_do_not_fit_are_damage(tmp_path: Path, data: str, says: str) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes.fromhex(data))
-    with pytest.raises(DataError, match=rf"file is damaged: its header states the shape {says}$"):
-        read_idx(path)
+)  # fmt: skip
+def test_what_is_no_idx_or_damaged_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        read_idx(tmp_path / "file")
 
 
 @given(share=st.floats(0, 0.99))
@@ -89,9 +77,12 @@ def test_gzipped_files_cut_anywhere_are_refused(scratch: Path, write_idx: Write,
         read_idx(path)
 
 
-def test_a_plain_file_named_gz_and_a_missing_file_cannot_be_read(tmp_path: Path, write_idx: Write) -> None:
+def test_a_plain_or_damaged_file_named_gz_and_a_missing_file_cannot_be_read(tmp_path: Path, write_idx: Write) -> None:
     plain = write_idx(tmp_path / "plain", np.zeros(3)).rename(tmp_path / "plain.gz")
     with pytest.raises(DataError, match=r"cannot read .*plain\.gz: Not a gzipped file"):
+        read_idx(plain)
+    plain.write_bytes(gzip.compress(b"\0\0\x08\1\0\0\0\1x", mtime=0)[:12] + b"\xff" * 12)
+    with pytest.raises(DataError, match="cannot read"):
         read_idx(plain)
     with pytest.raises(DataError, match=r"cannot read .*missing: .*No such file"):
         read_idx(tmp_path / "missing")
@@ -99,17 +90,14 @@ def test_a_plain_file_named_gz_and_a_missing_file_cannot_be_read(tmp_path: Path,
 
 def test_source_gives_grey_images_their_labels_and_numbers(tmp_path: Path, write_idx: Write) -> None:
     images = np.arange(24).reshape(3, 4, 2)
-    source = idx_samples(write_idx(tmp_path / "i", images), write_idx(tmp_path / "l.gz", np.array([2, 0, 1])))
+    paths = write_idx(tmp_path / "i", images), write_idx(tmp_path / "l.gz", np.array([2, 0, 1]))
+    assert idx_samples(*paths, ("cat", "dog", "cow", "owl")).classes == ("cat", "dog", "cow", "owl")
+    source = idx_samples(*paths)
     assert isinstance(source, Source)
     assert len(source) == 3 and source.classes == ("0", "1", "2")
     sample = source[1]
     assert (sample.key, sample.target, source.key(1), source.target(1)) == ("1", 0, "1", 0)
     np.testing.assert_array_equal(sample.image, images[1][:, :, None])
-
-
-def test_source_takes_names_for_its_classes(tmp_path: Path, write_idx: Write) -> None:
-    images, labels = write_idx(tmp_path / "i", np.zeros((2, 3, 3))), write_idx(tmp_path / "l", np.array([0, 1]))
-    assert idx_samples(images, labels, ("cat", "dog", "cow")).classes == ("cat", "dog", "cow")
 
 
 @pytest.mark.parametrize(
@@ -119,9 +107,7 @@ def test_arrays_that_do_not_pair_up_are_refused(
     tmp_path: Path, write_idx: Write, images: tuple[int, ...], labels: tuple[int, ...]
 ) -> None:
     paths = write_idx(tmp_path / "i", np.zeros(images)), write_idx(tmp_path / "l", np.zeros(labels))
-    with pytest.raises(
-        DataError, match=r"images must be \(n, height, width\) and labels \(n,\) with the same n"
-    ) as caught:
+    with pytest.raises(DataError, match=r"images must be \(n, height, width\) and labels \(n,\)") as caught:
         idx_samples(*paths)
     assert str(images) in str(caught.value) and str(labels) in str(caught.value)
 
@@ -157,16 +143,3 @@ def test_images_without_labels_are_no_split(idx_folder: Callable[..., Path]) -> 
     (root / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(data))
     assert find_idx(root, "train") is None
     assert find_idx(root / "nowhere", "train") is None
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("a.gz", gzip.compress(b"\0\0\x08\1\0\0\0\1x", mtime=0)[:12] + b"\xff" * 12, "cannot read"),
-        ("a", b"\0\0\x08\xff" + b"\0" * 1020, "is damaged"),
-    ],
-)
-def test_every_kind_of_damage_is_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=message):
-        read_idx(tmp_path / name)

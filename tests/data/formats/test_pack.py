@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.make import write_tar
+from tests.make import MemorySource, encode, orientation, targets_of, write_tar
 from vitrail.data.formats.pack import FILE, UNFINISHED, pack, packed_before, parse
 from vitrail.data.formats.tar import looks_like_shards, open_shards
 from vitrail.data.pixels.decode import decode
@@ -28,16 +27,9 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, SaveError, Stopped
 from vitrail.testing import check_source
 
-Memory = Callable[..., object]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
-
 
 @pytest.fixture
-def folder(tmp_path: Path, encode: Callable[..., bytes]) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Images of several formats and sizes in two splits. Some names collide, and some contain dots."""
     random = np.random.default_rng(0)
     formats = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP", "JPEG": "JPEG"}
@@ -68,7 +60,7 @@ def test_what_is_packed_comes_out_again(folder: Path, tmp_path: Path) -> None:
     splits = opened(folder)
     manifest = pack(splits, tmp_path / "out", shard_size=20_000)
     again = open_shards(str(tmp_path / "out"), None)
-    assert splits.validation is not None and again.validation is not None and again.test is None
+    assert again.validation is not None and again.test is None
     assert again.classes == splits.classes == ("ox eye.daisy", "rose") and again.notes == ()
     assert samples_of(again.train) == samples_of(splits.train)
     assert samples_of(again.validation) == samples_of(splits.validation)
@@ -132,14 +124,11 @@ def test_larger_images_are_scaled_down_and_others_are_copied(folder: Path, tmp_p
     assert manifest.packing.max_side == 45 and manifest.packing.jpeg_quality == 95
 
 
-def test_scaled_images_stay_grey_and_turn_upright(
-    tmp_path: Path, encode: Callable[..., bytes], memory_source: Memory
-) -> None:
+def test_scaled_images_stay_grey_and_turn_upright(tmp_path: Path) -> None:
     ramp = np.linspace(0, 255, 60 * 100).reshape(60, 100).astype(np.uint8)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # a quarter turn clockwise
+    exif = orientation(6)  # a quarter turn clockwise
     images = [encode(ramp, "PNG"), encode(np.dstack([ramp] * 3), "JPEG", exif=exif), ramp[:, :, None]]
-    source = memory_source(images, labels=[0, 1, 2])
+    source = MemorySource(images, labels=[0, 1, 2])
     pack(Splits(source, None, None), tmp_path / "out", max_side=20)
     grey, turned, array = (sample.image for sample in samples_of(open_shards(str(tmp_path / "out"), None).train))
     with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
@@ -154,35 +143,31 @@ def test_arrays_become_png(idx_folder: Callable[..., Path], tmp_path: Path) -> N
     splits = opened(idx_folder(train=[0, 1, 2, 1], t10k=[2, 0]))
     pack(splits, tmp_path / "out")
     again = open_shards(str(tmp_path / "out"), None)
-    assert again.test is not None and splits.test is not None and again.classes == ("0", "1", "2")
+    assert splits.test is not None and again.classes == ("0", "1", "2")
     for one, other in ((splits.train, again.train), (splits.test, again.test)):
         for old, new in zip(samples_of(one), samples_of(other), strict=True):
             assert (old.key, old.target) == (new.key, new.target) and new.image.startswith(b"\x89PNG")
             assert np.array_equal(decode(new.image, 1), old.image)
 
 
-def test_strange_keys_and_labels_come_out_again(
-    tmp_path: Path, encode: Callable[..., bytes], memory_source: Memory
-) -> None:
+def test_strange_keys_and_labels_come_out_again(tmp_path: Path) -> None:
     image = encode(np.zeros((3, 2, 3), np.uint8), "PNG")
     keys = ["../1.jpg", "/etc/2", "x" * 300, "\udcff.png", "a\nb", "5.tar"]
     labels = [(0, 2), (), (3,), (1,), (0,), (0, 1, 2, 3)]
-    source = memory_source([image] * 6, labels=labels, keys=keys)
+    source = MemorySource([image] * 6, labels=labels, keys=keys)
     pack(Splits(source, None, None), tmp_path / "out")
     again = open_shards(str(tmp_path / "out"), None).train
     assert [(again.key(index), again.target(index)) for index in range(6)] == list(zip(keys, labels, strict=True))
-    unlabelled = memory_source([image] * 2, labels=[None, None])
+    unlabelled = MemorySource([image] * 2, labels=[None, None])
     pack(Splits(unlabelled, None, None), tmp_path / "unlabelled")
     assert open_shards(str(tmp_path / "unlabelled"), None).train.target(1) is None
 
 
 @pytest.mark.parametrize("max_side", [None, 8])
-def test_unreadable_images_are_copied_and_named(
-    tmp_path: Path, encode: Callable[..., bytes], memory_source: Memory, max_side: int | None
-) -> None:
+def test_unreadable_images_are_copied_and_named(tmp_path: Path, max_side: int | None) -> None:
     good = encode(np.zeros((9, 12, 3), np.uint8), "JPEG")
     images = [good, b"", b"no image", good[:-60], encode(np.zeros((9, 12, 3), np.uint8), "PNG")]
-    source = memory_source(images, labels=[0, 0, 1, 1, 2], keys=["good", "empty", "\udcffbad", "cut", "png"])
+    source = MemorySource(images, labels=[0, 0, 1, 1, 2], keys=["good", "empty", "\udcffbad", "cut", "png"])
     manifest = pack(Splits(source, None, None), tmp_path / "out", max_side=max_side)
     after = [sample.image for sample in samples_of(open_shards(str(tmp_path / "out"), None).train)]
     assert after[1:4] == images[1:4]
@@ -192,9 +177,6 @@ def test_unreadable_images_are_copied_and_named(
     else:
         assert list(unreadable) == ["empty", "\\udcffbad", "cut"]
         assert unreadable["empty"] == "is empty (0 bytes)" and "is not an image" in unreadable["\\udcffbad"]
-
-
-# Stopping and going on
 
 
 def test_a_pack_that_was_stopped_goes_on_after_its_whole_shards(folder: Path, tmp_path: Path) -> None:
@@ -210,9 +192,7 @@ def test_a_pack_that_was_stopped_goes_on_after_its_whole_shards(folder: Path, tm
     kept = packed_before(parse("it", (out / UNFINISHED).read_bytes()))
     assert 11 <= kept <= 20 and seen[0] <= 12 and seen[-1] == 20
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
-    with pytest.raises(
-        DataError, match=rf"{out} is not packed completely; continue with: vitrail data pack SPEC {out}"
-    ):
+    with pytest.raises(DataError, match=rf"is not packed completely; .* vitrail data pack SPEC {out}"):
         open_shards(str(out), None)
     assert looks_like_shards(str(out))
     pack(opened(folder), out, shard_size=9_000, progress=seen.append)
@@ -260,7 +240,6 @@ def test_a_pack_that_was_killed_goes_on_to_the_same_bytes(folder: Path, tmp_path
     pack(opened(folder), tmp_path / "straight", shard_size=9_000)
     out = tmp_path / "out"
     child = subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder), str(out)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
     while int(child.stdout.readline()) < 8:
         pass
     child.kill()
@@ -269,9 +248,6 @@ def test_a_pack_that_was_killed_goes_on_to_the_same_bytes(folder: Path, tmp_path
     assert list(out.glob("*.tar")) and list(out.glob("*.partial"))
     pack(opened(folder), out, shard_size=9_000)
     assert files_of(out) == files_of(tmp_path / "straight")
-
-
-# What is refused
 
 
 def test_other_folders_are_left_alone(folder: Path, tmp_path: Path) -> None:
@@ -364,20 +340,20 @@ def test_a_description_that_cannot_be(folder: Path, tmp_path: Path, change: dict
         open_shards(str(out), None)
 
 
-def test_numbers_come_out_again(tmp_path: Path, encode: Callable[..., bytes], memory_source: Memory) -> None:
+def test_numbers_come_out_again(tmp_path: Path) -> None:
     image = encode(np.zeros((3, 2, 3), np.uint8), "PNG")
     labels = [(0.1, 2.0), None, (float("nan"), -1e300), (0.1, 2.0)]
-    source = memory_source([image] * 4, labels=labels, classes=("age", "size"))
+    source = MemorySource([image] * 4, labels=labels, classes=("age", "size"))
     pack(Splits(source, None, None), tmp_path / "out", shard_size=2_048)
     for _ in range(2):  # scanned, and then by the index
         again = open_data(str(tmp_path / "out"), validation_share=0.0)
         assert again.classes == ("age", "size") and again.target_kind == "numbers"
         assert [str(again.train.target(index)) for index in range(4)] == list(map(str, labels))
     size = open_data(str(tmp_path / "out"), validation_share=0.0, numbers=("size",))
-    assert [size.train.target(index) for index in range(4)] == [(2.0,), None, (-1e300,), (2.0,)]
+    assert targets_of(size.train) == [(2.0,), None, (-1e300,), (2.0,)]
     with pytest.raises(DataError, match=r"out' has no column 'sizes' of numbers; nearest: size"):
         open_data(str(tmp_path / "out"), validation_share=0.0, numbers=("sizes",))
-    classes = memory_source([image] * 4, labels=[0, 1, 0, 1])
+    classes = MemorySource([image] * 4, labels=[0, 1, 0, 1])
     pack(Splits(classes, None, None), tmp_path / "classes")
     with pytest.raises(DataError, match=r"has no numbers in its shards, but numbers=age asks for some"):
         open_data(str(tmp_path / "classes"), validation_share=0.0, numbers=("age",))
@@ -391,9 +367,7 @@ def test_numbers_come_out_again(tmp_path: Path, encode: Callable[..., bytes], me
         (['{"__numbers__": ["x"]}'], "the label in '0.json' cannot be read \\('x' is not a finite number\\)"),
     ],
 )  # fmt: skip
-def test_numbers_that_do_not_fit_together_are_named(
-    tmp_path: Path, encode: Callable[..., bytes], fields: list[str], message: str
-) -> None:
+def test_numbers_that_do_not_fit_together_are_named(tmp_path: Path, fields: list[str], message: str) -> None:
     image = encode(np.zeros((3, 2, 3), np.uint8), "PNG")
     pairs = [((f"{number}.png", image), (f"{number}.json", text.encode())) for number, text in enumerate(fields)]
     write_tar(tmp_path / "x.tar", [one for pair in pairs for one in pair])

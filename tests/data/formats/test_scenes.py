@@ -17,7 +17,6 @@ def test_combinations_of_the_test_split_are_new() -> None:
     assert {colour for colour, _ in KNOWN} == set(range(len(COLOURS))) == {colour for colour, _ in NEW}
     assert {shape for _, shape in KNOWN} == set(range(len(SHAPES))) == {shape for _, shape in NEW}
     opened = open_data("scenes:60:3:24", validation_share=0.25)
-    assert opened.validation is not None and opened.test is not None
     assert (len(opened.train), len(opened.validation), len(opened.test)) == (60, 20, 60)
     check_source(opened.train)
     known = {text for index in range(60) for text in opened.train.target(index)}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.make import targets_of
 from vitrail.data.formats.table import open_table
 from vitrail.data.source import Source, target_kind
 from vitrail.data.sources import open_data, open_whole, with_choice
@@ -50,9 +51,17 @@ def rows_of(source: Source) -> list[tuple[str, object]]:
         ("filename,weight,class", "b/3.PNG,1.5,rose", "a/1.jpg,0,daisy", "4.jpg,,rose"),
         ("image,flower", "b/3.PNG,rose", "", "a/1.jpg,daisy", '4.jpg,"rose"'),
         ("\ufeffpath,label", "b/3.PNG,rose", "a/1.jpg,daisy", "4.jpg,rose"),
+        ("path,label", "b/3.PNG,rose ", "a/1.jpg, daisy", "4.jpg,rose\u00a0"),
+        (",path,label", "0,b/3.PNG,rose", "1,a/1.jpg,daisy", "2,4.jpg,rose"),
+        ("Unnamed: 0,path,flower", "7,b/3.PNG,rose", "8,a/1.jpg,daisy", "9,4.jpg,rose"),
+        ("path,label,,", "b/3.PNG,rose,,", ",,,", "a/1.jpg,daisy,,", "4.jpg,rose,,", ",,,"),
+        ("path;label", "b/3.PNG;rose", "a/1.jpg;daisy", "4.jpg;rose"),
+        ("path,label", r"b\3.PNG,rose", r"a\1.jpg,daisy", "4.jpg,rose"),
     ],
 )
-def test_columns_are_found_by_their_names(table: Callable[..., Path], lines: tuple[str, ...]) -> None:
+def test_tables_of_people_spreadsheets_pandas_and_windows_are_read(
+    table: Callable[..., Path], lines: tuple[str, ...]
+) -> None:
     source = opened(table(*lines))
     assert source.classes == ("daisy", "rose")
     assert rows_of(source) == [("b/3.PNG", 1), ("a/1.jpg", 0), ("4.jpg", 1)]
@@ -64,41 +73,29 @@ def test_tabs_separate_where_the_suffix_says_so(table: Callable[..., Path]) -> N
     assert source.classes == ("daisy", "rose, red") and rows_of(source) == [("a/1.jpg", 1), ("4.jpg", 0)]
 
 
-def test_numbers_are_sorted_by_value(table: Callable[..., Path]) -> None:
-    assert opened(table("path,label", "a/1.jpg,10", "4.jpg,9", "a/2.jpg,100")).classes == ("9", "10", "100")
-
-
-def test_numbers_of_one_value_are_sorted_as_text(table: Callable[..., Path]) -> None:
+def test_numbers_are_sorted_by_value_and_then_as_text(table: Callable[..., Path]) -> None:
     """The order of a set, which differs from process to process, has no influence."""
     files = ("a/1.jpg", "a/2.jpg", "b/3.PNG", "4.jpg")
-    for labels in (("01", "1", "001", "2"), ("2", "001", "1", "01"), ("1", "2", "01", "001")):
+    for labels, classes in (
+        (("10", "9", "100", "9"), ("9", "10", "100")),
+        (("01", "1", "001", "2"), ("001", "01", "1", "2")),
+        (("2", "001", "1", "01"), ("001", "01", "1", "2")),
+    ):
         path = table("path,label", *(f"{file},{label}" for file, label in zip(files, labels, strict=True)))
-        assert opened(path).classes == ("001", "01", "1", "2")
+        assert opened(path).classes == classes
 
 
-def test_columns_of_0_and_1_make_several_labels(table: Callable[..., Path]) -> None:
-    source = opened(table("path,rose,fern,daisy", "a/1.jpg,1,0,1", "4.jpg,0,0,0", "a/2.jpg,0,0,1"))
-    assert source.classes == ("rose", "fern", "daisy")
-    assert rows_of(source) == [("a/1.jpg", (0, 2)), ("4.jpg", ()), ("a/2.jpg", (2,))]
-    check_source(source, decodes=False)
-
-
-def test_an_empty_label_is_none(table: Callable[..., Path]) -> None:
-    assert rows_of(opened(table("path,label", "a/1.jpg,rose", "4.jpg,", "a/2.jpg,x"))) == [
-        ("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1),
-    ]  # fmt: skip
-    lines = [{"file_name": "a/1.jpg", "label": "x"}, {"file_name": "4.jpg", "label": ""}]
-    source = opened(table(*map(json.dumps, [*lines, {"file_name": "a/2.jpg", "label": "y"}]), name="labels.jsonl"))
-    assert source.classes == ("x", "y") and rows_of(source) == [("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1)]
-
-
-def test_a_missing_value_of_json_lines_is_no_label(table: Callable[..., Path]) -> None:
-    lines = [{"file_name": "a/1.jpg", "label": "x", "split": None}, {"file_name": "4.jpg", "label": math.nan}]
-    source = opened(table(*map(json.dumps, [*lines, {"file_name": "a/2.jpg", "label": "y"}]), name="labels.jsonl"))
-    assert source.classes == ("x", "y") and rows_of(source) == [("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1)]
-    several: list[dict[str, Any]] = [{"file_name": "a/1.jpg", "label": ["x", None, ""]}]
-    several += [{"file_name": "4.jpg", "label": [math.nan]}, {"file_name": "a/2.jpg", "label": ["y", "x"]}]
-    source = opened(table(*map(json.dumps, several), name="labels.jsonl"))
+def test_an_empty_or_missing_label_is_none(table: Callable[..., Path]) -> None:
+    expected = [("a/1.jpg", 0), ("4.jpg", None), ("a/2.jpg", 1)]
+    assert rows_of(opened(table("path,label", "a/1.jpg,rose", "4.jpg,", "a/2.jpg,x"))) == expected
+    for nothing in ("", None, math.nan):
+        labels = {"a/1.jpg": "x", "4.jpg": nothing, "a/2.jpg": "y"}
+        lines = (json.dumps({"file_name": name, "label": label, "split": None}) for name, label in labels.items())
+        source = opened(table(*lines, name="labels.jsonl"))
+        assert source.classes == ("x", "y") and rows_of(source) == expected
+    several = {"a/1.jpg": ["x", None, ""], "4.jpg": [math.nan], "a/2.jpg": ["y", "x"]}
+    lines = (json.dumps({"file_name": name, "label": labels}) for name, labels in several.items())
+    source = opened(table(*lines, name="labels.jsonl"))
     assert source.classes == ("x", "y") and [target for _, target in rows_of(source)] == [(0,), (), (0, 1)]
 
 
@@ -127,9 +124,7 @@ def test_tables_named_after_splits_make_a_data_set(table: Callable[..., Path]) -
     splits = open_data(str(path.parent), validation_share=0.5)
     assert splits.classes == ("x", "y") and rows_of(splits.validation) == [("4.jpg", 1)] and splits.test is None
     (path.parent / "valid.csv").write_text("path,label\na/3.PNG,y\n")
-    with pytest.raises(
-        DataError, match=r"has val\.csv and valid\.csv, but only one of them can be the validation split"
-    ):
+    with pytest.raises(DataError, match=r"has val\.csv and valid\.csv, but only one"):
         open_data(str(path.parent), validation_share=0.5)
 
 
@@ -197,10 +192,7 @@ def test_mistakes_are_named(table: Callable[..., Path], lines: tuple[str, ...], 
         (("[1]",), r"line 1: the line is a JSON list; it must be an object"),
         (('{"file_name": "4.jpg"}',), r"has no column of labels: its columns are file_name"),
         (('{"file_name": "4.jpg", "eye size": 3.5}',), r"name their columns: --numbers 'eye size'"),
-        (
-            ('{"file_name": "4.jpg", "label": [1]}', '{"file_name": "a/1.jpg", "label": 2}'),
-            r"some rows have one label",
-        ),
+        (('{"file_name": "4.jpg", "label": [1]}', '{"file_name": "a/1.jpg", "label": 2}'), r"some rows have one label"),
         (('{"file_name": "4.jpg", "objects": {"bbox": [[1, 2, 3, 4]]}}',), r"'objects' is a JSON object, and boxes"),
     ],
 )
@@ -211,8 +203,7 @@ def test_mistakes_in_json_lines_are_named(table: Callable[..., Path], lines: tup
 
 def numbers_of(source: Source | None) -> list[Any]:
     """Return the targets, with a text for NaN, which does not equal itself."""
-    assert source is not None
-    targets = [source.target(index) for index in range(len(source))]
+    targets = targets_of(source)
     return [
         target if target is None else tuple("?" if math.isnan(one) else one for one in target) for target in targets
     ]
@@ -293,44 +284,24 @@ def test_bytes_that_are_no_text_are_refused(table: Callable[..., Path]) -> None:
 def test_two_names_of_one_file_in_two_splits_are_refused(table: Callable[..., Path]) -> None:
     path = table("path,label,split", "4.jpg,x,train", "a/1.jpg,y,train", "a/link.jpg,x,test")
     (path.parent / "a" / "link.jpg").symlink_to(path.parent / "4.jpg")
-    with pytest.raises(
-        DataError, match=r"the training split and the test split share 1 file, such as .*4\.jpg and .*link"
-    ):
+    with pytest.raises(DataError, match=r"share 1 file, such as .*4\.jpg and .*link"):
         opened(path)
-
-
-# --- what other programs write
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ("path,label", "b/3.PNG,rose ", "a/1.jpg, daisy", "4.jpg,rose\u00a0"),
-        (",path,label", "0,b/3.PNG,rose", "1,a/1.jpg,daisy", "2,4.jpg,rose"),
-        ("Unnamed: 0,path,flower", "7,b/3.PNG,rose", "8,a/1.jpg,daisy", "9,4.jpg,rose"),
-        ("path,label,,", "b/3.PNG,rose,,", ",,,", "a/1.jpg,daisy,,", "4.jpg,rose,,", ",,,"),
-        ("path;label", "b/3.PNG;rose", "a/1.jpg;daisy", "4.jpg;rose"),
-        ("path,label", r"b\3.PNG,rose", r"a\1.jpg,daisy", "4.jpg,rose"),
-    ],
-    ids=["spaces", "index", "pandas", "blank", "semicolons", "windows"],
-)
-def test_tables_of_spreadsheets_and_pandas_are_read(table: Callable[..., Path], lines: tuple[str, ...]) -> None:
-    source = opened(table(*lines))
-    assert source.classes == ("daisy", "rose")
-    assert rows_of(source) == [("b/3.PNG", 1), ("a/1.jpg", 0), ("4.jpg", 1)]
 
 
 @pytest.mark.parametrize(("yes", "no"), [("1", "0"), ("1.0", "0.0"), ("True", "False"), ("true", "false")])
 def test_columns_of_yes_and_no_are_classes(table: Callable[..., Path], yes: str, no: str) -> None:
-    path = table(",path,cat,dog", f"0,a/1.jpg,{yes},{no}", f"1,a/2.jpg,{yes},{yes}", f"2,4.jpg,{no},{no}")
-    assert rows_of(opened(path)) == [("a/1.jpg", (0,)), ("a/2.jpg", (0, 1)), ("4.jpg", ())]
+    path = table(",path,rose,fern", f"0,a/1.jpg,{yes},{no}", f"1,a/2.jpg,{yes},{yes}", f"2,4.jpg,{no},{no}")
+    source = opened(path)
+    assert source.classes == ("rose", "fern")
+    assert rows_of(source) == [("a/1.jpg", (0,)), ("a/2.jpg", (0, 1)), ("4.jpg", ())]
+    check_source(source, decodes=False)
 
 
 def test_whole_floats_are_class_numbers_in_all_splits(table: Callable[..., Path]) -> None:
     path = table("path,label,split", "a/1.jpg,0.0,train", "a/2.jpg,10.0,train", "4.jpg,nan,train", "b/3.PNG,10,test")
     splits = open_data(str(path), validation_share=0.0)
     assert splits.classes == ("0", "10") and rows_of(splits.train) == [("a/1.jpg", 0), ("a/2.jpg", 1), ("4.jpg", None)]
-    assert splits.test is not None and rows_of(splits.test) == [("b/3.PNG", 1)]
+    assert rows_of(splits.test) == [("b/3.PNG", 1)]
     assert any("1 label (nan)" in note for note in splits.notes)
 
 
@@ -340,12 +311,7 @@ def test_several_labels_in_a_cell(table: Callable[..., Path]) -> None:
         opened(path)
     assert opened(f"{path}?separator=none").classes == ("cat", "cat|fox", "fox")
     source = opened(with_choice(str(path), separator="|"))
-    assert source.classes == ("cat", "fox") and [target for _, target in rows_of(source)] == [
-        (0,),
-        (1,),
-        (0, 1),
-        (0, 1),
-    ]
+    assert source.classes == ("cat", "fox") and targets_of(source) == [(0,), (1,), (0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +342,7 @@ def test_yes_and_no_divide_and_a_second_column_is_named(table: Callable[..., Pat
     splits = open_data(
         str(table("path,label,is_valid", *(row.rpartition(",")[0] for row in rows))), validation_share=0.0
     )
-    assert splits.validation is not None and rows_of(splits.validation) == [("4.jpg", 0)]
+    assert rows_of(splits.validation) == [("4.jpg", 0)]
     notes = open_data(str(table("path,label,is_valid,fold", *rows)), validation_share=0.0).notes
     assert any("column 'is_valid' (no, yes) is not used, because 'fold' divides the rows" in note for note in notes)
 
@@ -418,11 +384,8 @@ def test_absolute_paths_in_the_folder_are_accepted(table: Callable[..., Path]) -
 def test_a_check_names_all_faults_of_a_table(table: Callable[..., Path]) -> None:
     rows = ("a/1.jpg,x", "a/2.jpg,y", "gone,x", "../away,y", "./a/1.jpg,x", "b/gone,x")
     faults = open_whole(str(table("path,label", *rows)), tolerant=True).whole.faults
-    assert [(fault.kind, fault.count) for fault in faults] == [
-        ("path-outside", 1),
-        ("missing-file", 2),
-        ("repeated-row", 1),
-    ]
+    found = [(fault.kind, fault.count) for fault in faults]
+    assert found == [("path-outside", 1), ("missing-file", 2), ("repeated-row", 1)]
     with pytest.raises(DataError) as caught:
         opened(table("path,label", *rows))
     assert all(word in str(caught.value) for word in ("gone", "away", "./a/1.jpg", "b/gone"))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from vitrail.data.formats import unpacked as module
 from vitrail.data.formats.unpacked import open_blob, write_blob
-from vitrail.errors import SaveError
 
 
 @given(pieces=st.lists(st.binary(max_size=20)))
@@ -114,9 +113,3 @@ print(write_blob(Path({str(tmp_path / "pieces")!r}), [b"mine"])[0].decode())
         partial.unlink()
     assert process.communicate()[0] == "theirs\n"
     assert [file.name for file in tmp_path.iterdir()] == ["pieces"]
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(SaveError, match="could not save unpacked images"):
-        write_blob(tmp_path / "file/pieces", [b"a"])

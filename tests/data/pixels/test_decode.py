@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 import resource
 import struct
 import subprocess
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
-from vitrail.data.pixels import decode as decode_module
+from tests.make import encode, make_png, orientation, png_chunk
 from vitrail.data.pixels.decode import (
     FORMATS,
     MAX_PIXELS,
@@ -32,8 +33,6 @@ from vitrail.data.pixels.decode import (
     to_pil,
 )
 from vitrail.errors import ConfigError, UndecodableImage
-
-Encode = Callable[..., bytes]
 
 LOSSLESS = [("PNG", {}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("WEBP", {"lossless": True})]
 
@@ -63,20 +62,8 @@ def on_white(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     return colours * share + 255 * (1 - share)
 
 
-def png(width: int, height: int, *, depth: int = 8, kind: int = 0, rows: bytes = b"") -> bytes:
-    """Return a hand-made PNG file. `kind` 0 is grey, and 2 is RGB. Each row begins with its filter, 0."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("file_format", "options"), LOSSLESS)
-def test_lossless_formats_give_the_pixels(encode: Encode, file_format: str, options: dict[str, object]) -> None:
+def test_lossless_formats_give_the_pixels(file_format: str, options: dict[str, object]) -> None:
     expected = picture()
     data = encode(expected, file_format, **options)
     found = decode(data, 3)
@@ -86,58 +73,46 @@ def test_lossless_formats_give_the_pixels(encode: Encode, file_format: str, opti
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
-def test_jpeg_gives_the_pixels_nearly(encode: Encode, options: dict[str, object]) -> None:
+def test_jpeg_gives_the_pixels_nearly(options: dict[str, object]) -> None:
     expected = blocks()
     found = decode(encode(expected, "JPEG", quality=98, **options), 3)
     assert np.abs(found.astype(int) - expected)[4:12, 4:12].max() <= 4
     assert np.abs(found.astype(int) - expected).mean() < 3
 
 
-def test_multi_picture_jpeg_of_cameras_gives_its_first_picture(encode: Encode) -> None:
+def test_multi_picture_jpeg_of_cameras_gives_its_first_picture() -> None:
     first, second = Image.new("RGB", (32, 16), RED), Image.new("RGB", (32, 16), BLUE)
     found = decode(encode(first, "MPO", save_all=True, append_images=[second], quality=95), 3)
     assert found.shape == (16, 32, 3) and np.abs(found.astype(int) - RED).max() <= 4
 
 
+@pytest.mark.parametrize("is_bitmap", [False, True])
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF", "BMP", "GIF"])
-def test_grey_files_give_grey_or_equal_channels(encode: Encode, file_format: str) -> None:
-    expected = picture(channels=1)
-    data = encode(expected[..., 0], file_format)
+def test_grey_files_and_bitmaps_give_grey_or_equal_channels(file_format: str, is_bitmap: bool) -> None:
+    grey = picture(channels=1)
+    data = encode(grey[..., 0] > 127 if is_bitmap else grey[..., 0], file_format)
+    expected = np.where(grey > 127, 255, 0) if is_bitmap else grey
     np.testing.assert_array_equal(decode(data, 1), expected)
     np.testing.assert_array_equal(decode(data, 3), expected.repeat(3, axis=2))
 
 
-@pytest.mark.parametrize("file_format", ["PNG", "TIFF", "BMP", "GIF"])
-def test_bitmaps_are_black_and_white(encode: Encode, file_format: str) -> None:
-    bits = picture(channels=1)[..., 0] > 127
-    data = encode(Image.fromarray(bits), file_format)
-    np.testing.assert_array_equal(decode(data, 1)[..., 0], np.where(bits, 255, 0))
-
-
-@pytest.mark.parametrize("file_format", ["PNG", "TIFF", "BMP", "GIF"])
-def test_palettes_are_looked_up(encode: Encode, file_format: str) -> None:
+@pytest.mark.parametrize(
+    ("file_format", "transparent"),
+    [("PNG", None), ("TIFF", None), ("BMP", None), ("GIF", None), ("PNG", 2), ("GIF", 2)],
+)
+def test_palettes_are_looked_up_and_a_transparent_colour_is_white(file_format: str, transparent: int | None) -> None:
     indices = picture(channels=1)[..., 0] % 4
-    palette = np.array([RED, GREEN, BLUE, (7, 80, 200)], np.uint8)
+    palette = np.array([RED, GREEN, BLACK, (7, 80, 200)], np.uint8)
     image = Image.fromarray(indices)
     image.putpalette(palette.tobytes())
-    data = encode(image, file_format)
+    data = encode(image, file_format, **({} if transparent is None else {"transparency": transparent}))
+    if transparent is not None:
+        palette[transparent] = WHITE
     np.testing.assert_array_equal(decode(data, 3), palette[indices])
     np.testing.assert_array_equal(decode(data, 1), grey_of(palette[indices]))
 
 
-@pytest.mark.parametrize("file_format", ["PNG", "GIF"])
-def test_a_transparent_colour_of_a_palette_is_white(encode: Encode, file_format: str) -> None:
-    indices = picture(channels=1)[..., 0] % 4
-    indices[0, 0] = 2
-    palette = np.array([RED, GREEN, BLACK, BLUE], np.uint8)
-    image = Image.fromarray(indices)
-    image.putpalette(palette.tobytes())
-    expected = np.array([RED, GREEN, WHITE, BLUE], np.uint8)[indices]
-    np.testing.assert_array_equal(decode(encode(image, file_format, transparency=2), 3), expected)
-    np.testing.assert_array_equal(decode(encode(image, file_format, transparency=2), 1), grey_of(expected))
-
-
-def test_a_palette_with_an_alpha_for_each_colour_is_laid_on_white(encode: Encode) -> None:
+def test_a_palette_with_an_alpha_for_each_colour_is_laid_on_white() -> None:
     indices = np.arange(4, dtype=np.uint8)[None]
     palette = np.array([BLACK, BLACK, RED, BLUE], np.uint8)
     image = Image.fromarray(indices)
@@ -149,7 +124,7 @@ def test_a_palette_with_an_alpha_for_each_colour_is_laid_on_white(encode: Encode
 @pytest.mark.parametrize(
     ("file_format", "options"), [("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True, "exact": True})]
 )
-def test_alpha_is_laid_on_white(encode: Encode, file_format: str, options: dict[str, object]) -> None:
+def test_alpha_is_laid_on_white(file_format: str, options: dict[str, object]) -> None:
     pixels = picture(channels=4)
     pixels[0, :3, 3] = 0, 255, 128
     data = encode(pixels, file_format, **options)
@@ -162,7 +137,7 @@ def test_alpha_is_laid_on_white(encode: Encode, file_format: str, options: dict[
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
-def test_grey_with_alpha_is_laid_on_white(encode: Encode, file_format: str) -> None:
+def test_grey_with_alpha_is_laid_on_white(file_format: str) -> None:
     pixels = picture(channels=2)
     data = encode(Image.merge("LA", [Image.fromarray(plane) for plane in np.moveaxis(pixels, 2, 0)]), file_format)
     expected = on_white(pixels[..., :1], pixels[..., 1])
@@ -171,7 +146,7 @@ def test_grey_with_alpha_is_laid_on_white(encode: Encode, file_format: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_one_transparent_colour_is_white(encode: Encode, mode: str) -> None:
+def test_one_transparent_colour_is_white(mode: str) -> None:
     black = (0, 0, 0) if mode == "RGB" else 0
     image = Image.new(mode, (3, 1), black)
     image.putpixel((1, 0), (9, 9, 9) if mode == "RGB" else 9)
@@ -180,7 +155,7 @@ def test_one_transparent_colour_is_white(encode: Encode, mode: str) -> None:
 
 
 @pytest.mark.parametrize(("file_format", "tolerance"), [("TIFF", 0), ("JPEG", 5)])
-def test_inks_of_cmyk_become_their_colours(encode: Encode, file_format: str, tolerance: int) -> None:
+def test_inks_of_cmyk_become_their_colours(file_format: str, tolerance: int) -> None:
     inks = [(0, 0, 0, 0), (255, 0, 0, 0), (0, 255, 0, 0), (0, 0, 255, 0), (0, 0, 0, 255), (0, 0, 0, 100)]
     colours = [WHITE, (0, 255, 255), (255, 0, 255), (255, 255, 0), BLACK, (155, 155, 155)]
     plane = np.array(inks, np.uint8)[None].repeat(16, axis=0).repeat(16, axis=1)
@@ -190,7 +165,7 @@ def test_inks_of_cmyk_become_their_colours(encode: Encode, file_format: str, tol
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
-def test_16_bits_of_grey_are_scaled_not_clipped(encode: Encode, file_format: str) -> None:
+def test_16_bits_of_grey_are_scaled_not_clipped(file_format: str) -> None:
     values = np.array([[0, 255, 256, 1000], [0x7FFF, 0x8000, 0xFF00, 0xFFFF]], np.uint16)
     data = encode(values, file_format)
     with Image.open(io.BytesIO(data)) as opened:
@@ -201,22 +176,22 @@ def test_16_bits_of_grey_are_scaled_not_clipped(encode: Encode, file_format: str
 
 def test_16_bits_of_colour_are_scaled_not_clipped() -> None:
     rows = b"\0" + struct.pack(">6H", 0, 255, 256, 0x8000, 0xFF00, 0xFFFF)
-    np.testing.assert_array_equal(decode(png(2, 1, depth=16, kind=2, rows=rows), 3), [[[0, 0, 1], [128, 255, 255]]])
+    data = make_png(2, 1, depth=16, kind=2, rows=rows)
+    np.testing.assert_array_equal(decode(data, 3), [[[0, 0, 1], [128, 255, 255]]])
 
 
-def test_floating_point_pixels_are_refused(encode: Encode) -> None:
-    with pytest.raises(
-        UndecodableImage,
-        match=r"has 32-bit pixels .mode F., whose range is unknown; save it with 8 or 16 bits per channel",
-    ):
-        decode(encode(np.ones((2, 2), np.float32), "TIFF"), 3)
+def test_floating_point_pixels_are_refused() -> None:
+    grey, pfm = encode(np.ones((2, 2), np.float32), "TIFF"), b"Pf\n3 2\n-1.0\n" + bytes(24)
+    colour = tiff(2, 1, {258: 32, 259: 1, 262: 2, 277: 3, 339: 3}, bytes(24))
+    for data, message in ((grey, "has 32-bit pixels .mode F."), (pfm, "32-bit"), (colour, "TIFF.*unsupported kind")):
+        with pytest.raises(UndecodableImage, match=message):
+            decode(data, 3)
 
 
 @pytest.mark.parametrize(
-    ("file_format", "options"),
-    [("GIF", {"disposal": 2}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})],
+    ("file_format", "options"), [("GIF", {"disposal": 2}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})]
 )
-def test_of_an_animation_the_first_frame_counts(encode: Encode, file_format: str, options: dict[str, object]) -> None:
+def test_of_an_animation_the_first_frame_counts(file_format: str, options: dict[str, object]) -> None:
     frames = [Image.new("RGB", (5, 4), colour) for colour in (RED, GREEN, BLUE)]
     data = encode(frames[0], file_format, save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(data)) as opened:
@@ -237,15 +212,9 @@ STORED = {
 """Functions that store an upright picture with each EXIF orientation."""
 
 
-def orientation(number: int) -> Image.Exif:
-    exif = Image.Exif()
-    exif[0x0112] = number
-    return exif
-
-
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize(("file_format", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})])
-def test_exif_turns_pictures_upright(encode: Encode, number: int, file_format: str, options: dict[str, object]) -> None:
+def test_exif_turns_pictures_upright(number: int, file_format: str, options: dict[str, object]) -> None:
     upright = picture()
     data = encode(np.ascontiguousarray(STORED[number](upright)), file_format, exif=orientation(number), **options)
     np.testing.assert_array_equal(decode(data, 3), upright)
@@ -255,37 +224,40 @@ def test_exif_turns_pictures_upright(encode: Encode, number: int, file_format: s
 
 
 @pytest.mark.parametrize("number", range(1, 9))
-def test_exif_turns_jpeg_upright(encode: Encode, number: int) -> None:
+def test_exif_turns_jpeg_upright(number: int) -> None:
     upright = blocks()
-    stored = encode(np.ascontiguousarray(STORED[number](upright)), "JPEG", quality=98, subsampling=0)
-    tagged = encode(
-        np.ascontiguousarray(STORED[number](upright)), "JPEG", quality=98, subsampling=0, exif=orientation(number)
-    )
-    found = decode(tagged, 3)
+    turned = np.ascontiguousarray(STORED[number](upright))
+    stored = encode(turned, "JPEG", quality=98, subsampling=0)
+    found = decode(encode(turned, "JPEG", quality=98, subsampling=0, exif=orientation(number)), 3)
     assert found.shape == upright.shape and np.abs(found.astype(int) - upright).max() <= 3
     np.testing.assert_array_equal(np.ascontiguousarray(STORED[number](found)), decode(stored, 3))
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0\0\0"])
-def test_senseless_exif_is_no_reason_to_refuse(encode: Encode, exif: bytes) -> None:
+def test_senseless_exif_is_no_reason_to_refuse(exif: bytes) -> None:
     found = decode(encode(blocks(), "JPEG", exif=exif), 3)
     np.testing.assert_array_equal(found, decode(encode(blocks(), "JPEG"), 3))
 
 
-@pytest.mark.parametrize("data", [b"x", b"\0" * 100, b"\xff\xd8", b"plain text of <html> and <svg>"])
-def test_what_is_no_image_is_refused_with_the_formats(data: bytes) -> None:
-    expected = r"^is not an image in a format of JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM, AVIF, HEIC$"
-    with pytest.raises(UndecodableImage, match=expected):
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        *((data, "") for data in (b"", b"x", b"\0" * 100, b"\xff\xd8", b"plain text of <html> and <svg>")),
+        (b"<!DOCTYPE html><html><body>404</body></html>", "an HTML page"), (b" \n<HTML lang=en>", "an HTML page"),
+        (b"<?xml version='1.0'?>\n<svg xmlns='x'>", "SVG"), (b"\0\0\0\x1cftypisom\0\0\2\0isomavc1mp41", "a video"),
+        (b"%PDF-1.7", "PDF"), (b"\xff\x0a\0", "JPEG XL"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, whose file was not fetched"),
+    ],
+)  # fmt: skip
+def test_what_is_no_image_is_refused_with_the_formats_and_what_it_looks_like(data: bytes, name: str) -> None:
+    expected = "is not an image in a format of JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM, AVIF, HEIC"
+    with pytest.raises(UndecodableImage) as caught:
         decode(data, 3)
-
-
-def test_zero_bytes_are_refused() -> None:
-    with pytest.raises(UndecodableImage, match=r"^is empty \(0 bytes\)$"):
-        decode(b"", 3)
+    assert str(caught.value) == (f"{expected}{name and f': it looks like {name}'}" if data else "is empty (0 bytes)")
 
 
 @pytest.mark.parametrize("file_format", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
-def test_formats_beyond_the_list_are_refused(encode: Encode, file_format: str) -> None:
+def test_formats_beyond_the_list_are_refused(file_format: str) -> None:
     data = encode(picture(16, 16), file_format)
     if file_format != "PDF":
         with Image.open(io.BytesIO(data)) as opened:
@@ -295,67 +267,43 @@ def test_formats_beyond_the_list_are_refused(encode: Encode, file_format: str) -
     assert set(FORMATS) == {"JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIC"}
 
 
-@pytest.mark.parametrize("kind", [b"P6", b"P3"])
+@pytest.mark.parametrize(("binary", "text", "channels"), [(b"P6", b"P3", 3), (b"P5", b"P2", 1)])
 @pytest.mark.parametrize("most", [15, 255, 4095, 65535])
-def test_colours_of_ppm_are_scaled_to_8_bits(kind: bytes, most: int) -> None:
-    values = np.random.default_rng(4).integers(0, most + 1, (7, 5, 3))
+def test_levels_of_ppm_and_pgm_are_scaled_to_8_bits(binary: bytes, text: bytes, channels: int, most: int) -> None:
+    values = np.random.default_rng(4).integers(0, most + 1, (7, 5, channels))
     raw = values.astype(">u2" if most > 255 else np.uint8).tobytes()
-    data = raw if kind == b"P6" else b" ".join(b"%d" % value for value in values.reshape(-1))
-    decoded = decode(kind + b"\n# comment\n5 7\n%d\n" % most + data, 3)
-    assert np.abs(decoded - values / most * 255).max() <= 1
-
-
-@pytest.mark.parametrize("kind", [b"P5", b"P2"])
-@pytest.mark.parametrize("most", [255, 4095, 65535])
-def test_grey_of_pgm_is_scaled_to_8_bits(kind: bytes, most: int) -> None:
-    values = np.random.default_rng(4).integers(0, most + 1, (7, 5))
-    raw = values.astype(">u2" if most > 255 else np.uint8).tobytes()
-    data = raw if kind == b"P5" else b" ".join(b"%d" % value for value in values.reshape(-1))
-    decoded = decode(kind + b" 5 7 %d\n" % most + data, 1)
-    assert np.abs(decoded[..., 0] - values / most * 255).max() <= 1
+    written = b" ".join(b"%d" % value for value in values.reshape(-1))
+    for data in (binary + b" 5 7 %d\n" % most + raw, text + b"\n# comment\n5 7\n%d\n" % most + written):
+        assert np.abs(decode(data, channels) - values / most * 255).max() <= 1
 
 
 def test_bits_of_pbm_are_black_and_white() -> None:
     assert decode(b"P4\n5 2\n\xa8\x50", 1)[..., 0].tolist() == [[0, 255, 0, 255, 0], [255, 0, 255, 0, 255]]
 
 
-def test_floats_of_pfm_are_refused() -> None:
-    with pytest.raises(UndecodableImage, match="32-bit"):
-        decode(b"Pf\n3 2\n-1.0\n" + bytes(24), 3)
-
-
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
-def test_half_a_file_is_refused(encode: Encode, file_format: str) -> None:
+def test_half_a_file_is_refused_whatever_warnings_are(file_format: str) -> None:
     data = encode(picture(40, 40), file_format)
-    with pytest.raises(UndecodableImage):
-        decode(data[: len(data) // 2], 3)
+    for action in ("error", "ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter(action)
+            with pytest.raises(UndecodableImage):
+                decode(data[: len(data) // 2], 3)
 
 
-@settings(max_examples=60)
-@given(
-    file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
-    place=st.floats(0, 1),
-    channels=st.sampled_from([1, 3]),
-)
-def test_files_cut_anywhere_give_pixels_or_the_one_exception(
-    encode: Encode, file_format: str, place: float, channels: int
-) -> None:
-    data = encode(picture(20, 30), file_format)
-    check_pixels_or_refusal(data[: int(place * len(data))], channels)
-
-
-@settings(max_examples=60)
+@settings(max_examples=120)
 @given(
     file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
     place=st.floats(0, 1, exclude_max=True),
-    byte=st.integers(0, 255),
+    byte=st.none() | st.integers(0, 255),
+    channels=st.sampled_from([1, 3]),
 )
-def test_files_with_an_altered_byte_give_pixels_or_the_one_exception(
-    encode: Encode, file_format: str, place: float, byte: int
+def test_files_cut_or_altered_anywhere_give_pixels_or_the_one_exception(
+    file_format: str, place: float, byte: int | None, channels: int
 ) -> None:
-    data = bytearray(encode(picture(20, 30), file_format))
-    data[int(place * len(data))] = byte
-    check_pixels_or_refusal(bytes(data), 3)
+    data = encode(picture(20, 30), file_format)
+    begin = int(place * len(data))
+    check_pixels_or_refusal(data[:begin] + (b"" if byte is None else bytes([byte]) + data[begin + 1 :]), channels)
 
 
 @settings(max_examples=60)
@@ -373,27 +321,16 @@ def check_pixels_or_refusal(data: bytes, channels: int) -> None:
         assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == channels and pixels.size
 
 
-def test_truncated_files_are_refused_without_the_tests_own_filter_of_warnings(encode: Encode) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for file_format in ("JPEG", "PNG"):
-            data = encode(picture(40, 40), file_format)
-            with pytest.raises(UndecodableImage, match=r"^cannot be decoded: .*truncated"):
-                decode(data[:-200], 3)
-
-
 @pytest.mark.parametrize(
     ("side", "kind", "action"),
     [(65_000, 0, "error"), (12_000, 2, "ignore"), (10_000, 0, "ignore"), (10_000, 2, "error")],
 )
 def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(side: int, kind: int, action: str) -> None:
-    data = png(side, side, kind=kind, rows=b"\0" * 100)
+    data = make_png(side, side, kind=kind, rows=b"\0" * 100)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with warnings.catch_warnings():
         warnings.simplefilter(action)
-        with pytest.raises(
-            UndecodableImage, match=r"claims (\d+ x \d+ pixels \(width x height\), )?more than .* 89,478,485 pixels"
-        ):
+        with pytest.raises(UndecodableImage, match=r"claims .*more than .* 89,478,485 pixels"):
             decode(data, 3)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
@@ -401,18 +338,9 @@ def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(side: i
 @pytest.mark.parametrize("limit", [None, 10**12])
 def test_the_limit_holds_whatever_pillows_own_is(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    with pytest.raises(
-        UndecodableImage, match=r"^claims 65000 x 65000 pixels \(width x height\), more than .* 89,478,485"
-    ):
-        decode(png(65_000, 65_000), 3)
+    with pytest.raises(UndecodableImage, match=r"^claims 65000 x 65000 pixels .* 89,478,485"):
+        decode(make_png(65_000, 65_000), 3)
     assert MAX_PIXELS == 89_478_485
-
-
-def test_the_limit_itself_is_allowed(monkeypatch: pytest.MonkeyPatch, encode: Encode) -> None:
-    monkeypatch.setattr(decode_module, "MAX_PIXELS", 12)
-    assert decode(encode(picture(3, 4), "PNG"), 3).shape == (3, 4, 3)
-    with pytest.raises(UndecodableImage, match=r"^claims 1 x 13 pixels \(width x height\), more than .* 12 "):
-        decode(encode(picture(13, 1), "PNG"), 3)
 
 
 @pytest.fixture
@@ -425,7 +353,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "TIFF", "GIF", "PPM"])
-def test_a_higher_limit_allows_larger_images(encode: Encode, file_format: str) -> None:
+def test_a_higher_limit_allows_larger_images(file_format: str) -> None:
     data = encode(picture(61, 83), file_format)
     allow_pixels(61 * 83 - 1)
     with pytest.raises(UndecodableImage, match=r"5,062 pixels; a higher --max-pixels \(or VITRAIL_MAX_PIXELS\)"):
@@ -436,7 +364,7 @@ def test_a_higher_limit_allows_larger_images(encode: Encode, file_format: str) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("limit")
-def test_other_processes_inherit_the_limit(encode: Encode, tmp_path: Path) -> None:
+def test_other_processes_inherit_the_limit(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encode(picture(), "PNG"))
     allow_pixels(12)
     program = "import sys; from vitrail.data.pixels.decode import decode; decode(open(sys.argv[1], 'rb').read(), 3)"
@@ -445,9 +373,7 @@ def test_other_processes_inherit_the_limit(encode: Encode, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "many", "1e8"])
-def test_a_wrong_limit_in_the_environment_is_an_error(
-    encode: Encode, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_a_wrong_limit_in_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("VITRAIL_MAX_PIXELS", value)
     with pytest.raises(ConfigError, match=f"VITRAIL_MAX_PIXELS='{value}'"):
         decode(encode(picture(), "PNG"), 3)
@@ -455,20 +381,14 @@ def test_a_wrong_limit_in_the_environment_is_an_error(
         allow_pixels(0)
 
 
-def test_arrays_are_taken_as_they_are() -> None:
-    colour = picture()
+def test_arrays_and_their_views_are_taken_as_they_are() -> None:
     grey = picture(channels=1)
-    np.testing.assert_array_equal(decode(colour, 3), colour)
-    np.testing.assert_array_equal(decode(colour, 1), grey_of(colour))
+    for colour in (picture(), picture(20, 30)[::-2, 3::3]):
+        np.testing.assert_array_equal(decode(colour, 3), colour)
+        np.testing.assert_array_equal(decode(colour, 1), grey_of(colour))
     for array in (grey, grey[..., 0]):
         np.testing.assert_array_equal(decode(array, 1), grey)
         np.testing.assert_array_equal(decode(array, 3), grey.repeat(3, axis=2))
-
-
-def test_arrays_may_be_views() -> None:
-    view = picture(20, 30)[::-2, 3::3]
-    np.testing.assert_array_equal(decode(view, 1), grey_of(view))
-    np.testing.assert_array_equal(np.asarray(to_pil(view, 3)), view)
 
 
 @pytest.mark.parametrize(
@@ -483,11 +403,8 @@ def test_arrays_may_be_views() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("channels", [1, 3])
 def test_other_arrays_are_refused_with_their_type_and_shape(array: np.ndarray, channels: int) -> None:
-    with pytest.raises(UndecodableImage) as caught:
+    with pytest.raises(UndecodableImage, match=re.escape(f"is an array of {array.dtype} {array.shape}; an image is")):
         decode(array, channels)
-    assert str(caught.value) == (
-        f"is an array of {array.dtype} {array.shape}; an image is uint8 of (h, w), (h, w, 1) or (h, w, 3)"
-    )
 
 
 @pytest.mark.parametrize(
@@ -499,7 +416,7 @@ def test_pillow_images_of_any_mode_give_pixels(mode: str, channels: int) -> None
     assert found.size == (4, 3) and found.mode == ("L" if channels == 1 else "RGB")
 
 
-def test_a_pillow_image_is_left_as_it_is(encode: Encode) -> None:
+def test_a_pillow_image_is_left_as_it_is() -> None:
     image = Image.open(io.BytesIO(encode(picture(channels=4), "PNG", exif=orientation(6))))
     before = image.copy()
     decode(image, 1)
@@ -523,7 +440,7 @@ def test_16_bits_of_grey_whose_white_is_zero_are_turned_round(black: int, expect
 
 
 @pytest.mark.parametrize("mode", ["YCbCr", "LAB"])
-def test_other_colour_spaces_of_tiff_become_rgb(encode: Encode, mode: str) -> None:
+def test_other_colour_spaces_of_tiff_become_rgb(mode: str) -> None:
     soft = Image.fromarray(blocks() // 2 + 64)
     if mode == "LAB":
         spaces = [ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")]
@@ -537,7 +454,7 @@ def test_other_colour_spaces_of_tiff_become_rgb(encode: Encode, mode: str) -> No
     assert np.abs(decode(data, 1).astype(int) - grey_of(np.asarray(soft))).max() <= 4
 
 
-def test_colour_profiles_are_ignored(encode: Encode) -> None:
+def test_colour_profiles_are_ignored() -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
     np.testing.assert_array_equal(decode(encode(picture(), "PNG", icc_profile=profile), 3), picture())
 
@@ -546,9 +463,7 @@ def test_colour_profiles_are_ignored(encode: Encode) -> None:
 def test_a_tile_that_claims_too_much_is_refused_before_memory_is_taken(compression: int) -> None:
     data = tiff(2, 2, {259: compression, 322: 1 << 15, 323: 60_000}, zlib.compress(bytes(100)), tiles=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(
-        UndecodableImage, match=r"^claims tiles of 32768 x 60000 pixels \(width x height\), more than .* 89,478,485"
-    ):
+    with pytest.raises(UndecodableImage, match=r"^claims tiles of 32768 x 60000 pixels .* 89,478,485"):
         decode(data, 1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
@@ -564,32 +479,14 @@ def zeros() -> bytes:
     ("name", "head"), [(b"zTXt", b"k\0\0"), (b"iTXt", b"k\0\1\0\0\0"), (b"iCCP", b"k\0\0"), (b"IDAT", b"")]
 )
 def test_chunks_that_unpack_to_64_megabytes_are_not_unpacked(name: bytes, head: bytes) -> None:
-    body = head + zeros()
-    chunk = struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-    whole = png(2, 2, rows=b"\0\1\2\0\3\4")
-    place = whole.index(b"IDAT") - 4
+    data = make_png(2, 2, png_chunk(name, head + zeros()), rows=b"\0\1\2\0\3\4")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    check_pixels_or_refusal(whole[:place] + chunk + whole[place:], 1)
+    check_pixels_or_refusal(data, 1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
-@pytest.mark.parametrize(
-    ("data", "name"),
-    [
-        (b"<!DOCTYPE html><html><body>404</body></html>", "an HTML page"), (b" \n<HTML lang=en>", "an HTML page"),
-        (b"<?xml version='1.0'?>\n<svg xmlns='x'>", "SVG"), (b"\0\0\0\x1cftypisom\0\0\2\0isomavc1mp41", "a video"),
-        (b"%PDF-1.7", "PDF"), (b"\xff\x0a\0", "JPEG XL"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, whose file was not fetched"),
-    ],
-)  # fmt: skip
-def test_other_formats_are_named(data: bytes, name: str) -> None:
-    with pytest.raises(UndecodableImage) as caught:
-        decode(data, 3)
-    assert str(caught.value) == f"is not an image in a format of {', '.join(FORMATS)}: it looks like {name}"
-
-
 @pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF", "WEBP", "GIF"])
-def test_a_header_cut_short_is_said_to_be_one(encode: Encode, file_format: str) -> None:
+def test_a_header_cut_short_is_said_to_be_one(file_format: str) -> None:
     data = encode(picture(), file_format)[:12]
     with pytest.raises(UndecodableImage, match=f"^begins as {file_format}, but its header is damaged or cut short"):
         decode(data, 3)
@@ -597,16 +494,14 @@ def test_a_header_cut_short_is_said_to_be_one(encode: Encode, file_format: str) 
 
 def test_no_pixels_at_all_are_refused() -> None:
     with pytest.raises(UndecodableImage):
-        decode(png(0, 5), 3)
-    with pytest.raises(
-        UndecodableImage, match=r"^has no pixels: its header states a size of 0 x 3 \(width x height\)$"
-    ):
+        decode(make_png(0, 5), 3)
+    with pytest.raises(UndecodableImage, match=r"^has no pixels: .* a size of 0 x 3 "):
         decode(Image.new("RGB", (0, 3)), 3)
 
 
 @pytest.mark.parametrize("number", [1, 3, 6, 8])
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF"])
-def test_the_size_is_that_of_the_pixels(encode: Encode, number: int, file_format: str) -> None:
+def test_the_size_is_that_of_the_pixels(number: int, file_format: str) -> None:
     options = {} if file_format in ("BMP", "GIF") else {"exif": orientation(number)}
     data = encode(picture(13, 21), file_format, **options)
     expected = (21, 13) if options and number > 4 else (13, 21)
@@ -619,7 +514,7 @@ def test_the_size_is_that_of_the_pixels(encode: Encode, number: int, file_format
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "BMP", "TIFF", "GIF"])
-def test_the_size_needs_the_header_alone(encode: Encode, file_format: str) -> None:
+def test_the_size_needs_the_header_alone(file_format: str) -> None:
     data = encode(picture(70, 90), file_format)
     with pytest.raises(UndecodableImage):
         decode(data[: len(data) * 3 // 4], 3)
@@ -629,44 +524,45 @@ def test_the_size_needs_the_header_alone(encode: Encode, file_format: str) -> No
 
 
 def test_the_size_of_what_is_no_image_is_refused() -> None:
-    for data in (b"", b"<html>", png(65_000, 65_000)):
+    for data in (b"", b"<html>", make_png(65_000, 65_000)):
         with pytest.raises(UndecodableImage):
             image_size_of(data)
 
 
 @pytest.mark.parametrize("shrink", [2, 4, 8])
 @pytest.mark.parametrize("size", [(80, 96), (81, 97), (87, 103), (8, 9)])
-def test_jpeg_files_shrink_to_the_size_rounded_up(encode: Encode, shrink: int, size: tuple[int, int]) -> None:
+def test_jpeg_files_shrink_to_the_size_rounded_up(shrink: int, size: tuple[int, int]) -> None:
     opened = open_image(encode(picture(*size), "JPEG", exif=orientation(6)))
     assert opened.shrink_for(shrink + 0.9) == shrink and opened.size == size[::-1]
     assert opened.load(3, shrink).size == (-(-size[0] // shrink), -(-size[1] // shrink))
 
 
-def test_only_jpeg_files_shrink(encode: Encode) -> None:
+def test_only_jpeg_files_shrink() -> None:
     jpeg = encode(picture(64, 64), "JPEG")
     assert open_image(jpeg).shrink_for(100.0) == 8 and open_image(jpeg).shrink_for(1.9) == 1
     assert open_image(encode(picture(3, 64), "JPEG")).shrink_for(100.0) == 2
     with Image.open(io.BytesIO(jpeg)) as opened:
         assert open_image(opened).shrink_for(100.0) == 1
-    for other in (encode(picture(64, 64), "PNG"), picture(64, 64)):
+    others = (encode(picture(64, 64), name) for name in ("PNG", "BMP", "WEBP", "GIF", "TIFF"))
+    for other in (*others, picture(64, 64)):
         assert open_image(other).shrink_for(100.0) == 1
 
 
-def test_shrunk_jpeg_files_cut_short_are_refused(encode: Encode) -> None:
+def test_shrunk_jpeg_files_cut_short_are_refused() -> None:
     data = encode(picture(64, 64), "JPEG")
     for length in range(700, len(data) - 2, 97):
         with pytest.raises(UndecodableImage, match="truncated"):
             open_image(data[:length]).load(3, 4)
 
 
-def test_broken_tiff_files_write_nothing(capfd: pytest.CaptureFixture[str], encode: Encode) -> None:
+def test_broken_tiff_files_write_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     data = encode(picture(), "TIFF", compression="tiff_lzw")
     for length in range(0, len(data), 41):
         check_pixels_or_refusal(data[:length], 3)
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_pillow_warns_of_is_no_warning_here(encode: Encode) -> None:
+def test_what_pillow_warns_of_is_no_warning_here() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Image.open(io.BytesIO(encode(picture(), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\0"))).getexif()
@@ -677,21 +573,11 @@ def test_what_pillow_warns_of_is_no_warning_here(encode: Encode) -> None:
     assert [str(warning.message) for warning in caught] == ["of somebody else"]
 
 
-def test_threads_decode_the_same(encode: Encode) -> None:
+def test_threads_decode_the_same() -> None:
     files = [encode(picture(64, 64), name) for name in ("JPEG", "PNG", "WEBP", "TIFF", "GIF")] * 20
     with ThreadPoolExecutor(8) as threads:
         for found, data in zip(threads.map(lambda data: decode(data, 3), files), files, strict=True):
             np.testing.assert_array_equal(found, decode(data, 3))
-
-
-def grey_png(depth: int, row: int, transparent: int) -> bytes:
-    """Return a PNG file with one row of grey pixels, of which one level is transparent."""
-    data = png(8 // depth, 1, depth=depth, rows=bytes([0, row]))
-    name, level = b"tRNS", struct.pack(">H", transparent)
-    place = data.index(b"IDAT") - 4
-    return (
-        data[:place] + struct.pack(">I", 2) + name + level + struct.pack(">I", zlib.crc32(name + level)) + data[place:]
-    )
 
 
 @pytest.mark.parametrize(
@@ -707,16 +593,16 @@ def grey_png(depth: int, row: int, transparent: int) -> bytes:
 def test_a_transparent_level_of_grey_is_white_at_any_depth(
     depth: int, row: int, transparent: int, expected: list[int]
 ) -> None:
-    assert decode(grey_png(depth, row, transparent), 1)[0, :, 0].tolist() == expected
+    level = png_chunk(b"tRNS", struct.pack(">H", transparent))
+    data = make_png(8 // depth, 1, level, depth=depth, rows=bytes([0, row]))
+    assert decode(data, 1)[0, :, 0].tolist() == expected
 
 
 def test_a_transparent_colour_of_16_bits_is_white() -> None:
     pixels = np.array([[0x1234, 0x2345, 0x3456], [1, 2, 3]], ">u2")
-    data = png(2, 1, depth=16, kind=2, rows=b"\0" + pixels.tobytes())
-    name, level = b"tRNS", pixels[0].tobytes()
-    place = data.index(b"IDAT") - 4
-    extra = struct.pack(">I", 6) + name + level + struct.pack(">I", zlib.crc32(name + level))
-    assert decode(data[:place] + extra + data[place:], 3).tolist() == [[[255, 255, 255], [0, 0, 0]]]
+    colour = png_chunk(b"tRNS", pixels[0].tobytes())
+    data = make_png(2, 1, colour, depth=16, kind=2, rows=b"\0" + pixels.tobytes())
+    assert decode(data, 3).tolist() == [[[255, 255, 255], [0, 0, 0]]]
 
 
 @pytest.mark.parametrize("alpha", [0, 255])
@@ -736,12 +622,6 @@ def test_grey_of_12_bits_in_tiff_is_scaled_to_8() -> None:
     packed = np.stack([pairs[:, 0] >> 4, (pairs[:, 0] & 15) << 4 | pairs[:, 1] >> 8, pairs[:, 1] & 255], 1)
     file = tiff(6, 4, {258: 12, 259: 1, 262: 1, 277: 1}, packed.astype(np.uint8).tobytes())
     np.testing.assert_array_equal(decode(file, 1)[..., 0], values >> 4)
-
-
-def test_tiff_with_floating_point_colours_is_named() -> None:
-    file = tiff(2, 1, {258: 32, 259: 1, 262: 2, 277: 3, 339: 3}, bytes(24))
-    with pytest.raises(UndecodableImage, match=r"TIFF.*unsupported kind"):
-        decode(file, 3)
 
 
 @pytest.mark.parametrize(("bits", "arrangement", "is_refused"), [(16, 2, True), (16, 1, False), (8, 2, False)])

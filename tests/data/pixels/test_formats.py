@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
+from tests.make import encode, orientation
 from vitrail.data.check.images import look
 from vitrail.data.formats.pack import pack
 from vitrail.data.pixels import decode as decode_module
@@ -23,8 +23,6 @@ from vitrail.errors import UndecodableImage
 UPRIGHT = np.random.default_rng(6).integers(30, 220, (2, 3, 3), dtype=np.uint8).repeat(16, 0).repeat(16, 1)
 
 QUALITY = {"AVIF": {"quality": 95, "subsampling": "4:4:4"}, "HEIF": {"quality": 95, "chroma": 444}}
-
-NAMES = {"AVIF": "AVIF", "HEIF": "HEIC"}
 
 
 @pytest.fixture(params=["AVIF", "HEIF"])
@@ -59,10 +57,7 @@ def without_decoders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def encoded(pixels: np.ndarray | Image.Image, kind: str, **options: object) -> bytes:
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    file = io.BytesIO()
-    image.save(file, kind, **{**QUALITY[kind], **options})
-    return file.getvalue()
+    return encode(pixels, kind, **{**QUALITY[kind], **options})
 
 
 def distance(found: np.ndarray, expected: np.ndarray) -> int:
@@ -100,9 +95,7 @@ def test_alpha_is_laid_on_white_and_palettes_are_looked_up(kind: str, mode: str)
 @pytest.mark.parametrize("number", [1, 4, 5, 6])
 def test_orientation_turns_pictures_upright(kind: str, number: int) -> None:
     stored = Image.fromarray(UPRIGHT)
-    exif = stored.getexif()
-    exif[0x0112] = number
-    found = decode(data := encoded(stored, kind, exif=exif.tobytes()), 3)
+    found = decode(data := encoded(stored, kind, exif=orientation(number).tobytes()), 3)
     turn = decode_module.UPRIGHT.get(number)
     expected = np.asarray(stored if turn is None else stored.transpose(turn))
     assert image_size_of(data) == expected.shape[:2]
@@ -134,10 +127,6 @@ def test_the_limit_of_pixels_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -
         decode(encoded(UPRIGHT, kind), 3)
 
 
-def test_brands_tell_the_formats_apart(kind: str) -> None:
-    assert format_of(encoded(UPRIGHT, kind)) == NAMES[kind]
-
-
 @pytest.mark.parametrize(("brands", "name"), [
     (b"heic\0\0\0\0mif1heic", "HEIC"), (b"mif1\0\0\0\0mif1avif", "AVIF"), (b"mif1\0\0\0\0mif1heic", "HEIC"),
     (b"msf1\0\0\0\0hevc", "HEIC"), (b"avis\0\0\0\0msf1", "AVIF"), (b"isom\0\0\2\0mp41", "a video"),
@@ -149,14 +138,10 @@ def test_the_format_follows_from_all_brands(brands: bytes, name: str) -> None:
 
 def test_without_a_decoder_the_format_and_the_remedy_are_named(without_decoders: None) -> None:
     heic, avif = (b"\0\0\0\x18ftyp" + brand + b"\0\0\0\0mif1" + brand for brand in (b"heic", b"avif"))
-    with pytest.raises(UndecodableImage) as caught:
+    with pytest.raises(UndecodableImage, match=r"is a HEIC image, .* pip install 'vitrail\[heic\]'"):
         decode(heic, 3)
-    assert str(caught.value) == ("is a HEIC image, and decoding it needs pillow-heif: pip install 'vitrail[heic]'")
-    with pytest.raises(UndecodableImage) as caught:
+    with pytest.raises(UndecodableImage, match=r"is an AVIF image, .* pip install --upgrade pillow"):
         image_size_of(avif)
-    assert str(caught.value) == (
-        "is an AVIF image, which the installed Pillow cannot decode: pip install --upgrade pillow"
-    )
 
 
 def test_files_count_as_images_in_every_room(kind: str, tmp_path: Path) -> None:

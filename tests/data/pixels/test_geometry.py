@@ -85,11 +85,6 @@ def test_pad_fits_the_image_in_and_fills_around_it(
     )
 
 
-def test_padding_is_white_unless_said_otherwise() -> None:
-    found = Preprocess(image_size=(4, 4), resize="pad").pixels(np.zeros((2, 4, 3), np.uint8))
-    assert found[:, [0, 3]].min() == 255 and found[:, 1:3].max() == 0
-
-
 def test_squashing_with_a_share_cuts_the_middle_of_what_was_squashed() -> None:
     image = picture(70, 90)
     expected = np.asarray(image.resize((50, 40), Image.Resampling.BILINEAR))[4:36, 5:45]
@@ -215,12 +210,6 @@ def test_boxes_enclose_the_pixels_of_their_masks(case: tuple[Any, ...], corners:
     back = placement.boxes_back(np.array([[x0, y0, x1, y1]]))[0]
     if x1 > x0 and y1 > y0:  # clipped pixels are lost, and no pixel is added
         assert back[0] >= left - 1e-9 and back[1] >= top - 1e-9 and back[2] <= right + 1e-9 and back[3] <= bottom + 1e-9
-
-
-def test_boxes_are_clipped() -> None:
-    placement = Placement((10, 20), (0, 0, 10, 20), (20, 40), (20, 20), 0, 10)
-    boxes = np.array([[5.0, 1.0, 9.0, 4.0], [0.0, 0.0, 6.0, 10.0], [0.0, 0.0, 2.0, 2.0]])
-    assert placement.boxes(boxes).tolist() == [[0, 2, 8, 8], [0, 0, 2, 20], [0, 0, 0, 4]]
 
 
 @pytest.mark.slow

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+import re
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -15,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.make import encode, orientation
 from vitrail.data.pixels.geometry import Resize
 from vitrail.data.pixels.preprocess import FILTERS, Interpolation, Preprocess
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.settings import from_plain, to_plain
-
-Encode = Callable[..., bytes]
 
 side = st.integers(1, 70)
 
@@ -69,46 +67,12 @@ def reference_resize(image: np.ndarray, height: int, width: int, interpolation: 
     return np.einsum("hwc,vh->vwc", across, resampling(image.shape[0], height, interpolation)).clip(0, 255)
 
 
-def reference_placement(old: tuple[int, int], new: tuple[int, int], share: float) -> tuple[list[int], int, int]:
-    """Return the size of the scaled image, and the top and left of the window, for "crop", in exact fractions."""
-    target = [math.floor(Fraction(side) / Fraction(share).limit_denominator(1000)) for side in new]
-    if target[0] == target[1]:
-        scaled = [math.floor(Fraction(target[0] * before, min(old))) for before in old]
-    else:
-        scale = max(Fraction(after, before) for after, before in zip(target, old, strict=True))
-        scaled = [round(before * scale) for before in old]
-    top, left = (round(Fraction(after - cut, 2)) for after, cut in zip(scaled, new, strict=True))
-    return scaled, top, left
-
-
-def reference_crop(image: np.ndarray, size: tuple[int, int], share: float, interpolation: str) -> np.ndarray:
-    scaled, top, left = reference_placement(image.shape[:2], size, share)
-    whole = image.astype(float) if scaled == [*image.shape[:2]] else reference_resize(image, *scaled, interpolation)
-    return whole[top : top + size[0], left : left + size[1]]
-
-
 @settings(max_examples=25)
 @given(old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from(sorted(KERNELS)))
 def test_squash_scales_both_sides(old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation) -> None:
     image = soft_noise(*old)
     found = Preprocess(image_size=new, interpolation=interpolation).pixels(image)
     assert np.abs(found.transpose(1, 2, 0) - reference_resize(image, *new, interpolation)).max() < 1.3
-
-
-@settings(max_examples=25)
-@given(
-    old=st.tuples(side, side),
-    new=st.tuples(side, side),
-    share=st.sampled_from([1.0, 0.875, 0.5]),
-    interpolation=st.sampled_from(sorted(KERNELS)),
-)
-def test_crop_covers_and_cuts_the_centre(
-    old: tuple[int, int], new: tuple[int, int], share: float, interpolation: Interpolation
-) -> None:
-    image = soft_noise(*old)
-    preprocess = Preprocess(image_size=new, resize="crop", crop_share=share, interpolation=interpolation)
-    found = preprocess.pixels(image).transpose(1, 2, 0)
-    assert np.abs(found - reference_crop(image, new, share, interpolation)).max() < 1.3
 
 
 @pytest.mark.parametrize(("factor", "size"), [((2, 3), (4, 5)), ((1, 7), (3, 2)), ((5, 1), (2, 6))])
@@ -121,35 +85,6 @@ def test_nearest_repeats_and_picks_pixels(factor: tuple[int, int], size: tuple[i
     np.testing.assert_array_equal(down, small.transpose(2, 0, 1))
 
 
-def test_shrinking_averages_over_the_pixels_that_fall_together() -> None:
-    image = np.zeros((2, 64, 1), np.uint8)
-    image[:, ::2] = 200
-    found = Preprocess(image_size=(2, 8), channels=1).pixels(image)
-    assert np.abs(found[:, :, 1:-1].astype(int) - 100).max() <= 1
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "rows", "columns"),
-    [
-        ((4, 8), (4, 4), slice(0, 4), slice(2, 6)),
-        ((9, 4), (4, 4), slice(2, 6), slice(0, 4)),
-        ((6, 9), (6, 4), slice(0, 6), slice(2, 6)),
-    ],
-)
-def test_crop_without_scaling_is_the_centre_exactly(
-    old: tuple[int, int], new: tuple[int, int], rows: slice, columns: slice
-) -> None:
-    image = noise(*old)
-    found = Preprocess(image_size=new, resize="crop").pixels(image)
-    np.testing.assert_array_equal(found, image[rows, columns].transpose(2, 0, 1))
-
-
-def test_a_crop_share_of_seven_eighths_cuts_224_of_256() -> None:
-    image = noise(256, 300)
-    found = Preprocess(image_size=(224, 224), resize="crop", crop_share=0.875).pixels(image)
-    np.testing.assert_array_equal(found, image[16:240, 38:262].transpose(2, 0, 1))
-
-
 @given(
     old=st.tuples(side, side),
     new=st.tuples(side, side),
@@ -159,56 +94,24 @@ def test_a_crop_share_of_seven_eighths_cuts_224_of_256() -> None:
     interpolation=st.sampled_from(["nearest", "bilinear", "bicubic", "area"]),
     given_channels=st.sampled_from([1, 3]),
 )
-def test_the_shape_is_always_the_one_asked_for(
-    old: tuple[int, int],
-    new: tuple[int, int],
-    channels: int,
-    resize: Resize,
-    share: float,
-    interpolation: Interpolation,
-    given_channels: int,
-) -> None:
-    preprocess = Preprocess(
-        image_size=new, channels=channels, resize=resize, crop_share=share, interpolation=interpolation
-    )
-    found = preprocess.pixels(noise(*old, given_channels))
-    assert found.shape == (channels, *new) and found.dtype == np.uint8 and found.flags.c_contiguous
-
-
-@given(
-    old=st.tuples(side, side),
-    new=st.tuples(side, side),
-    channels=st.sampled_from([1, 3]),
-    resize=st.sampled_from(["squash", "crop", "pad"]),
-    share=st.sampled_from([1.0, 0.8]),
-    interpolation=st.sampled_from(["nearest", "bilinear", "bicubic", "area"]),
-    given_channels=st.sampled_from([1, 3]),
-)
-def test_files_arrays_and_pillow_images_give_the_same_pixels(
-    encode: Encode,
-    old: tuple[int, int],
-    new: tuple[int, int],
-    channels: int,
-    resize: Resize,
-    share: float,
-    interpolation: Interpolation,
-    given_channels: int,
-) -> None:
+def test_files_arrays_and_pillow_images_give_the_same_pixels_of_the_size_asked_for(
+    old: tuple[int, int], new: tuple[int, int], channels: int, resize: Resize, share: float,
+    interpolation: Interpolation, given_channels: int,
+) -> None:  # fmt: skip
     preprocess = Preprocess(
         image_size=new, channels=channels, resize=resize, crop_share=share, interpolation=interpolation
     )
     array = noise(*old, given_channels)
     picture = Image.fromarray(array[..., 0] if given_channels == 1 else array)
     expected = preprocess.pixels(array)
+    assert expected.shape == (channels, *new) and expected.dtype == np.uint8 and expected.flags.c_contiguous
     for image in (encode(picture, "PNG"), picture, Image.open(io.BytesIO(encode(picture, "BMP")))):
         np.testing.assert_array_equal(preprocess.pixels(image), expected)
 
 
 @pytest.mark.parametrize("resize", ["squash", "crop", "pad"])
 @pytest.mark.parametrize(("size", "channels"), [((7, 5), 3), ((1, 1), 3), ((28, 28), 1)])
-def test_images_of_the_size_are_left_as_they_are(
-    encode: Encode, resize: Resize, size: tuple[int, int], channels: int
-) -> None:
+def test_images_of_the_size_are_left_as_they_are(resize: Resize, size: tuple[int, int], channels: int) -> None:
     image = noise(*size, channels)
     for interpolation in ("nearest", "bilinear", "bicubic", "area"):
         preprocess = Preprocess(image_size=size, channels=channels, resize=resize, interpolation=interpolation)
@@ -234,14 +137,10 @@ def test_broken_images_are_undecodable() -> None:
 @pytest.mark.parametrize(
     ("channels", "mean", "std"),
     [
-        (3, (0.5,), (0.5,)),
-        (1, (0.5,), (0.5,)),
-        (3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        (3, (0.0,), (1.0,)),
-        (3, (0.4, 0.5, 0.6), (0.25,)),
-        (1, (0.286,), (0.353,)),
+        (3, (0.5,), (0.5,)), (1, (0.5,), (0.5,)), (3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        (3, (0.0,), (1.0,)), (3, (0.4, 0.5, 0.6), (0.25,)), (1, (0.286,), (0.353,)),
     ],
-)
+)  # fmt: skip
 def test_normalise_is_the_formula_for_every_value(
     channels: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> None:
@@ -270,23 +169,10 @@ def test_normalise_is_the_formula_for_every_value(
         ({"pad_value": (256,)}, "pad_value=256 is not in [0, 255]"),
         ({"pad_value": (0, -1, 0)}, "pad_value=-1 is not in [0, 255]"),
         ({"pad_value": (0, 0)}, "pad_value=(0, 0) needs 1 number, or one for each of 3 channels"),
-        (
-            {"interpolation": "area", "antialias": False},
-            "interpolation='area' averages pixels, which antialias=False forbids",
-        ),
-        (
-            {"scaled_decode": True, "antialias": False},
-            "scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid",
-        ),
-        (
-            {"scaled_decode": True, "interpolation": "nearest"},
-            "scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid",
-        ),
-        (
-            {"resampler": "torch", "interpolation": "area"},
-            "resampler='torch' scales with antialias=True and interpolation='bilinear' or 'bicubic', not with "
-            "antialias=True and 'area'",
-        ),
+        ({"interpolation": "area", "antialias": False}, "interpolation='area' averages pixels, which antialias=False"),
+        ({"scaled_decode": True, "antialias": False}, "scaled_decode=True averages pixels, which interpolation="),
+        ({"scaled_decode": True, "interpolation": "nearest"}, "scaled_decode=True averages pixels, which"),
+        ({"resampler": "torch", "interpolation": "area"}, "resampler='torch' scales with antialias=True and "),
         ({"mean": ()}, "mean=() needs 1 number, or one for each of 3 channels"),
         ({"mean": (0.5, 0.5)}, "mean=(0.5, 0.5) needs 1 number, or one for each of 3 channels"),
         ({"channels": 1, "std": (0.1, 0.2, 0.3)}, "std=(0.1, 0.2, 0.3) needs 1 number, or one for each of 1 channels"),
@@ -295,46 +181,31 @@ def test_normalise_is_the_formula_for_every_value(
     ],
 )
 def test_fields_out_of_range_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         Preprocess(**{"image_size": (4, 4), **fields})
-    assert str(caught.value) == message
 
 
 def test_unknown_choices_are_refused_with_all_choices() -> None:
     preprocess = Preprocess(image_size=(4, 4))
     object.__setattr__(preprocess, "resize", "stretch")
     object.__setattr__(preprocess, "interpolation", "lanczos")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"resize='stretch' is not one of 'squash', .*\ninterpolation='lanczos' is not"
+    ):
         preprocess.__post_init__()
-    assert str(caught.value) == (
-        "resize='stretch' is not one of 'squash', 'crop', 'pad'\n"
-        "interpolation='lanczos' is not one of 'nearest', 'bilinear', 'bicubic', 'area'"
-    )
-
-
-def test_all_problems_are_listed_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Preprocess(image_size=(0, 0), channels=2, crop_share=2.0)
-    assert len(str(caught.value).splitlines()) == 3
 
 
 def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
     thin = np.zeros((1, 2000, 3), np.uint8)
-    with pytest.raises(
-        UndecodableImage,
-        match=r"has 2000 x 1 pixels \(width x height\) and would be scaled to 448000 x 224, more than the limit",
-    ):
+    with pytest.raises(UndecodableImage, match=r"2000 x 1 pixels .* would be scaled to 448000 x 224"):
         Preprocess(image_size=(224, 224), resize="crop").pixels(thin)
     assert Preprocess(image_size=(224, 224)).pixels(thin).shape == (3, 224, 224)
-
-
-# --- a part of the image
 
 
 @pytest.mark.slow
 @given(drawn=st.data(), old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from([*FILTERS]))
 def test_a_box_is_cut_out_and_then_scaled(
-    encode: Encode, drawn: st.DataObject, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation
+    drawn: st.DataObject, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation
 ) -> None:
     height, width = (drawn.draw(st.integers(1, whole)) for whole in old)
     top, left = (drawn.draw(st.integers(0, whole - part)) for whole, part in zip(old, (height, width), strict=True))
@@ -357,19 +228,10 @@ def test_pytorch_scales_like_pillow_up_to_one_level(old: tuple[int, int], new: t
     assert found.shape == expected.shape and np.abs(found - expected).max() <= 1
 
 
-def test_a_box_of_the_size_is_only_cut_out() -> None:
-    image = noise(9, 11)
-    found = Preprocess(image_size=(4, 5)).pixels(image, (2, 3, 4, 5))
-    np.testing.assert_array_equal(found, image[2:6, 3:8].transpose(2, 0, 1))
-
-
 @pytest.mark.parametrize("box", [(0, 0, 0, 3), (-1, 0, 3, 3), (0, 0, 8, 3), (5, 0, 3, 3), (0, 7, 3, 3), (0, 0, 3, -1)])
 def test_a_box_that_the_image_does_not_hold_is_refused(box: tuple[int, int, int, int]) -> None:
     with pytest.raises(ConfigError, match=r"is not a part of an image of 7 x 9 \(height, width\)$"):
         Preprocess(image_size=(7, 9)).pixels(noise(7, 9), box)
-
-
-# --- decoding at a smaller size
 
 
 def slope(height: int, width: int) -> np.ndarray:
@@ -386,39 +248,17 @@ def slope(height: int, width: int) -> np.ndarray:
     [(None, "squash", 1.0), ((9, 21, 64, 70), "squash", 1.0), (None, "crop", 0.8), (None, "pad", 1.0)],
 )
 def test_scaled_decoding_shows_the_same_part_whatever_way_the_file_is_turned(
-    encode: Encode, number: int, box: tuple[int, int, int, int] | None, resize: Resize, share: float
+    number: int, box: tuple[int, int, int, int] | None, resize: Resize, share: float
 ) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = number
-    data = encode(slope(91, 109), "JPEG", quality=98, subsampling=0, exif=exif)
+    data = encode(slope(91, 109), "JPEG", quality=98, subsampling=0, exif=orientation(number))
     preprocess = Preprocess(image_size=(7, 9), resize=resize, crop_share=share)
     expected = preprocess.pixels(data, box).astype(int)
     found = replace(preprocess, scaled_decode=True).pixels(data, box).astype(int)
     assert 0 < np.abs(found - expected).max() <= 4
 
 
-def test_scaled_decoding_changes_a_photograph_a_little(encode: Encode) -> None:
-    small = Image.fromarray(noise(24, 32)).resize((640, 480), Image.Resampling.BICUBIC)
-    data = encode(small, "JPEG", quality=90)
-    for size in ((60, 60), (100, 130), (120, 120)):
-        preprocess = Preprocess(image_size=size, interpolation="bicubic")
-        difference = np.abs(
-            replace(preprocess, scaled_decode=True).pixels(data).astype(int) - preprocess.pixels(data).astype(int)
-        )
-        assert 0 < difference.mean() < 2
-
-
-@pytest.mark.parametrize("file_format", ["PNG", "BMP", "WEBP", "GIF", "TIFF"])
-def test_scaled_decoding_leaves_other_images_alone(encode: Encode, file_format: str) -> None:
-    plain = Preprocess(image_size=(6, 7))
-    data = encode(noise(64, 64), file_format)
-    opened = Image.open(io.BytesIO(encode(noise(64, 64), "JPEG")))
-    for image in (data, noise(64, 64), opened):
-        np.testing.assert_array_equal(replace(plain, scaled_decode=True).pixels(image), plain.pixels(image))
-
-
 @pytest.mark.parametrize("size", [(17, 16), (16, 17), (33, 33), (64, 64)])
-def test_scaled_decoding_keeps_twice_the_pixels_that_are_needed(encode: Encode, size: tuple[int, int]) -> None:
+def test_scaled_decoding_keeps_twice_the_pixels_that_are_needed(size: tuple[int, int]) -> None:
     data = encode(noise(64, 64), "JPEG")
     plain = Preprocess(image_size=size)
     np.testing.assert_array_equal(replace(plain, scaled_decode=True).pixels(data), plain.pixels(data))
@@ -427,9 +267,6 @@ def test_scaled_decoding_keeps_twice_the_pixels_that_are_needed(encode: Encode, 
     np.testing.assert_array_equal(
         replace(smaller, scaled_decode=True).pixels(data, (3, 3, 63 - 32, 40)), smaller.pixels(data, (3, 3, 31, 40))
     )
-
-
-# --- without antialiasing
 
 
 def plain_resampling(old: int, new: int, interpolation: str) -> np.ndarray:
@@ -480,9 +317,6 @@ def test_area_is_the_mean_of_what_falls_together() -> None:
     found = Preprocess(image_size=(2, 3), interpolation="area").pixels(image)
     mean = image.reshape(2, 4, 3, 4, 3).astype(float).mean(axis=(1, 3))
     assert np.abs(found - mean.transpose(2, 0, 1)).max() <= 1
-
-
-# --- on disk
 
 
 def test_what_older_files_do_not_say_is_as_it_was() -> None:

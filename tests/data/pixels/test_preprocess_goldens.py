@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.golden import images as goldens
+from tests.make import encode
 from vitrail.data.pixels.preprocess import GEOMETRIES, Preprocess
 from vitrail.data.pixels.tensorflow import resize
 from vitrail.errors import ConfigError
@@ -55,7 +55,7 @@ DEFAULTS = {"resize": ["bilinear", False], "resize_small": ["area", False], "res
 
 
 @pytest.mark.slow
-def test_pixels_are_big_visions(goldens: ModuleType) -> None:
+def test_pixels_are_big_visions() -> None:
     """Truncated levels: where a sum ends next to a whole number, rounding decides, so a few may be off by one."""
     golden, seen = goldens.read("pp_bv"), 0
     images = [goldens.image(spec) for spec in golden["images"]]
@@ -77,7 +77,7 @@ def test_pixels_are_big_visions(goldens: ModuleType) -> None:
     assert seen == len(golden["cases"]) - 6, "all but resize_small and resize_long alone"
 
 
-def test_sizes_that_only_one_side_states(goldens: ModuleType) -> None:
+def test_sizes_that_only_one_side_states() -> None:
     golden, seen = goldens.read("pp_bv"), 0
     for case in golden["cases"]:
         match = re.fullmatch(r"resize_(small|long)\((\d+)\)", case["pp"])
@@ -94,7 +94,7 @@ def test_sizes_that_only_one_side_states(goldens: ModuleType) -> None:
     assert seen == 6
 
 
-def test_values_are_vision_transformers(goldens: ModuleType) -> None:
+def test_values_are_vision_transformers() -> None:
     golden = goldens.read("pp_vt_eval")
     images = [goldens.image(spec) for spec in golden["images"]]
     for case in golden["cases"]:
@@ -133,7 +133,7 @@ def test_padding_and_boxes_as_without_tensorflow(channels: int) -> None:
         assert all(np.array_equal(made[0], other) for other in made[1:])
 
 
-def test_whole_levels_are_rounded(encode: Callable[..., bytes]) -> None:
+def test_whole_levels_are_rounded() -> None:
     file = encode(np.random.default_rng(1).integers(0, 256, (31, 23, 3)).astype(np.uint8), "PNG")
     preprocess = Preprocess(image_size=(13, 17)).with_geometry("vision_transformer")
     exact, whole = preprocess.pixels(file), preprocess.pixels(file, whole_levels=True)
@@ -153,7 +153,5 @@ def test_normalising_leaves_its_input() -> None:
 
 @pytest.mark.parametrize("resampler", ["tensorflow", "tensorflow-uint8"])
 def test_scaled_decoding_is_refused(resampler: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=f"^scaled_decode=True changes pixels, so it excludes resampler='{resampler}'"
-    ):
+    with pytest.raises(ConfigError, match=f"^scaled_decode=True .* excludes resampler='{resampler}'"):
         Preprocess(image_size=(4, 5), scaled_decode=True, resampler=resampler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import zlib
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import encode, make_png, orientation, png_chunk
 from vitrail.data.pixels.decode import decode, image_size_of, open_image
 from vitrail.data.sources import open_data
 from vitrail.errors import UndecodableImage
@@ -22,29 +22,22 @@ PIXELS = np.random.default_rng(3).integers(0, 256, (21, 34, 3), dtype=np.uint8)
 LARGE = zlib.compress(b"z" * 2_000_000)
 
 
-def chunk(name: bytes, data: bytes, *, is_damaged: bool = False) -> bytes:
-    checksum = zlib.crc32(name + data) ^ is_damaged
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
-
-
 def png(*more: bytes, at: bytes = b"IDAT", **options: Any) -> bytes:
     """Return a PNG file of the pixels with more chunks in front of the first chunk of type `at`."""
-    file = io.BytesIO()
-    Image.fromarray(PIXELS).save(file, "PNG", **options)
-    data = file.getvalue()
+    data = encode(PIXELS, "PNG", **options)
     place = data.index(at) - 4
     return data[:place] + b"".join(more) + data[place:]
 
 
 HARMLESS = {
-    "a large zTXt": chunk(b"zTXt", b"a\0\0" + LARGE),
-    "a large iTXt": chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + LARGE),
-    "a large iCCP": chunk(b"iCCP", b"icc\0\0" + zlib.compress(os.urandom(1000) * 1500)),
-    "a wrong checksum": chunk(b"tEXt", b"a\0b", is_damaged=True),
-    "a zTXt of no known method": chunk(b"zTXt", b"a\0\1abc"),
-    "a zTXt that is not compressed": chunk(b"zTXt", b"a\0\0abc"),
+    "a large zTXt": png_chunk(b"zTXt", b"a\0\0" + LARGE),
+    "a large iTXt": png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + LARGE),
+    "a large iCCP": png_chunk(b"iCCP", b"icc\0\0" + zlib.compress(os.urandom(1000) * 1500)),
+    "a wrong checksum": png_chunk(b"tEXt", b"a\0b", is_damaged=True),
+    "a zTXt of no known method": png_chunk(b"zTXt", b"a\0\1abc"),
+    "a zTXt that is not compressed": png_chunk(b"zTXt", b"a\0\0abc"),
     **{
-        f"a short {name.decode()}": chunk(name, b"\0")
+        f"a short {name.decode()}": png_chunk(name, b"\0")
         for name in (b"gAMA", b"pHYs", b"cHRM", b"sRGB", b"iCCP", b"tIME")
     },
 }
@@ -53,8 +46,7 @@ HARMLESS = {
 @pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS)
 @pytest.mark.parametrize(("at", "number"), [(b"IDAT", 1), (b"IDAT", 6), (b"IEND", 8)])
 def test_chunks_without_influence_on_the_pixels_are_no_reason_to_refuse(more: bytes, at: bytes, number: int) -> None:
-    exif = Image.Exif()
-    exif[274] = number
+    exif = orientation(number)
     turned = decode(png(exif=exif), 3)
     assert turned.shape == ((21, 34, 3) if number == 1 else (34, 21, 3))
     data = png(more, at=at, exif=exif)
@@ -63,10 +55,7 @@ def test_chunks_without_influence_on_the_pixels_are_no_reason_to_refuse(more: by
 
 
 def test_transparency_stays_if_another_chunk_is_dropped() -> None:
-    palette = Image.fromarray(PIXELS).quantize(7)
-    file = io.BytesIO()
-    palette.save(file, "PNG", transparency=2)
-    data = file.getvalue()
+    data = encode(Image.fromarray(PIXELS).quantize(7), "PNG", transparency=2)
     place = data.index(b"IDAT") - 4
     damaged = data[:place] + HARMLESS["a short gAMA"] + data[place:]
     np.testing.assert_array_equal(decode(damaged, 3), decode(data, 3))
@@ -74,9 +63,7 @@ def test_transparency_stays_if_another_chunk_is_dropped() -> None:
 
 @pytest.mark.parametrize("name", [b"IDAT", b"IHDR", b"PLTE", b"tRNS"])
 def test_damaged_chunks_with_influence_on_the_pixels_are_refused(name: bytes) -> None:
-    file = io.BytesIO()
-    Image.fromarray(PIXELS).quantize(7).save(file, "PNG", transparency=2)
-    data = bytearray(file.getvalue())
+    data = bytearray(encode(Image.fromarray(PIXELS).quantize(7), "PNG", transparency=2))
     data[data.index(name) + 5] ^= 1
     with pytest.raises(UndecodableImage):
         decode(bytes(data[:33]) + HARMLESS["a short gAMA"] + bytes(data[33:]), 3)
@@ -91,7 +78,7 @@ def test_pixels_that_are_cut_short_are_refused_beside_a_damaged_chunk() -> None:
 
 def test_a_size_beyond_the_limit_is_refused_beside_a_damaged_chunk() -> None:
     data = png(HARMLESS["a short gAMA"])
-    header = chunk(b"IHDR", struct.pack(">II", 65_000, 65_000) + data[24:29])
+    header = png_chunk(b"IHDR", struct.pack(">II", 65_000, 65_000) + data[24:29])
     with pytest.raises(UndecodableImage):
         decode(data[:8] + header + data[33:], 3)
 
@@ -106,9 +93,7 @@ def jpeg(mode: str, **options: Any) -> bytes:
     """Return a JPEG file whose lower half is nearly grey, as libjpeg fills missing data."""
     pixels = PIXELS.copy()
     pixels[11:] = 128
-    file = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(file, "JPEG", **options)
-    return file.getvalue()
+    return encode(Image.fromarray(pixels).convert(mode), "JPEG", **options)
 
 
 @pytest.mark.parametrize(("mode", "options"), JPEGS)
@@ -139,9 +124,7 @@ def test_a_progressive_jpeg_without_its_last_scan_is_refused() -> None:
 
 
 def test_a_jpeg_without_end_marker_shrinks_like_others() -> None:
-    file = io.BytesIO()
-    Image.fromarray(PIXELS.repeat(4, 0).repeat(4, 1)).save(file, "JPEG")
-    data = file.getvalue()
+    data = encode(PIXELS.repeat(4, 0).repeat(4, 1), "JPEG")
     np.testing.assert_array_equal(np.asarray(open_image(data[:-2]).load(3, 2)), np.asarray(open_image(data).load(3, 2)))
 
 
@@ -166,9 +149,7 @@ SEGMENTS = {
 @pytest.mark.parametrize("segment", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize(("mode", "number"), [("RGB", 6), ("L", 1), ("CMYK", 6)])
 def test_damaged_segments_of_jpeg_are_no_reason_to_refuse(segment: bytes, mode: str, number: int) -> None:
-    exif = Image.Exif()
-    exif[274] = number
-    data = jpeg(mode, exif=exif)
+    data = jpeg(mode, exif=orientation(number))
     damaged = data[:2] + segment + data[2:]
     np.testing.assert_array_equal(decode(damaged, 3), decode(data, 3))
     assert image_size_of(damaged) == ((21, 34) if number == 1 else (34, 21))
@@ -189,12 +170,7 @@ def interlaced(pixels: np.ndarray) -> bytes:
 def test_png_files_with_missing_rows_are_refused(is_interlaced: bool, shape: tuple[int, int], level: int) -> None:
     pixels = np.full(shape, level, np.uint8)
     rows = interlaced(pixels) if is_interlaced else b"".join(b"\0" + row.tobytes() for row in pixels)
-    size = struct.pack(">IIBBBBB", shape[1], shape[0], 8, 0, 0, 0, is_interlaced)
-
-    def file(data: bytes) -> bytes:
-        parts = chunk(b"IHDR", size), chunk(b"IDAT", zlib.compress(data)), chunk(b"IEND", b"")
-        return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-    np.testing.assert_array_equal(decode(file(rows), 1)[..., 0], pixels)
+    whole = make_png(shape[1], shape[0], rows=rows, is_interlaced=is_interlaced)
+    np.testing.assert_array_equal(decode(whole, 1)[..., 0], pixels)
     with pytest.raises(UndecodableImage):
-        decode(file(rows[: len(rows) - shape[1] - 1]), 1)
+        decode(make_png(shape[1], shape[0], rows=rows[: -shape[1] - 1], is_interlaced=is_interlaced), 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.golden import images as goldens
 from vitrail.data.pixels.tensorflow import resize
 
 METHODS = ["nearest", "bilinear", "bicubic", "area"]
@@ -23,7 +23,7 @@ def picture(height: int, width: int, channels: int = 3, seed: int = 0) -> np.nda
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pp_tf_resize_down", "pp_tf_resize_large"])
-def test_results_are_tensorflows(name: str, goldens: ModuleType) -> None:
+def test_results_are_tensorflows(name: str) -> None:
     golden = goldens.read(name)
     images = [goldens.image(spec) for spec in golden["images"]]
     for case in golden["cases"]:
