@@ -83,6 +83,7 @@ def test_each_split_is_written_as_the_bundle_embeds_it(
         "model": str(headless), "data": str(data), "split": "train", "precision": "float32", "image_size": [14, 21],
         "weights_sha256": weights_sha256(bundle.network), "folder": str(data / "train"),
         "preprocess": json.loads(json.dumps(to_plain(bundle.preprocess))),
+        "config": json.loads(json.dumps(to_plain(bundle.network.config))),
     }  # fmt: skip
 
 

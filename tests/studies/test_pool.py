@@ -45,7 +45,7 @@ def test_a_failure_is_told_after_the_other_cells_have_ended(tmp_path: Path) -> N
     ) as told:
         pool.run([("bad", bad), ("good", good)])
     assert "no-such-data" in str(told.value) and seen == ["good"]
-    assert pool.repeat(good.name).metrics == pool.run([("good", good)])[good.name].metrics
+    assert pool.repeat(good).metrics == pool.run([("good", good)])[good.name].metrics
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ COMMAND = Command(
     essential={
         "Data": ("data", "validation_share", "image_size"),
         "Network": ("variant", "init"),
-        "Task": ("task", "loss"),
+        "Task": ("task", "loss", "patch_target"),
         "Optimisation": ("epochs", "batch_size", "learning_rate"),
         "Run": ("name", "resume", "device"),
     },
