@@ -219,8 +219,7 @@ class Preprocess:
         sides = zip(begin, self.image_size, placement.scaled, strict=True)
         rows, columns = (slice(max(start, 0), min(start + size, scaled)) for start, size, scaled in sides)
         if self.resampler in WHOLE:
-            picture = self._scaled(picture, part, placement.scaled)
-            levels = self._array(picture.crop((columns.start, rows.start, columns.stop, rows.stop)))
+            levels = self._scaled(picture, part, placement.scaled)[rows, columns]
         else:
             levels = self._like_tensorflow(self._array(picture), placement.scaled, (rows, columns))
         if levels.shape[:2] == self.image_size:
@@ -243,36 +242,35 @@ class Preprocess:
         levels = resize(picture, size, self.interpolation, antialias=self.antialias, window=window)
         return levels.clip(0, 255).astype(np.uint8) if self.resampler == "tensorflow-uint8" else levels
 
-    def _scaled(self, picture: Image.Image, part: Part | None, size: tuple[int, int]) -> Image.Image:
+    def _scaled(self, picture: Image.Image, part: Part | None, size: tuple[int, int]) -> UInt8[np.ndarray, "h w c"]:
         """Return the picture, or the region `part` of it, scaled to a height and width."""
         height, width = size
         if part is None and picture.size == (width, height):
-            return picture
+            return self._array(picture)
         is_torch = self.resampler == "torch" and part is None
         if is_torch or (not self.antialias and self.interpolation != "nearest"):
-            return _scaled_by_torch(picture, size, self.interpolation, antialias=self.antialias)
+            return _scaled_by_torch(self._array(picture), size, self.interpolation, antialias=self.antialias)
         if part is None:
-            return picture.resize((width, height), FILTERS[self.interpolation])
+            return self._array(picture.resize((width, height), FILTERS[self.interpolation]))
         # Pixels outside the region must not count, so they are cut off first.
         top, left, bottom, right = part[0], part[1], part[0] + part[2], part[1] + part[3]
         first = math.floor(left), math.floor(top)
         inside = picture.crop((*first, math.ceil(right), math.ceil(bottom)))
         within = left - first[0], top - first[1], right - first[0], bottom - first[1]
-        return inside.resize((width, height), FILTERS[self.interpolation], box=within)
+        return self._array(inside.resize((width, height), FILTERS[self.interpolation], box=within))
 
 
 def _scaled_by_torch(
-    picture: Image.Image, size: tuple[int, int], interpolation: Interpolation, *, antialias: bool
-) -> Image.Image:
+    picture: UInt8[np.ndarray, "h w c"], size: tuple[int, int], interpolation: Interpolation, *, antialias: bool
+) -> UInt8[np.ndarray, "height width c"]:
     """Scale with antialiasing in whole levels, or without it in float32, rounding halves to even. "bicubic" is Keys's
     kernel with a = -1/2, or a = -3/4 without antialiasing."""
-    planes = torch.from_numpy(np.array(picture).reshape(picture.height, picture.width, -1)).permute(2, 0, 1)[None]
+    planes = torch.from_numpy(picture.copy()).permute(2, 0, 1)[None]  # PyTorch warns of arrays that are read-only
     source = planes if antialias else planes.float()
     scaled = torch.nn.functional.interpolate(source, size, mode=interpolation, align_corners=False, antialias=antialias)
     if not antialias:
         scaled = scaled.round_().clamp_(0, 255).to(torch.uint8)
-    levels = scaled[0].permute(1, 2, 0).contiguous().numpy()
-    return Image.fromarray(levels[..., 0] if levels.shape[2] == 1 else levels)
+    return scaled[0].permute(1, 2, 0).numpy()
 
 
 @functools.cache
