@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -145,5 +146,6 @@ def test_the_command_trains_from_scratch_within_a_budget(drawn: Path, tmp_path: 
     assert code == 0, errors
     bundle = load(str(run))
     assert bundle.output == "boxes" and bundle.preprocess.resize == "pad"
-    assert command("runs", str(tmp_path))[0] == command("runs", "compare", str(run), str(run))[0] == 0
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert command("runs", str(tmp_path))[0] == command("runs", "compare", str(run), str(copy))[0] == 0
     assert f"vitrail predict {run}/model" in out.replace("\n", "")
