@@ -1,4 +1,4 @@
-"""What the journals and files of runs say, for tests that compare runs."""
+"""Readers of the journals and weights of runs, for tests that compare runs."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ class Objective(nn.Module, ABC):
         """Receive the text tower with which the run begins, if the task has one (`Task.words`)."""
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Store the preprocessing of the run's images and the seed of the run as `preprocess` and `seed`, which are
-        therefore no names for modules, before the first step."""
+        """Store the preprocessing of the run's images and the seed of the run, before the first step. A module of the
+        objective must not be called `preprocess` or `seed`."""
         self.preprocess, self.seed = preprocess, seed
 
     def before_step(self, position: Position) -> None:

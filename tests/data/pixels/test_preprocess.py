@@ -172,7 +172,7 @@ def test_normalise_is_the_formula_for_every_value(
         ({"interpolation": "area", "antialias": False}, "interpolation='area' averages pixels, which antialias=False"),
         ({"scaled_decode": True, "antialias": False}, "scaled_decode=True averages pixels, which interpolation="),
         ({"scaled_decode": True, "interpolation": "nearest"}, "scaled_decode=True averages pixels, which"),
-        ({"resampler": "torch", "interpolation": "area"}, "resampler='torch' scales with antialias=True and "),
+        ({"resampler": "torch", "interpolation": "area"}, "resampler='torch' needs antialias=True and "),
         ({"mean": ()}, "mean=() needs 1 number, or one for each of 3 channels"),
         ({"mean": (0.5, 0.5)}, "mean=(0.5, 0.5) needs 1 number, or one for each of 3 channels"),
         ({"channels": 1, "std": (0.1, 0.2, 0.3)}, "std=(0.1, 0.2, 0.3) needs 1 number, or one for each of 1 channels"),

@@ -129,8 +129,8 @@ class Preprocess:
             yield ("scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid")
         if self.resampler == "torch" and not (self.antialias and self.interpolation in ("bilinear", "bicubic")):
             yield (
-                "resampler='torch' scales with antialias=True and interpolation='bilinear' or 'bicubic', not with "
-                f"antialias={self.antialias} and {self.interpolation!r}"
+                "resampler='torch' needs antialias=True and interpolation='bilinear' or 'bicubic'; change "
+                f"antialias={self.antialias} with interpolation={self.interpolation!r}, or leave the resampler out"
             )
         if self.scaled_decode and self.resampler not in WHOLE:
             yield (f"scaled_decode=True changes pixels, so it excludes resampler={self.resampler!r}; choose one")
