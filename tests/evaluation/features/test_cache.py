@@ -7,21 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import DataError
-from vitrail.evaluation.features.cache import Entry, Identity, default_cache, map_features
+from vitrail.evaluation.features.cache import Entry, Identity, default_cache
 
 IDENTITY = Identity("d" * 64, "w" * 64, Preprocess(image_size=(14, 21)), "float32")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
-
-
 def test_the_cache_lies_beside_the_other_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
     assert default_cache() == tmp_path / "cache" / "features"
     monkeypatch.delenv("VITRAIL_DATA")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -50,20 +44,3 @@ def test_of_other_entries_the_closest_is_named(tmp_path: Path) -> None:
     for path in tmp_path.glob("*/entry.json"):
         path.write_text("{")
     assert entry.others() is None
-
-
-def test_a_file_that_is_no_features_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "features.npy"
-    for array, message in (
-        (np.zeros((3, 2), np.float32), r"holds float32 of \(3, 2\), not float32 of \(2, 3\)"),
-        (np.zeros((2, 3)), r"holds float64 of \(2, 3\)"),
-        (np.asfortranarray(np.zeros((2, 3), np.float32)), "not float32"),
-    ):
-        np.save(path, array)
-        with pytest.raises(DataError, match=message):
-            map_features(path, (2, 3))
-    Image.new("L", (3, 3)).save(path, "PNG")
-    with pytest.raises(DataError, match=r"features.npy cannot be read"):
-        map_features(path, (2, 3))
-    with pytest.raises(DataError, match="No such file"):
-        map_features(tmp_path / "nothing.npy", (2, 3))
