@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitrail.errors import ConfigError
-from vitrail.evaluation.metrics.classes import balanced_accuracy, calibration_gaps, expected_calibration_error
+from vitrail.evaluation.metrics.classes import balanced_accuracy, expected_calibration_error
 from vitrail.evaluation.metrics.intervals import (
     Metric,
     balanced_accuracy_interval,
@@ -74,28 +73,8 @@ def test_the_calibration_error_lies_in_its_interval(n: int, seed: int, hits: flo
     random = np.random.default_rng(seed)
     confidence, correct = random.random(n), random.random(n) < hits
     found = calibration_error_interval(confidence, correct, resamples=resamples, seed=seed)
-    assert found.low is not None
-    assert found.high is not None
+    assert found.low is not None and found.high is not None
     assert 0 <= found.low <= found.value <= found.high <= 1
-
-
-def test_noise_does_not_lift_the_interval_of_the_calibration_error_above_the_error() -> None:
-    random = np.random.default_rng(19)
-    confidence = random.uniform(0.5, 1, 161)
-    correct = random.random(161) < confidence
-    found = calibration_error_interval(confidence, correct)
-    errors = np.abs(resampled_means(calibration_gaps(confidence, correct), resamples=1000, seed=0)).sum(axis=1)
-    low, high = np.quantile(errors, [0.025, 0.975])
-    assert found.value < low, "these samples show the fault of the percentiles"
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low < found.value < found.high
-    assert found.high - found.low == pytest.approx(high - low)
-
-
-def test_the_seed_decides() -> None:
-    values = np.random.default_rng(0).standard_normal(99)
-    assert mean_interval(values, seed=1) == mean_interval(values, seed=1) != mean_interval(values, seed=2)
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -122,11 +101,6 @@ def test_without_resamples_there_is_no_interval() -> None:
     assert mean_interval(np.array([True, False]), resamples=0) == Metric(0.5)
     assert balanced_accuracy_interval(labels, labels, 2, resamples=0) == Metric(1.0)
     assert calibration_error_interval(np.ones(2), np.array([True, True]), resamples=0) == Metric(0.0)
-
-
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="resamples=-1 is less than 0"):
-        mean_interval(np.ones(2), resamples=-1)
 
 
 @pytest.mark.slow

@@ -115,13 +115,6 @@ def test_intervals_are_quantiles_over_resamples() -> None:
     )
 
 
-def test_an_output_without_known_numbers_does_not_count() -> None:
-    predicted, truth = drawn(20, 2)
-    truth[:, 1] = math.nan
-    overall, each = number_metrics(predicted, truth, resamples=30)
-    assert each[1] is None and each[0] is not None and each[0]["r2"] == overall["r2"]
-
-
 def test_means_do_not_depend_on_the_units_of_the_numbers() -> None:
     predicted, truth = drawn(31, 3, unknown=0.2)
     units = np.array([1e-3, 1.0, 1e5])

@@ -154,19 +154,6 @@ def test_it_is_json_and_back(predictions: Predictions) -> None:
     assert from_plain(ClassificationReport, json.loads(text)) == made
 
 
-def test_unlabelled_images_are_left_out_and_counted() -> None:
-    found = report(make_predictions(unlabelled=11), bootstrap=0)
-    assert (found.images, found.unlabelled) == (49, 11)
-    assert sum(images for _, _, images in found.confusion) == 49
-
-
-def test_no_top5_of_five_classes_and_no_intervals_without_resamples() -> None:
-    found = report(make_predictions(classes=5), bootstrap=0)
-    assert "top5_accuracy" not in found.metrics and found.scaled is None
-    assert found.metrics["accuracy"].low is None and found.calibration is not None
-    assert found.calibration.error.low is None
-
-
 def test_several_labels_of_which_none_holds() -> None:
     predictions = several()
     empty = replace(
@@ -176,14 +163,15 @@ def test_several_labels_of_which_none_holds() -> None:
     assert list(metrics) == ["accuracy", "exact_match", "cross_entropy"] and metrics["exact_match"].value == 1
 
 
-def test_nothing_to_measure_is_refused() -> None:
+def test_unlabelled_images_are_left_out_and_nothing_to_measure_is_refused() -> None:
+    found = report(make_predictions(unlabelled=11, classes=5), bootstrap=0)
+    assert (found.images, found.unlabelled, sum(images for _, _, images in found.confusion)) == (49, 11, 49)
+    assert "top5_accuracy" not in found.metrics and found.scaled is None and found.metrics["accuracy"].low is None
     with pytest.raises(DataError, match="none of 60 images has a label, so there is nothing to measure"):
         report(make_predictions(unlabelled=60))
     predictions = make_predictions()
     with pytest.raises(DataError, match="there is no image to measure; 1 could not be decoded"):
         report(predictions.rows(np.zeros(60, bool)))
-    with pytest.raises(ConfigError, match=r"temperature=0.0 is not a positive number"):
-        report(predictions, temperature=0.0)
     with pytest.raises(ConfigError, match="resamples=-1 is less than 0"):
         report(predictions, bootstrap=-1)
 

@@ -9,18 +9,12 @@ from vitrail.evaluation.metrics.classes import mean_average_precision
 from vitrail.evaluation.metrics.numbers import StreamingAccuracy, merit, streaming_metrics
 
 
-def test_the_first_of_equal_outputs_is_the_likeliest() -> None:
-    accuracy = StreamingAccuracy()
-    accuracy.add(np.array([[1.0, 1.0], [0.0, 2.0]]), single_labels(np.array([0, 0]), 2))
-    accuracy.add(np.array([[1.0, 1.0]]), single_labels(np.array([1]), 2))
-    assert accuracy.result() == {"accuracy": 1 / 3}
-
-
-def test_samples_without_a_label_are_skipped() -> None:
+def test_the_first_of_equal_outputs_is_the_likeliest_and_samples_without_a_label_are_skipped() -> None:
     accuracy = StreamingAccuracy()
     assert accuracy.result() == {"accuracy": 0}
-    accuracy.add(np.eye(3), single_labels(np.array([0, -1, 0]), 3))
-    assert accuracy.result() == {"accuracy": 1 / 2} and accuracy.count == 2
+    accuracy.add(np.array([[1.0, 1.0], [0.0, 2.0], [3.0, 1.0]]), single_labels(np.array([0, 0, -1]), 2))
+    accuracy.add(np.array([[1.0, 1.0]]), single_labels(np.array([1]), 2))
+    assert accuracy.result() == {"accuracy": 1 / 3} and accuracy.count == 3
 
 
 def test_several_labels_in_parts_are_those_of_all() -> None:
