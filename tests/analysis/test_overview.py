@@ -22,7 +22,6 @@ from vitrail.analysis.similarity import layer_similarity
 from vitrail.data.source import Samples, Source, evenly, samples_of, subset
 from vitrail.data.sources import open_whole
 from vitrail.data.targets import Targets
-from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.weights.bundle import Bundle
 
@@ -162,14 +161,6 @@ def test_without_a_training_image_there_are_no_linear_models(colours: Path) -> N
     found = overview(Outputs(bundle), source, subset(source, []), "it", images=4, saliency_images=0, bootstrap=0)
     assert not found.probes
     assert found.notes == ("no training image has a label and can be decoded, so no layer has a linear model",)
-
-
-def test_what_cannot_be_reported_on(colours: Path) -> None:
-    bundle = bundle_of()
-    with pytest.raises(ConfigError, match=r"^images=3 is too small to compare layers; choose at least 4"):
-        seen(colours, bundle, images=3)
-    with pytest.raises(ConfigError, match=r"^a model that predicts numbers cannot be reported on; choose"):
-        overview(Outputs(bundle_of(output="numbers")), source_of(colours, bundle), source_of(colours, bundle), "it")
 
 
 @pytest.mark.slow

@@ -250,34 +250,24 @@ def test_sparse_attention_has_a_map_with_zeros() -> None:
             trace(make(attention=name), images)
 
 
-def test_what_is_refused() -> None:
-    network, images = make(), images_of()
-    with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into; choose a Vision Tr"):
-        trace(create("BiT-Pico", image_size=32, num_classes=3), images)
-    with pytest.raises(ConfigError, match=r"layers=\(3,\): block 3 does not exist; choose from 0 to 2, or from -3 to"):
-        trace(network, images, layers=[3])
-    with pytest.raises(ConfigError, match=r"heads=\(0, -5\): head -5 does not exist; choose from 0 to 3, or from -4"):
-        trace(network, images, heads=[0, -5])
-    with pytest.raises(ConfigError, match="targets=5 is not a class of this network; choose from 0 to 4"):
-        trace(network, images, keep=("gradients",), targets=torch.tensor([0, 5, 1]))
-    with pytest.raises(ConfigError, match="keep='gradients' needs the logit of a class, but this network has no head"):
-        trace(make(num_classes=0), images, keep=("gradients",))
-    with pytest.raises(ConfigError, match=r"image_size=\(3, 20\) is not a multiple of patch_size=\(4, 5\)"):
-        trace(network, images[:, :, :3])
-    with pytest.raises(ConfigError, match="images is empty"):
-        trace(network, images[:0])
-    with pytest.raises(ConfigError, match="layers is empty"):
-        trace(network, images, layers=[])
-    with pytest.raises(ConfigError, match="heads is empty"):
-        trace(network, images, heads=[])
-    with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
-        trace(network, images, batch_size=0)
-
-
 @pytest.mark.usefixtures("types_unchecked")
-def test_an_unknown_tensor_is_refused() -> None:
-    with pytest.raises(ConfigError, match="keep='values' is not one of 'attention', 'queries', 'keys', 'outputs'"):
-        trace(make(), images_of(), keep=("values",))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": [3]}, r"layers=\(3,\): block 3 does not exist; choose from 0 to 2, or from -3 to"),
+        ({"heads": [0, -5]}, r"heads=\(0, -5\): head -5 does not exist; choose from 0 to 3, or from -4"),
+        ({"keep": ("gradients",), "targets": torch.tensor([0, 5, 1])}, "targets=5 is not a class of this network"),
+        ({"layers": []}, "layers is empty"), ({"heads": []}, "heads is empty"), ({"batch_size": 0}, "batch_size=0 is"),
+        ({"keep": ("values",)}, "keep='values' is not one of 'attention', 'queries', 'keys', 'outputs'"),
+        ({"images": images_of()[:, :, :3]}, r"image_size=\(3, 20\) is not a multiple of patch_size=\(4, 5\)"),
+        ({"images": images_of()[:0]}, "images is empty"),
+        ({"network": make(num_classes=0), "keep": ("gradients",)}, "needs the logit of a class, but this network"),
+        ({"network": create("BiT-Pico", image_size=32, num_classes=3)}, "architecture 'BiT' has no attention to look"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trace(**{"network": make(), "images": images_of(), **options})
 
 
 def test_a_network_that_merges_tokens_is_traced_with_all_of_them() -> None:

@@ -26,7 +26,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ModelComparison:
         (Metric(0.05, 0.01, 0.09), 0.03, "one", "+5.00 points, 95% interval +1.00 to +9.00, p = 0.030"),
         (Metric(-0.05, -0.09, -0.01), 0.0001, "two", "+5.00 points, 95% interval +1.00 to +9.00, p < 0.001"),
         (Metric(-0.02, -0.05, 0.00001), 0.5, None, "+2.00 points, 95% interval +0.00 to +5.00, p = 0.500"),
-        (Metric(0.0, -0.0, 0.0), 1.0, None, "+0.00 points, 95% interval +0.00 to +0.00, p = 1.000"),
         (Metric(0.0), 1.0, None, "+0.00 points, p = 1.000"),
     ],
 )
