@@ -10,7 +10,7 @@ import torch
 from vitrail.bench import reading as loading
 from vitrail.bench.reading import measure_loading
 from vitrail.bench.workload import Workload
-from vitrail.errors import ConfigError, VitrailError
+from vitrail.errors import VitrailError
 
 READS = {"vitrail.load", "safetensors.torch.load_file", "plain read"}
 PROGRAMS = {"python", "import torch", "import vitrail", "from vitrail import load", "vitrail predict"}
@@ -43,10 +43,3 @@ def test_a_process_that_fails_is_an_error() -> None:
     loading._process(["-c", "pass"])()
     with pytest.raises(VitrailError, match=r"^python -c raise SystemExit\(.no model.\) failed:\nno model$"):
         loading._process(["-c", "raise SystemExit('no model')"])()
-
-
-def test_a_model_without_a_head_predicts_nothing(tiny_work: Callable[..., Workload]) -> None:
-    with pytest.raises(ConfigError, match="num_classes=0 leaves nothing to predict"):
-        measure_loading(
-            tiny_work(task="infer", num_classes=0).config, device=torch.device("cpu"), repetitions=1, warmup=0
-        )

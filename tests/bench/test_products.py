@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -27,26 +27,21 @@ BIT = {"variant": "BiT-R26x1", "image_size": (33, 40)}
 
 def in_both(*fields: dict[str, Any]) -> list[Any]:
     """Return settings in both precisions as parameters. The slow ones are marked."""
+    slow = [pytest.mark.slow]
     return [
-        pytest.param(each, precision, marks=[pytest.mark.slow] if each == BIT else [])
-        for each in fields
-        for precision in ("float32", "bf16")
+        pytest.param(each, name, marks=slow if each == BIT else []) for each in fields for name in get_args(Precision)
     ]
 
 
 @pytest.mark.parametrize(
     ("fields", "precision"),
     in_both(
-        {},
-        {"pool": "gap"},
-        {"channels": 1, "width": 33, "heads": 3, "mlp_width": 17, "batch": 1},
-        {"activation": "swiglu", "head_hidden": 7},
-        {"positions": "relative-bias", "registers": 2},
+        {}, {"pool": "gap"}, {"channels": 1, "width": 33, "heads": 3, "mlp_width": 17, "batch": 1},
+        {"activation": "swiglu", "head_hidden": 7}, {"positions": "relative-bias", "registers": 2},
         {"positions": "relative-keys", "registers": 2},
-        {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 2},
-        BIT,
+        {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 2}, BIT,
     ),
-)
+)  # fmt: skip
 def test_a_prediction_has_the_products_of_the_closed_form(
     tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
 ) -> None:

@@ -26,22 +26,14 @@ def test_costs_are_of_the_whole_batch(tiny_work: Callable[..., Workload]) -> Non
     float8 = tiny_work(precision="bf16", eight_bits="float8")
     assert float8.predicted_bytes is None and float8.activation_bytes is None
     assert float8.plain()["precision"] == "float8"
+    plain = json.loads(json.dumps(work.plain()))
+    assert (plain["image_size"], plain["batch_size"], plain["precision"]) == ([28, 21], 4, "float32")
 
 
 def test_the_batch_is_the_same_in_every_call(tiny_work: Callable[..., Workload]) -> None:
     work = tiny_work(channels=1)
     assert work.images().shape == (3, 1, 28, 21) and torch.equal(work.images(), work.images())
     assert torch.equal(work.labels(), work.labels()) and int(work.labels().max()) < 5
-
-
-def test_tokens_of_a_transformer_and_of_a_resnet(tiny_work: Callable[..., Workload]) -> None:
-    assert tiny_work().config.tokens == 4 * 3 + 1
-    assert tiny_work("BiT-R26x1", image_size=(64, 33)).config.tokens == 2 * 2
-
-
-def test_as_plain_values(tiny_work: Callable[..., Workload]) -> None:
-    plain = json.loads(json.dumps(tiny_work(precision="bf16").plain()))
-    assert plain["image_size"] == [28, 21] and plain["batch_size"] == 3 and plain["precision"] == "bf16"
 
 
 @pytest.mark.parametrize(
