@@ -105,11 +105,19 @@ def test_what_a_resnet_does_not_have_is_named(colours: Path) -> None:
 
 
 @pytest.mark.slow
-def test_linear_models_are_not_measured_on_images_that_they_learned_from(colours: Path) -> None:
-    bundle = bundle_of()
-    found = overview(Outputs(bundle), source_of(colours, bundle), None, "it", images=4, saliency_images=0, bootstrap=0)
-    assert not found.probes
-    assert found.notes == ("a linear model of each layer, which would be measured on images that it learned from",)
+@pytest.mark.parametrize(
+    ("learned", "note"),
+    [
+        (None, "a linear model of each layer, which would be measured on images that it learned from"),
+        ([], "no training image has a label and can be decoded, so no layer has a linear model"),
+    ],
+)
+def test_linear_models_need_training_images_of_their_own(colours: Path, learned: list[int] | None, note: str) -> None:
+    bundle = bundle_of(seed=3)
+    source = source_of(colours, bundle)
+    train = None if learned is None else subset(source, learned)
+    found = overview(Outputs(bundle), source, train, "it", images=4, saliency_images=0, bootstrap=0)
+    assert not found.probes and found.notes == (note,)
 
 
 @pytest.mark.slow
@@ -152,15 +160,6 @@ def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) ->
     truth = np.array([measured.target(index) for index in tested])
     expected = probe_layers(bundle.network, others, labels, inputs_of(bundle, images_at(measured, tested)), truth)
     assert list(found.probes) == expected
-
-
-@pytest.mark.slow
-def test_without_a_training_image_there_are_no_linear_models(colours: Path) -> None:
-    bundle = bundle_of(seed=3)
-    source = source_of(colours, bundle)
-    found = overview(Outputs(bundle), source, subset(source, []), "it", images=4, saliency_images=0, bootstrap=0)
-    assert not found.probes
-    assert found.notes == ("no training image has a label and can be decoded, so no layer has a linear model",)
 
 
 @pytest.mark.slow

@@ -25,20 +25,6 @@ def test_means_equal_gathering_the_drawn_rows() -> None:
     np.testing.assert_allclose(resampled_means(columns, resamples=50, seed=5), expected, atol=1e-14)
 
 
-@pytest.mark.slow
-def test_resampled_accuracy_is_binomial() -> None:
-    """With 17 of 20 correct, the number of correct samples in a resample is exactly binomial(20, 0.85)."""
-    means = resampled_means((np.arange(20) < 17.0)[:, None].astype(float), resamples=20_000, seed=1)[:, 0]
-    counts = np.bincount(np.rint(means * 20).astype(int), minlength=21)
-    expected = stats.binom.pmf(np.arange(21), 20, 0.85) * 20_000
-    often = expected > 5
-    observed = np.append(counts[often], counts[~often].sum())
-    assert stats.chisquare(observed, np.append(expected[often], expected[~often].sum())).pvalue > 1e-3
-    found = mean_interval((np.arange(20) < 17).astype(float), resamples=20_000)
-    assert found.value == 0.85
-    assert (found.low, found.high) == tuple(stats.binom.ppf([0.025, 0.975], 20, 0.85) / 20)
-
-
 def test_resampled_balanced_accuracy_has_the_distribution_of_resampled_samples() -> None:
     random = np.random.default_rng(0)
     labels = np.array([0] * 30 + [3] * 8 + [5] * 2)
