@@ -42,11 +42,6 @@ def bundle_of(
     return Bundle(network, classes, Preprocess(image_size=size), output=output)
 
 
-@pytest.fixture(scope="module")
-def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_colour_folder(tmp_path_factory.mktemp("data") / "colours", images=9)
-
-
 def source_of(folder: Path, bundle: Bundle) -> Source:
     return open_whole(str(folder), classes=bundle.classes).whole.train
 

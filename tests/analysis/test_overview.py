@@ -26,11 +26,6 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.weights.bundle import Bundle
 
 
-@pytest.fixture(scope="module")
-def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_colour_folder(tmp_path_factory.mktemp("data") / "colours", images=9)
-
-
 def unlabelled(source: Source) -> Samples:
     """Return a source whose images have no labels."""
     return replace(samples_of(source), targets=Targets.unknown("class", source.classes, len(source)))

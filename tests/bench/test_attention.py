@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench import growth as attention
 from vitrail.bench.growth import attention_workloads
-from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 
 KINDS = ("local:window=2", "axial:sum=on")
 
 
-def test_grids_go_from_196_to_4096_patches(tiny_work: Callable[..., Workload]) -> None:
+def test_grids_go_from_196_to_4096_patches(tiny_work: MakeWork) -> None:
     found = attention_workloads(tiny_work(), ["linformer"])
     assert [works["linformer"].config.tokens for works in found.values()] == [side**2 + 1 for side in (14, 28, 48, 64)]
     assert list(found) == [14, 28, 48, 64]
@@ -26,7 +25,7 @@ def test_grids_go_from_196_to_4096_patches(tiny_work: Callable[..., Workload]) -
 
 
 @pytest.mark.slow
-def test_a_kind_is_cheaper_from_the_first_grid_with_fewer_flops(tiny_work: Callable[..., Workload]) -> None:
+def test_a_kind_is_cheaper_from_the_first_grid_with_fewer_flops(tiny_work: MakeWork) -> None:
     config = tiny_work(pool="gap", class_token=False).config
     found = attention.cheaper_from(config, "linformer:rows=8")
     assert found is not None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench.step import CATEGORIES, OURS, Entry, breakdown, category_of, make_step
-from vitrail.bench.workload import Workload
 
 KINDS = {
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::mkldnn_convolution", "mkldnn::_linear_pointwise"),
@@ -28,7 +27,7 @@ def test_operations_are_told_apart_by_their_whole_name() -> None:
 
 
 @pytest.mark.slow
-def test_shares_make_a_whole(tiny_work: Callable[..., Workload], capfd: pytest.CaptureFixture[str]) -> None:
+def test_shares_make_a_whole(tiny_work: MakeWork, capfd: pytest.CaptureFixture[str]) -> None:
     shares = breakdown(make_step(Entry(OURS), tiny_work(batch=16)), torch.device("cpu"))
     assert list(shares) == [*CATEGORIES, "the rest"] and sum(shares.values()) == pytest.approx(1)
     assert min(shares.values()) > 0 and capfd.readouterr().err == ""

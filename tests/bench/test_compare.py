@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench.compare import ALONE, _ready, _row, compare
 from vitrail.bench.step import OURS, Entry
-from vitrail.bench.workload import Workload
 
 
 @pytest.fixture
@@ -33,9 +33,7 @@ def ViT(image_size, channels, num_classes, **sizes):
 
 
 @pytest.mark.slow
-def test_ours_comes_first_and_those_that_cannot_are_named(
-    tiny_work: Callable[..., Workload], stand_in: Callable[[str], None]
-) -> None:
+def test_ours_comes_first_and_those_that_cannot_are_named(tiny_work: MakeWork, stand_in: Callable[[str], None]) -> None:
     stand_in(LAYER)
     peers = ["timm", "vit-pytorch", "torchvision", "timm"]
     result = compare(tiny_work(precision="bf16", task="infer"), peers=peers, repetitions=3, warmup=1)
@@ -52,7 +50,7 @@ def test_ours_comes_first_and_those_that_cannot_are_named(
 
 
 @pytest.mark.slow
-def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workload]) -> None:
+def test_figures_of_a_row_follow_from_its_times(tiny_work: MakeWork) -> None:
     work = tiny_work()
     result = compare(work, repetitions=3, warmup=0, profile=False)
     ours, products = result["rows"]
@@ -71,7 +69,7 @@ def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workloa
 @pytest.mark.slow
 @pytest.mark.parametrize(("busy", "share"), [(1, 0.5), (2, None)])
 def test_a_step_faster_than_its_products_is_measured_again(
-    busy: int, share: float | None, tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
+    busy: int, share: float | None, tiny_work: MakeWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = [2.0] * busy + [0.5] * 2  # of the products, in each measurement; a step of ours takes one second
 
@@ -84,7 +82,7 @@ def test_a_step_faster_than_its_products_is_measured_again(
     assert (ours["share_of_limit"], products["share_of_limit"]) == (share, 1) and len(seconds) == busy
 
 
-def test_compiled_is_set_beside_compiled(tiny_work: Callable[..., Workload]) -> None:
+def test_compiled_is_set_beside_compiled(tiny_work: MakeWork) -> None:
     seconds = {(OURS, "matched"): 4.0, (OURS, "best"): 2.0, ("timm", "matched"): 8.0, ("timm", "best"): 3.0}
     times = {Entry(library, settings): [each] for (library, settings), each in seconds.items()}
     times |= {ALONE: [1.0], Entry("timm", "default"): [12.0]}
@@ -124,7 +122,7 @@ def ViT(**sizes):
     ],
 )
 def test_a_peer_whose_compiler_fails_or_that_needs_more_memory_is_skipped(
-    tiny_work: Callable[..., Workload], stand_in: Callable[[str], None], text: str, settings: tuple[Any, ...],
+    tiny_work: MakeWork, stand_in: Callable[[str], None], text: str, settings: tuple[Any, ...],
     found: list[str], skipped: dict[str, str],
 ) -> None:  # fmt: skip
     stand_in(text)
@@ -137,7 +135,7 @@ def test_a_peer_whose_compiler_fails_or_that_needs_more_memory_is_skipped(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_compiled_networks_take_part(tiny_work: Callable[..., Workload]) -> None:
+def test_compiled_networks_take_part(tiny_work: MakeWork) -> None:
     result = compare(tiny_work(task="infer"), best=True, repetitions=1, warmup=0, profile=False)
     assert [row["ran_with"] for row in result["rows"]] == ["float32", "float32", "float32 compiled"] or result[
         "skipped"

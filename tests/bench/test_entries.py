@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench.peers import PEERS
 from vitrail.bench.step import OURS, PRODUCTS, Entry, Runner, breakdown, entries, make_step
-from vitrail.bench.workload import Workload
 from vitrail.machine import has_int8_products
 
 SETTINGS = ("matched", "best", "graphs")
@@ -32,7 +31,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return built
 
 
-def test_every_setting_is_listed_once(tiny_work: Callable[..., Workload]) -> None:
+def test_every_setting_is_listed_once(tiny_work: MakeWork) -> None:
     work = tiny_work(precision="bf16")
     assert entries(work) == [Entry(OURS)]
     names = [(entry.library, entry.describe(work)) for entry in entries(work, ("timm",), best=True)]
@@ -51,7 +50,7 @@ def test_every_setting_is_listed_once(tiny_work: Callable[..., Workload]) -> Non
 
 @pytest.mark.parametrize(("settings", "dtype"), [("default", torch.float32), ("matched", torch.bfloat16)])
 def test_a_step_trains_in_its_precision(
-    tiny_work: Callable[..., Workload], stand_in: list[nn.Module], settings: Any, dtype: torch.dtype
+    tiny_work: MakeWork, stand_in: list[nn.Module], settings: Any, dtype: torch.dtype
 ) -> None:
     step = make_step(Entry("timm", settings), tiny_work(precision="bf16"))
     (network,) = stand_in
@@ -64,7 +63,7 @@ def test_a_step_trains_in_its_precision(
     assert all(parameter.grad is None and parameter.dtype == torch.float32 for parameter in network.parameters())
 
 
-def test_a_prediction_keeps_nothing(tiny_work: Callable[..., Workload], stand_in: list[nn.Module]) -> None:
+def test_a_prediction_keeps_nothing(tiny_work: MakeWork, stand_in: list[nn.Module]) -> None:
     work = tiny_work(task="infer", precision="bf16")
     for library in (OURS, "timm"):
         logits = make_step(Entry(library), work)()
@@ -75,10 +74,7 @@ def test_a_prediction_keeps_nothing(tiny_work: Callable[..., Workload], stand_in
 
 @pytest.mark.parametrize(("settings", "compiles"), [("matched", []), ("best", [{}]), ("graphs", [{"mode": GRAPHS}])])
 def test_ours_is_compiled_block_by_block(
-    tiny_work: Callable[..., Workload],
-    settings: Any,
-    compiles: list[dict[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_work: MakeWork, settings: Any, compiles: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
@@ -87,7 +83,7 @@ def test_ours_is_compiled_block_by_block(
     assert compiled == 2 * [{"backend": "inductor", **options} for options in compiles]
 
 
-def test_predictions_in_int8_compute_the_dense_layers_in_8_bits(tiny_work: Callable[..., Workload]) -> None:
+def test_predictions_in_int8_compute_the_dense_layers_in_8_bits(tiny_work: MakeWork) -> None:
     if not has_int8_products(torch.device("cpu")):
         pytest.skip("this processor has no products of 8-bit integers")
     work = tiny_work(task="infer", precision="bf16", eight_bits="int8")
@@ -103,9 +99,7 @@ def test_predictions_in_int8_compute_the_dense_layers_in_8_bits(tiny_work: Calla
     assert described == ["int8", "bf16", "bf16"]
 
 
-def test_products_are_in_bf16_where_ours_are_in_float8(
-    tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_in_bf16_where_ours_are_in_float8(tiny_work: MakeWork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.bench.step.LARGE", 2048)  # because some processors take a second for 1,024 in bf16
     plain, float8 = tiny_work(precision="bf16"), tiny_work(precision="bf16", eight_bits="float8")
     runners = [Runner(Entry(PRODUCTS), work, 1) for work in (plain, float8)]

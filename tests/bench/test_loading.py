@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench import reading as loading
 from vitrail.bench.reading import measure_loading
-from vitrail.bench.workload import Workload
 from vitrail.errors import VitrailError
 
 READS = {"vitrail.load", "safetensors.torch.load_file", "plain read"}
 PROGRAMS = {"python", "import torch", "import vitrail", "from vitrail import load", "vitrail predict"}
 
 
-def test_every_way_is_timed(tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_is_timed(tiny_work: MakeWork, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(loading, "_process", lambda command: lambda: started.append(command))
     config = tiny_work(channels=1).config

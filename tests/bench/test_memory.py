@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench.memory import find_largest, largest_batch, measure_memory
 from vitrail.bench.step import OURS, Entry
 from vitrail.bench.workload import Format, Workload
@@ -51,8 +51,7 @@ def test_a_base_network_trains_within_six_gigabytes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize(
-    ("name", "batch", "fields"),
-    [("ViT-S/32", 32, {}), ("ViT-S/16", 16, {"pool": "gap"}), ("BiT-R50x1", 8, {})],
+    ("name", "batch", "fields"), [("ViT-S/32", 32, {}), ("ViT-S/16", 16, {"pool": "gap"}), ("BiT-R50x1", 8, {})]
 )
 def test_a_process_needs_what_the_closed_form_says(
     name: str, batch: int, fields: dict[str, Any], precision: Format
@@ -62,14 +61,14 @@ def test_a_process_needs_what_the_closed_form_says(
 
 
 @linux
-def test_what_fails_in_a_process_is_said_here(tiny_work: Callable[..., Workload]) -> None:
+def test_what_fails_in_a_process_is_said_here(tiny_work: MakeWork) -> None:
     with pytest.raises(ConfigError, match="supports only square images, not 28 x 21"):
         measure_memory(Entry("torchvision"), tiny_work())
 
 
 @pytest.mark.slow
 @linux
-def test_a_limit_on_the_process_limits_the_batch(tiny_work: Callable[..., Workload]) -> None:
+def test_a_limit_on_the_process_limits_the_batch(tiny_work: MakeWork) -> None:
     work = tiny_work(**BIG)
     with pytest.raises(ConfigError, match=r"bytes is not above the [\d,]+ bytes that Python and torch use") as refused:
         largest_batch(work, 1_000_000)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench import step as products
 from vitrail.bench.step import OURS, Entry, Operand, Product, Products, fastest_multiplication, make_step, record
 from vitrail.bench.workload import Workload
@@ -43,7 +44,7 @@ def in_both(*fields: dict[str, Any]) -> list[Any]:
     ),
 )  # fmt: skip
 def test_a_prediction_has_the_products_of_the_closed_form(
-    tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
+    tiny_work: MakeWork, precision: Precision, fields: dict[str, Any]
 ) -> None:
     work = tiny_work(task="infer", precision=precision, **fields)
     assert Products(recorded(work), CPU).flops == work.flops
@@ -51,7 +52,7 @@ def test_a_prediction_has_the_products_of_the_closed_form(
 
 @pytest.mark.parametrize(("fields", "precision"), in_both({}, {"pool": "gap", "channels": 1}, BIT))
 def test_a_training_step_has_them_within_a_hundredth(
-    tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
+    tiny_work: MakeWork, precision: Precision, fields: dict[str, Any]
 ) -> None:
     # wide enough that the scores, which a fused kernel computes twice, count as little as in published sizes
     wide = {} if "variant" in fields else {"width": 96, "heads": 3, "mlp_width": 384}
@@ -86,7 +87,7 @@ def test_strides_and_formats_are_kept() -> None:
     assert again.shape == (3, 7) and again.stride() == (1, 3) and again.dtype == torch.bfloat16
 
 
-def test_replaying_makes_the_same_calls(tiny_work: Callable[..., Workload]) -> None:
+def test_replaying_makes_the_same_calls(tiny_work: MakeWork) -> None:
     for fields in ({}, {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 1}):
         first = recorded(tiny_work(**fields))
         again = record(Products(first, CPU))  # the kernel that is fastest may order its factors in another way

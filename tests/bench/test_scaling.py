@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench.growth import Axis, exponent, scaling, sweep
-from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 from vitrail.models.vit_config import ViTConfig
 
@@ -19,7 +18,7 @@ def test_power_laws_are_found_exactly(power: float) -> None:
     assert exponent(xs, [3.7 * x**power for x in xs]) == pytest.approx(power)
 
 
-def test_values_of_a_sweep(tiny_work: Callable[..., Workload]) -> None:
+def test_values_of_a_sweep(tiny_work: MakeWork) -> None:
     work = tiny_work(batch=48, width=96, heads=3, mlp_width=384, depth=6)
     assert list(sweep(work, "batch")) == [3, 6, 12, 24, 48]
     assert list(sweep(work, "depth")) == [2, 3, 4, 6] or list(sweep(work, "depth")) == [2, 4, 6]
@@ -33,7 +32,7 @@ def test_values_of_a_sweep(tiny_work: Callable[..., Workload]) -> None:
     assert (28, 21) in sizes and all(height % 7 == width % 7 == 0 for height, width in sizes)
 
 
-def test_tokens_of_a_resnet(tiny_work: Callable[..., Workload]) -> None:
+def test_tokens_of_a_resnet(tiny_work: MakeWork) -> None:
     assert len(sweep(tiny_work("BiT-R26x1", image_size=(128, 64)), "tokens")) >= 3
 
 
@@ -44,16 +43,14 @@ def test_tokens_of_a_resnet(tiny_work: Callable[..., Workload]) -> None:
         ({"variant": "BiT-R26x1"}, "width", "--scaling width needs a transformer; for BiT-R26x1, choose batch or"),
     ],
 )
-def test_what_cannot_grow(
-    tiny_work: Callable[..., Workload], fields: dict[str, object], axis: Axis, message: str
-) -> None:
+def test_what_cannot_grow(tiny_work: MakeWork, fields: dict[str, object], axis: Axis, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sweep(tiny_work(**fields), axis)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.slow
-def test_time_and_memory_of_every_point(tiny_work: Callable[..., Workload]) -> None:
+def test_time_and_memory_of_every_point(tiny_work: MakeWork) -> None:
     result = scaling(tiny_work(batch=4), "batch", repetitions=2, warmup=0)
     assert [point["value"] for point in result["points"]] == [1, 2, 4]
     assert all(len(point["seconds"]) == 2 and point["memory_bytes"] >= 0 for point in result["points"])

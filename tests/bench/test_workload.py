@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from vitrail.bench.workload import Workload
+from tests.bench.conftest import MakeWork
 from vitrail.errors import ConfigError
 from vitrail.models.cost import activation_bytes, training_bytes
 
 
-def test_costs_are_of_the_whole_batch(tiny_work: Callable[..., Workload]) -> None:
+def test_costs_are_of_the_whole_batch(tiny_work: MakeWork) -> None:
     work = tiny_work(batch=4)
     assert work.flops == 4 * work.config.training_flops()
     assert work.activation_bytes == 4 * activation_bytes(work.config)
@@ -30,7 +29,7 @@ def test_costs_are_of_the_whole_batch(tiny_work: Callable[..., Workload]) -> Non
     assert (plain["image_size"], plain["batch_size"], plain["precision"]) == ([28, 21], 4, "float32")
 
 
-def test_the_batch_is_the_same_in_every_call(tiny_work: Callable[..., Workload]) -> None:
+def test_the_batch_is_the_same_in_every_call(tiny_work: MakeWork) -> None:
     work = tiny_work(channels=1)
     assert work.images().shape == (3, 1, 28, 21) and torch.equal(work.images(), work.images())
     assert torch.equal(work.labels(), work.labels()) and int(work.labels().max()) < 5
@@ -40,7 +39,7 @@ def test_the_batch_is_the_same_in_every_call(tiny_work: Callable[..., Workload])
     ("fields", "message"),
     [({"batch": 0}, "batch_size=0 is less than 1"), ({"num_classes": 0}, "num_classes=0 leaves nothing to train")],
 )
-def test_what_cannot_run_is_refused(tiny_work: Callable[..., Workload], fields: dict[str, int], message: str) -> None:
+def test_what_cannot_run_is_refused(tiny_work: MakeWork, fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_work(**fields)
     with pytest.raises(ConfigError, match="precision='float8' is for training only; choices"):

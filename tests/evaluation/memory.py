@@ -32,4 +32,6 @@ class MemorySource(make.MemorySource):
         self.broken = broken
 
     def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), b"<html>", self.target(index)) if index in self.broken else super().__getitem__(index)
+        if index in self.broken:
+            return Sample(self.key(index), b"<html>", self.target(index))
+        return super().__getitem__(index)

@@ -21,11 +21,7 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import few_shot
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.classifiers.nearest import knn
-from vitrail.evaluation.evaluators import (
-    Together,
-    evaluators_of,
-    measure,
-)
+from vitrail.evaluation.evaluators import Together, evaluators_of, measure
 from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.outputs import Outputs

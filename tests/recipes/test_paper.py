@@ -160,9 +160,7 @@ def test_beit_has_the_published_sizes_and_steps() -> None:
         ("deit-b16-i1k-distilled", 1024, 1e-3), ("deit3-s16-i1k", 2048, 4e-3), ("deit3-b16-i1k", 2048, 3e-3),
     ],
 )  # fmt: skip
-def test_second_halves_have_the_published_rates_and_starts(
-    name: str, batch: int, rate: float
-) -> None:
+def test_second_halves_have_the_published_rates_and_starts(name: str, batch: int, rate: float) -> None:
     """FINETUNE.md and main_linprobe.py of facebookresearch/mae (efb2a80), get_started_for_image_classification.md of
     microsoft/unilm (beit, 768a3c8), CONFIG.md of moco-v3 (c349e6e), eval_linear.py of dino (7c446df), and main.py and
     the READMEs of deit (7e160fe)."""

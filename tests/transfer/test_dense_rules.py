@@ -17,13 +17,7 @@ from vitrail.data.source import typical_size
 from vitrail.data.sources import open_data
 from vitrail.tasks.segmentation import Segmentation
 from vitrail.training.config import TrainConfig
-from vitrail.transfer.dense_rules import (
-    PATCHES_OF_OBJECT,
-    Times,
-    choose_size,
-    sizes_for,
-    smallest_side,
-)
+from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, choose_size, sizes_for, smallest_side
 from vitrail.transfer.finetune import plan
 
 
@@ -105,8 +99,11 @@ def test_one_command_learns_drawn_objects(
         assert {row["category_name"] for row in rows} <= {"blue", "red box"} and len(rows) > 20
 
 
+Planned = Callable[..., TrainConfig]
+
+
 @pytest.fixture
-def planned(tmp_path: Path) -> Callable[..., TrainConfig]:
+def planned(tmp_path: Path) -> Planned:
     """Returns the config that is chosen for a small model and masks of drawn objects."""
     base = TrainConfig().override(data=str(make_masks_folder(tmp_path / "masks")), init="small", device="cpu")
 
@@ -121,7 +118,7 @@ def planned(tmp_path: Path) -> Callable[..., TrainConfig]:
     [({}, 3.0), ({"dice_weight": 0.5}, 0.5), ({"head_kind": "queries", "queries": 8, "query_blocks": 2}, 0.0)],
 )
 def test_masks_are_learned_with_the_dice_loss_unless_the_head_has_its_own(
-    planned: Callable[..., TrainConfig], explicit: dict[str, Any], weight: float
+    planned: Planned, explicit: dict[str, Any], weight: float
 ) -> None:
     task = planned(steps=1, **explicit).task
     assert isinstance(task, Segmentation) and task.dice_weight == weight
@@ -130,7 +127,7 @@ def test_masks_are_learned_with_the_dice_loss_unless_the_head_has_its_own(
 @pytest.mark.slow
 @pytest.mark.parametrize(("budget", "evaluations", "keep"), [("0.2s", 0, "last"), ("10m", 4, "best")])
 def test_a_run_whose_time_suffices_for_one_evaluation_measures_the_finished_model_only(
-    planned: Callable[..., TrainConfig], budget: str, evaluations: int, keep: str
+    planned: Planned, budget: str, evaluations: int, keep: str
 ) -> None:
     run = planned(budget, train_blocks=0).run
     assert (run.evaluations, run.keep) == (evaluations, keep)
@@ -139,7 +136,7 @@ def test_a_run_whose_time_suffices_for_one_evaluation_measures_the_finished_mode
 @pytest.mark.slow
 @pytest.mark.parametrize(("explicit", "rate"), [({}, 3e-3), ({"learning_rate": 1e-5}, 1e-5)])
 def test_blocks_learn_more_slowly_than_the_head_at_any_rate(
-    planned: Callable[..., TrainConfig], explicit: dict[str, float], rate: float
+    planned: Planned, explicit: dict[str, float], rate: float
 ) -> None:
     optimizer = planned(steps=1, train_blocks=1, **explicit).optimizer
     assert optimizer.learning_rate == rate and optimizer.learning_rate_factors[1] == ".*=0.03333"

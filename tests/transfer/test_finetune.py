@@ -245,18 +245,6 @@ def test_numbers_are_learned_and_reported(
     assert "--numbers brightness" in shown and "Calibration" not in shown and "Confusion" not in shown
 
 
-@pytest.mark.slow
-def test_the_papers_protocol_learns_numbers(tiny_bundle: Bundle, model: Path, brightness: Path) -> None:
-    base = TrainConfig().override(task="regression", init=str(model), device="cpu")
-    config = base.override(data=str(brightness), numbers=("brightness",))
-    explicit = {"image_size": (14, 21), "batch_size": 8, "steps": 8, "precision": "float32", "validation_share": 0.3}
-    data = config.data.open_whole()
-    chosen = plan(tiny_bundle, data, config, "paper", explicit)
-    found = finetune(chosen.config, data, tiny_bundle, rates=(1e-6, 0.01))
-    assert list(found.trials) == [0.01, 1e-6] and (found.trials[0.01].value or 0) > (found.trials[1e-6].value or 0)
-    assert "validation_r2" not in found.run.metrics and found.run.metrics["test_r2"] < 1
-
-
 def test_a_folder_that_is_there_is_said_before_rates_are_tried(
     planning: Planning, tiny_bundle: Bundle, colours: Path, tmp_path: Path
 ) -> None:

@@ -33,6 +33,9 @@ QUICK = {
 }  # fmt: skip
 
 
+Tune = Callable[..., SuiteResult]
+
+
 @pytest.fixture(scope="session")
 def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data of three tasks of VTAB-1k: more than 1,000 training images and a test split, as IDX files."""
@@ -69,7 +72,7 @@ def small(tmp_path: Path) -> Suite:
 
 
 @pytest.fixture
-def tuned(tiny_bundle: Bundle, model: Path, tmp_path: Path) -> Callable[..., SuiteResult]:
+def tuned(tiny_bundle: Bundle, model: Path, tmp_path: Path) -> Tune:
     """Fine-tunes on a suite, two steps per task."""
 
     def finetuned(suite: Suite, folder: Path | None = None, **options: Any) -> SuiteResult:
@@ -86,9 +89,7 @@ def tuned(tiny_bundle: Bundle, model: Path, tmp_path: Path) -> Callable[..., Sui
 
 
 @pytest.mark.slow
-def test_vtab_is_fine_tuned_as_in_the_paper(
-    vtab: Suite, downloads: Path, tuned: Callable[..., SuiteResult], tmp_path: Path
-) -> None:
+def test_vtab_is_fine_tuned_as_in_the_paper(vtab: Suite, downloads: Path, tuned: Tune, tmp_path: Path) -> None:
     """Once for all 1,000 images, at a learning rate of 0.01, with BiT's crops except where they change the label."""
     result = tuned(vtab, downloads, method={"protocol": "paper"})
     done = {row.task.name: row.metrics for row in result.rows if row.reason is None}
@@ -112,7 +113,7 @@ def test_vtab_is_fine_tuned_as_in_the_paper(
 
 @pytest.mark.slow
 def test_200_images_choose_the_learning_rate_and_all_1000_are_then_learned_from(
-    vtab: Suite, downloads: Path, tuned: Callable[..., SuiteResult], tmp_path: Path
+    vtab: Suite, downloads: Path, tuned: Tune, tmp_path: Path
 ) -> None:
     (row,) = tuned(only_dtd(vtab), downloads, method={"protocol": "paper", "rates": (0.003, 0.1)}).rows
     run, trials = tmp_path / "runs" / "dtd", tmp_path / "runs" / "dtd-trials"
@@ -137,7 +138,7 @@ def only_dtd(vtab: Suite) -> Suite:
 
 @pytest.mark.slow
 def test_the_pool_is_the_same_for_every_model_seed_and_method(
-    vtab: Suite, downloads: Path, tuned: Callable[..., SuiteResult], tiny_bundle: Bundle, tmp_path: Path
+    vtab: Suite, downloads: Path, tuned: Tune, tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
     only = only_dtd(vtab)
     first, again = (keys_of(open_task(only.tasks[0], downloads, lambda note: None).train) for _ in range(2))
@@ -155,9 +156,7 @@ def test_the_pool_is_the_same_for_every_model_seed_and_method(
 
 
 @pytest.mark.slow
-def test_a_stopped_suite_continues_and_what_is_finished_stays(
-    small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path
-) -> None:
+def test_a_stopped_suite_continues_and_what_is_finished_stays(small: Suite, tuned: Tune, tmp_path: Path) -> None:
     near, far = tmp_path / "runs" / "near", tmp_path / "runs" / "far"
     usual = after_step.report
 
@@ -184,7 +183,7 @@ def test_a_stopped_suite_continues_and_what_is_finished_stays(
 
 
 @pytest.mark.slow
-def test_a_task_that_comes_later_is_added(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
+def test_a_task_that_comes_later_is_added(small: Suite, tuned: Tune, tmp_path: Path) -> None:
     tuned(small)
     (tmp_path / "data" / "gone").mkdir()
     (tmp_path / "data" / "far" / "train").rename(tmp_path / "data" / "gone" / "train")
@@ -198,7 +197,7 @@ def test_a_task_that_comes_later_is_added(small: Suite, tuned: Callable[..., Sui
 
 
 @pytest.mark.slow
-def test_the_users_settings_replace_the_suites(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
+def test_the_users_settings_replace_the_suites(small: Suite, tuned: Tune, tmp_path: Path) -> None:
     suite = replace(small, tasks=(replace(small.tasks[0], flip=False, crop=False),))
     given = {"flip": True, "crop_area": (0.5, 1.0), "validation_share": 0.25}
     for explicit, expected in (({}, (False, None, 0)), (given, (True, (0.5, 1.0), 0.25))):
@@ -209,7 +208,7 @@ def test_the_users_settings_replace_the_suites(small: Suite, tuned: Callable[...
 
 
 @pytest.mark.slow
-def test_bits_rule_fine_tunes_a_suite(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
+def test_bits_rule_fine_tunes_a_suite(small: Suite, tuned: Tune, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = build(ResNetConfig(depths=(1, 1), width=32, image_size=(32, 32), num_classes=4))
     bundle = Bundle(network.eval(), ("a", "b", "c", "d"), Preprocess(image_size=(32, 32)))
@@ -223,7 +222,7 @@ def test_bits_rule_fine_tunes_a_suite(small: Suite, tuned: Callable[..., SuiteRe
 
 
 @pytest.mark.slow
-def test_numbers_are_fine_tuned(tuned: Callable[..., SuiteResult], brightness: Path, tmp_path: Path) -> None:
+def test_numbers_are_fine_tuned(tuned: Tune, brightness: Path, tmp_path: Path) -> None:
     task = f'name = "grey"\ngroup = "numbers"\ndata = "{brightness}"\nnumbers = ["brightness"]\n'
     head = 'name = "several"\ngroup = "labels"\nwhere = "nowhere"\nevaluators.accuracy.real = "public"\n'
     (tmp_path / "suite.toml").write_text(f'name = "n"\n[evaluators.linear]\n[[tasks]]\n{task}[[tasks]]\n{head}')
@@ -233,7 +232,7 @@ def test_numbers_are_fine_tuned(tuned: Callable[..., SuiteResult], brightness: P
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_is_skipped_with_the_reason(small: Suite, tuned: Callable[..., SuiteResult]) -> None:
+def test_a_run_that_diverges_is_skipped_with_the_reason(small: Suite, tuned: Tune) -> None:
     explicit = {"learning_rate": 1e30, "optimizer": "sgd", "steps": 6, "clip": 0.0}
     with pytest.raises(DataError, match=r"suite small: no task could be measured:\n  near: .*the run diverged"):
         tuned(small, method={"explicit": explicit})
@@ -242,7 +241,7 @@ def test_a_run_that_diverges_is_skipped_with_the_reason(small: Suite, tuned: Cal
 
 
 @pytest.mark.slow
-def test_what_cannot_be_used(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
+def test_what_cannot_be_used(small: Suite, tuned: Tune, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="task gone: ask"):
         tuned(small, strict=True)
     with pytest.raises(DataError, match=r"suite small: no task could be measured:\n  near: ask\n  gone: ask"):

@@ -37,6 +37,10 @@ EVIL = "<script>alert('1 & 2')<"
 LONG = "y" * 200
 
 
+MakeRun = Callable[..., tuple[Path, Bundle]]
+Write = Callable[..., str]
+
+
 @pytest.fixture(scope="module")
 def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Class folders whose names are markup, long, or written from right to left, and a file that is not an image."""
@@ -102,7 +106,7 @@ SECTIONS = [
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
+def run(tmp_path: Path) -> MakeRun:
     """Write the folder of a run with these settings and events, and make a model for it."""
 
     def make(
@@ -134,7 +138,7 @@ def measured() -> ClassificationReport:
 
 
 def test_it_begins_with_errors_and_then_with_examples_that_are_right(
-    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source, tmp_path: Path
+    run: MakeRun, measured: ClassificationReport, source: Source, tmp_path: Path
 ) -> None:
     folder, bundle = run()
     Image.new("L", (8, 8)).save(tmp_path / "one.png")
@@ -162,9 +166,9 @@ def evaluation(number: int, accuracy: float, weights: str = "trained", **more: A
 
 @pytest.fixture
 def written(
-    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source,
+    run: MakeRun, measured: ClassificationReport, source: Source,
     read_page: Callable[[str], Any],
-) -> Callable[..., str]:  # fmt: skip
+) -> Write:  # fmt: skip
     """Return the text of the report of such a run."""
 
     def write(*arguments: Any, split: str = "validation", **fields: Any) -> str:
@@ -200,7 +204,7 @@ def corners(text: str) -> int:
     return len(re.findall(r"[ML][\d. ]+", path))
 
 
-def test_settings_that_matter(written: Callable[..., str]) -> None:
+def test_settings_that_matter(written: Write) -> None:
     text = written(
         [
             ("ended early", {"step": 60, "patience": 3, "best": 30}),
@@ -224,11 +228,11 @@ def test_settings_that_matter(written: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(OptimizerName))
-def test_every_optimizer_has_a_name(written: Callable[..., str], kind: str) -> None:
+def test_every_optimizer_has_a_name(written: Write, kind: str) -> None:
     assert settings_in(written(optimizer=kind))["optimizer"].lower().startswith(kind)
 
 
-def test_what_is_off_is_left_out(written: Callable[..., str]) -> None:
+def test_what_is_off_is_left_out(written: Write) -> None:
     text = written(flip=False, keep="last", validation_share=0.0, evaluations=0, split="test")
     found = settings_in(text)
     assert found["augmentation"] == "none"
@@ -241,14 +245,14 @@ def test_what_is_off_is_left_out(written: Callable[..., str]) -> None:
     [(0, True, "is the linear model of the frozen features"), (0, False, "has the initial weights"), (9, True, None)],
 )
 def test_the_top_says_that_training_changed_nothing(
-    written: Callable[..., str], kept: int, shown: str | None, *, linear_head: bool
+    written: Write, kept: int, shown: str | None, *, linear_head: bool
 ) -> None:
     text = written(kept=kept, init="somewhere", linear_head=linear_head)
     top = text[: text.index("<table")]
     assert ("training did not improve" in top) == (shown is not None) and (shown or "") in top
 
 
-def test_the_curves_are_the_journal(written: Callable[..., str]) -> None:
+def test_the_curves_are_the_journal(written: Write) -> None:
     events = [step(10, 2.0, 1e-4), step(20, 1.0, 3e-4), evaluation(20, 0.5), step(40, math.nan, 2e-4)]
     events += [step(100, 0.5, 0.0)]
     events += [evaluation(100, 0.8, best=True), evaluation(100, 0.8, kept=True)]
@@ -262,7 +266,7 @@ def test_the_curves_are_the_journal(written: Callable[..., str]) -> None:
     assert corners(accuracy) == 2 and "line two" not in accuracy
 
 
-def test_averaged_weights_come_first(written: Callable[..., str]) -> None:
+def test_averaged_weights_come_first(written: Write) -> None:
     events = [one for at in (50, 100) for one in (evaluation(at, at / 200), evaluation(at, at / 150, "averaged"))]
     accuracy = charts_in(written(events, kept=50))["Validation accuracy of the weights"]
     assert '<span class="legend one">averaged</span> <span class="legend two">trained</span>' in accuracy
@@ -270,12 +274,12 @@ def test_averaged_weights_come_first(written: Callable[..., str]) -> None:
     assert ">best, saved: 33.33%</text>" in accuracy
 
 
-def test_without_a_measurement_of_the_kept_step_none_is_marked(written: Callable[..., str]) -> None:
+def test_without_a_measurement_of_the_kept_step_none_is_marked(written: Write) -> None:
     events = [evaluation(50, 0.5), evaluation(100, 0.6)]
     assert "mark" not in charts_in(written(events, kept=37))["Validation accuracy"]
 
 
-def test_long_runs_are_averaged(written: Callable[..., str]) -> None:
+def test_long_runs_are_averaged(written: Write) -> None:
     events = [step(number, float(number % 2)) for number in range(5 * MAX_POINTS)]
     loss = charts_in(written(events))["Training loss"]
     assert loss.startswith(", means of 5 reports<") and corners(loss) == MAX_POINTS
@@ -283,7 +287,7 @@ def test_long_runs_are_averaged(written: Callable[..., str]) -> None:
     assert 0 < max(heights) - min(heights) < 50, "0 and 1 in turn are about a half"
 
 
-def test_a_resumed_run_is_shown_as_it_counts(written: Callable[..., str]) -> None:
+def test_a_resumed_run_is_shown_as_it_counts(written: Write) -> None:
     events = [step(10, 5.0), step(20, 9.0), ("resumed", {"step": 10}), step(20, 3.0)]
     assert "5 at step 10, 3 at step 20." in charts_in(written(events))["Training loss"]
 
@@ -292,7 +296,7 @@ def skipped(key: str) -> tuple[str, dict[str, Any]]:
     return "skipped", {"step": 9, "key": key, "reason": "is <cut> short"}
 
 
-def test_what_was_left_out_is_named_with_its_split(written: Callable[..., str]) -> None:
+def test_what_was_left_out_is_named_with_its_split(written: Write) -> None:
     checkpoint = ("checkpoint", {"step": 10, "path": "step-10"})
     events = [skipped("a"), skipped("b"), checkpoint, skipped("a"), skipped("c"), checkpoint]
     events += [skipped("a"), evaluation(10, 0.5, kept=True), skipped("b"), evaluation(10, 0.5, kept=True, split="test")]
@@ -305,7 +309,7 @@ def test_what_was_left_out_is_named_with_its_split(written: Callable[..., str]) 
 
 
 def test_what_only_the_report_left_out_is_named_too(
-    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
+    run: MakeRun, measured: ClassificationReport, source: Source
 ) -> None:
     folder, bundle = run([skipped("a")])
     found = replace(measured, skipped=(Skipped("a", "is gone"), Skipped("b", "is gone")), absent=("<b>",))
@@ -317,9 +321,7 @@ def test_what_only_the_report_left_out_is_named_too(
     assert "2 images could not be decoded" in top and "no image in the test split" in top and "&lt;b&gt;" in top
 
 
-def test_it_replaces_what_it_wrote_before(
-    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
-) -> None:
+def test_it_replaces_what_it_wrote_before(run: MakeRun, measured: ClassificationReport, source: Source) -> None:
     folder, bundle = run()
     first = write_report(folder, bundle, source, "test", measured, next_commands=["one"])
     assert "one</pre>" in first.read_text()

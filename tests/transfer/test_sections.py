@@ -58,8 +58,11 @@ def rows(page: Any) -> list[list[str]]:
     return found
 
 
+Table = Callable[[str], list[list[str]]]
+
+
 @pytest.fixture
-def table_of(read_page: Callable[[str], Any]) -> Callable[[str], list[list[str]]]:
+def table_of(read_page: Callable[[str], Any]) -> Table:
     """Return the rows of the last table in a section."""
 
     def read(text: str) -> list[list[str]]:
@@ -84,7 +87,7 @@ def test_the_summary_of_several_labels() -> None:
     assert headline(found)[0] == "75.00% all labels right"
 
 
-def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Callable[..., list[list[str]]]) -> None:
+def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Table) -> None:
     guesses = [(0, 0)] * 6 + [(0, 1)] * 2 + [(1, 0)] * 3 + [(1, 1)] + [(2, 0)] * 2 + [(3, 3)]
     text = section("confusion", sections.confusion(report(made(guesses), bootstrap=0)))
     assert table_of(text) == [
@@ -104,7 +107,7 @@ def test_classes_that_nothing_is_or_was_taken_for_have_no_row() -> None:
 
 
 @pytest.mark.parametrize(("classes", "pairs"), [(40, 10), (41, 40)])
-def test_many_classes_have_no_matrix(classes: int, pairs: int, table_of: Callable[..., list[list[str]]]) -> None:
+def test_many_classes_have_no_matrix(classes: int, pairs: int, table_of: Table) -> None:
     guesses = [(number, (number + more) % classes) for number in range(classes) for more in (0, 1)]
     text = section("confusion", sections.confusion(report(made(guesses, classes), bootstrap=0)))
     assert ("<svg" in text) == (classes == 40) and len(table_of(text)) == pairs + 1
@@ -123,7 +126,7 @@ def test_of_several_labels_there_is_neither_matrix_nor_calibration() -> None:
     assert sections.confusion(found) is None and sections.calibration(found) is None
 
 
-def test_the_worst_class_comes_first(table_of: Callable[..., list[list[str]]]) -> None:
+def test_the_worst_class_comes_first(table_of: Table) -> None:
     guesses = [(0, 0)] * 3 + [(1, 0)] + [(1, 1)] * 3 + [(2, 3)] * 2
     assert table_of(section("classes", sections.classes(report(made(guesses, 6), bootstrap=0)))) == [
         ["class", "images", "accuracy", "precision", "F1"],
@@ -136,7 +139,7 @@ def test_the_worst_class_comes_first(table_of: Callable[..., list[list[str]]]) -
     assert len(table_of(text)) == 201 and "and 3 better classes" in text
 
 
-def test_classes_of_several_labels_go_by_average_precision(table_of: Callable[..., list[list[str]]]) -> None:
+def test_classes_of_several_labels_go_by_average_precision(table_of: Table) -> None:
     found = report(several(), bootstrap=0)
     shown = table_of(section("classes", sections.classes(found)))
     assert shown[0] == ["class", "images", "average precision", "recall", "precision", "F1"]
@@ -144,7 +147,7 @@ def test_classes_of_several_labels_go_by_average_precision(table_of: Callable[..
     assert [(row[2], row[0]) for row in shown[1:]] == [(f"{value:.1%}", name) for value, name in wanted]
 
 
-def test_calibration_before_and_after(table_of: Callable[..., list[list[str]]]) -> None:
+def test_calibration_before_and_after(table_of: Table) -> None:
     found = report(made([(0, 0)] * 5 + [(1, 0)] * 5), bootstrap=0, temperature=3.0)
     before, after = found.calibration, found.scaled
     assert before is not None and after is not None

@@ -23,14 +23,7 @@ from vitrail.data.source import Sample, Source, samples_of
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError, SaveError
 from vitrail.evaluation import imagenet
-from vitrail.evaluation.imagenet import (
-    Synset,
-    imagenet_columns,
-    map_classes,
-    read_real,
-    read_synsets,
-    real_accuracy,
-)
+from vitrail.evaluation.imagenet import Synset, imagenet_columns, map_classes, read_real, read_synsets, real_accuracy
 from vitrail.evaluation.metrics.intervals import mean_interval
 from vitrail.evaluation.predictions import Predictions
 from vitrail.testing import check_source

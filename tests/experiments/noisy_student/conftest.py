@@ -14,9 +14,12 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 
+MakeTeacher = Callable[..., str]
+"""The fixture that saves teachers."""
+
 
 @pytest.fixture
-def teacher(tmp_path: Path) -> Callable[..., str]:
+def teacher(tmp_path: Path) -> MakeTeacher:
     """Return a function that saves a teacher with random weights for images of 14 x 21 pixels, and returns its path."""
 
     def make(classes: tuple[str, ...] = ("blue", "green", "red"), output: Any = "softmax", **fields: Any) -> str:

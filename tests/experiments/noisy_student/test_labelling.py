@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.experiments.noisy_student.conftest import MakeTeacher
 from vitrail.data.formats.pseudo_labels import Pool, read_info
 from vitrail.data.pipeline import Readers
 from vitrail.data.source import has_soft_targets, soft_target_of
@@ -28,9 +28,7 @@ def label(teacher: str, data: Path, out: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_labels_are_the_probabilities_of_the_teacher(
-    teacher: Callable[..., str], colour_folder: Path, tmp_path: Path
-) -> None:
+def test_labels_are_the_probabilities_of_the_teacher(teacher: MakeTeacher, colour_folder: Path, tmp_path: Path) -> None:
     """Computed again one image at a time, with the teacher's own preprocessing and without dropout."""
     (colour_folder / "red" / "broken.png").write_bytes(b"no image")
     model = teacher(dropout=0.5)
@@ -59,7 +57,7 @@ def test_labels_are_the_probabilities_of_the_teacher(
     assert read_info(tmp_path / "labels") == info
 
 
-def test_labels_are_balanced(teacher: Callable[..., str], colour_folder: Path, tmp_path: Path) -> None:
+def test_labels_are_balanced(teacher: MakeTeacher, colour_folder: Path, tmp_path: Path) -> None:
     info = label(teacher(), colour_folder, tmp_path / "labels", images_per_class=7, pseudo_labels="hard")
     source: Any = open_data(str(tmp_path / "labels"), validation_share=0.0).train
     targets = [source.target(index) for index in range(len(source))]
@@ -79,7 +77,7 @@ def test_the_choice_is_filtered_then_balanced() -> None:
     assert everything.copies.tolist() == [1] * 4 and everything.probabilities is None
 
 
-def test_a_flat_folder_without_labels_is_labelled(teacher: Callable[..., str], tmp_path: Path) -> None:
+def test_a_flat_folder_without_labels_is_labelled(teacher: MakeTeacher, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for number in range(5):
         Image.new("RGB", (20 + number, 15), (40 * number, 90, 10)).save(tmp_path / "photos" / f"{number}.png")
@@ -87,7 +85,7 @@ def test_a_flat_folder_without_labels_is_labelled(teacher: Callable[..., str], t
     assert info.images == 5 and len(open_data(str(tmp_path / "labels"), validation_share=0.0).train) >= 2
 
 
-def test_unfit_teachers_are_refused(teacher: Callable[..., str], colour_folder: Path, tmp_path: Path) -> None:
+def test_unfit_teachers_are_refused(teacher: MakeTeacher, colour_folder: Path, tmp_path: Path) -> None:
     bundle = load(teacher(), device="cpu")
     headless = Bundle(bundle.network.with_head(0), (), bundle.preprocess).save(tmp_path / "headless")
     with pytest.raises(ConfigError, match="has no classes, so it cannot be a teacher; name a model that was trained"):

@@ -16,16 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.experiments.noisy_student.conftest import MakeTeacher
 from vitrail.data.formats.pseudo_labels import Pool, read_info
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError, RunError
-from vitrail.experiments.noisy_student import (
-    Labelling,
-    NoisyStudentConfig,
-    Rounds,
-    check_size,
-    run_rounds,
-)
+from vitrail.experiments.noisy_student import Labelling, NoisyStudentConfig, Rounds, check_size, run_rounds
 from vitrail.recipes.semi_supervised import NOISY_STUDENT_RECIPES
 from vitrail.tasks.teacher import teacher_facts
 from vitrail.training.config import TrainConfig
@@ -202,7 +197,7 @@ def test_settings_that_cannot_work_leave_nothing_behind(
 
 
 def test_a_smaller_student_is_refused_but_not_one_of_smaller_images(
-    student: TrainConfig, teacher: Callable[..., str], tmp_path: Path
+    student: TrainConfig, teacher: MakeTeacher, tmp_path: Path
 ) -> None:
     names = tuple(str(number) for number in range(10))
     model, equal = teacher(names, depth=3), teacher(names)
@@ -212,9 +207,7 @@ def test_a_smaller_student_is_refused_but_not_one_of_smaller_images(
     check_size(small.resolve(num_classes=10, image_size=(7, 7), channels=3), teacher_facts(equal), equal)
 
 
-def test_a_teacher_with_other_classes_is_refused(
-    student: TrainConfig, teacher: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_teacher_with_other_classes_is_refused(student: TrainConfig, teacher: MakeTeacher, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has other classes than data .*: it lacks 3, .*, and it also has"):
         run_rounds(config_of(student, teacher=teacher(("0", "1", "2", "x"))), tmp_path / "rounds")
 

@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 
 from tests.analysis.pages.interactive.conftest import coded, unpack
-from vitrail.analysis.pages.interactive import (
-    AttentionMaps,
-    PackedMaps,
-    make_page,
-    script_text,
-)
+from vitrail.analysis.pages.interactive import AttentionMaps, PackedMaps, make_page, script_text
 
 MAX_BYTES = 5_000_000
 MakeMaps = Callable[..., AttentionMaps]
