@@ -167,13 +167,6 @@ def test_rates_of_several_labels_are_chosen_by_mean_average_precision(
         assert trial.value == last["mean_average_precision"]
 
 
-def test_no_held_out_image_is_refused(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    config = base.override(validation_share=0.0, evaluations=0)
-    with pytest.raises(ConfigError, match="leaves no labelled image for choosing the learning rate; set learning_rate"):
-        tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
-    assert not (tmp_path / "rates").exists(), "no run was done for it"
-
-
 @pytest.mark.slow
 def test_runs_that_are_there_are_reused_or_refused(
     base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path

@@ -356,18 +356,13 @@ def interrupt_after_ten(watched: Watched, source: Pictures, cache: Path) -> None
 def test_an_exception_loses_nothing_that_was_computed(tmp_path: Path) -> None:
     source, watched = Pictures(13), Watched()
     interrupt_after_ten(watched, source, tmp_path)
-    features = watched(source, tmp_path)
-    assert watched.seen == 13 and same(features, watched(source, None))
+    features, expected = watched(source, tmp_path), Watched()(source, None)
+    assert watched.seen == 13 and same(features, expected)
     assert watched.notes == ["continuing: features of 10 of 13 images are in the cache"]
     assert watched.progress[:2] == [13, 13]
-
-
-def test_another_batch_size_goes_on_too(tmp_path: Path) -> None:
-    source, watched = Pictures(13), Watched()
-    expected = watched(source, None)
-    interrupt_after_ten(watched, source, tmp_path)
-    features = watched(source, tmp_path, batch_size=4)
-    assert watched.seen == 13 + 10 + 3
+    interrupt_after_ten(watched, source, tmp_path / "other")
+    features = watched(source, tmp_path / "other", batch_size=4)
+    assert watched.seen == 13 + 10 + 3, "another batch size goes on too"
     assert np.allclose(features.features, expected.features, atol=1e-5)
 
 
