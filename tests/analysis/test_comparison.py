@@ -97,18 +97,6 @@ def test_layers_are_compared_on_images_of_each_models_size(colours: Path) -> Non
     assert found.models[1].reach.by_layer == [(0, reach.mean[0].mean()), (1, reach.mean[1].mean())]
 
 
-@pytest.mark.slow
-def test_a_resnet_has_receptive_fields_and_no_relevance(colours: Path) -> None:
-    vit, bit = bundle_of(seed=3), bundle_of(size=(16, 16), **BIT)
-    found = compared(colours, vit, bit, images=4, examples=2)
-    assert [one.reach.name for one in found.models] == ["attention distance", "effective receptive field"]
-    assert found.disagreements
-    for item in found.disagreements:
-        ours, theirs = item.answers
-        assert theirs.relevance is None
-        assert ours.relevance.shape == item.picture.shape[:2]
-
-
 def test_relevance_is_that_of_the_predicted_class(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     found = compared(colours, bundle, bundle_of(seed=4), examples=1, images=4)

@@ -19,16 +19,11 @@ from vitrail.analysis.overview import Overview, overview
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.samples import images_at, inputs_of
 from vitrail.analysis.similarity import layer_similarity
-from vitrail.data.source import Samples, Source, evenly, samples_of, subset
+from vitrail.data.source import evenly, samples_of, subset
 from vitrail.data.sources import open_whole
 from vitrail.data.targets import Targets
 from vitrail.evaluation.outputs import Outputs
 from vitrail.weights.bundle import Bundle
-
-
-def unlabelled(source: Source) -> Samples:
-    """Return a source whose images have no labels."""
-    return replace(samples_of(source), targets=Targets.unknown("class", source.classes, len(source)))
 
 
 def seen(folder: Path, bundle: Bundle, **fields: Any) -> Overview:
@@ -182,7 +177,8 @@ def test_saliency_maps_are_measured_on_images_at_equal_distances(colours: Path) 
 def test_a_model_without_a_head_has_layers_and_embeddings(colours: Path, has_labels: bool) -> None:
     bundle = bundle_of(seed=3, classes=())
     whole = open_whole(str(colours)).whole.train
-    source = whole if has_labels else unlabelled(whole)
+    unknown = Targets.unknown("class", whole.classes, len(whole))
+    source = whole if has_labels else replace(samples_of(whole), targets=unknown)
     found = overview(Outputs(bundle), source, whole, "it", images=6, probe_images=12, bootstrap=0)
     assert found.answers is None and found.saliency is None and found.images == 27
     assert found.layers.entropy is not None

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -193,13 +194,9 @@ def test_a_full_device_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.warns(UserWarning, match="out of memory; tracing continues with batch_size=2"):
         found = trace(network, images, batch_size=4)
     assert torch.equal(found.logits, expected.logits)
-    monkeypatch.setattr(VisionTransformer, "forward", _full)
+    monkeypatch.setattr(VisionTransformer, "forward", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="batch_size=1"):
         trace(network, images, batch_size=2)
-
-
-def _full(self: VisionTransformer, images: Tensor) -> Tensor:
-    raise torch.OutOfMemoryError
 
 
 class _Mapless(AttentionLayer):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from vitrail.data.formats.fractals import open_fractals
 from vitrail.models.variants import ModelConfig
 from vitrail.studies.study import (
     NETWORKS,
     Settings,
     data_config,
     finetuning_config,
-    fractals,
-    patch_side,
     run_cost,
     small_config,
 )
@@ -47,10 +44,3 @@ def test_a_second_stage_has_no_network_of_its_own() -> None:
     config = finetuning_config(Settings(channels=3), images=100, steps=7, linear_head=True)
     assert config.model == ModelConfig() and config.start.init and config.run.steps == 7
     assert config.images.image_size == (32, 32) and config.images.channels == 3
-
-
-def test_fractals_have_the_size_of_the_images() -> None:
-    spec = fractals(Settings(), 3, 2)
-    source = open_fractals(spec)
-    assert spec == "fractals:3:2:0:28" and len(source) == 6
-    assert patch_side(Settings(), 7) == 4 and patch_side(Settings(channels=3), 7) == 4
