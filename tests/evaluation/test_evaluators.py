@@ -267,7 +267,6 @@ def test_a_run_is_probed_on_its_averaged_weights(tiny: Callable[..., TrainConfig
     result = train(config, probes=[Probe("features", 6, evaluator)])
     events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "probe"]
     assert [(event["step"], event["weights"]) for event in events] == [(6, "averaged"), (12, "averaged")]
-    assert splits.validation is not None
     known = evaluator(Outputs(result.bundle), splits.train, splits.validation)
     assert {name: events[1][name] for name in known} == known
     assert {"knn_5", "fewshot_2", "fewshot_2_deviation"} <= set(known)

@@ -316,7 +316,6 @@ def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
 
 def colour(style: str, name: str) -> tuple[float, ...]:
     found = re.search(rf"{name}: #(\w\w)(\w\w)(\w\w);", style)
-    assert found is not None
     return tuple(int(part, 16) for part in found.groups())
 
 

@@ -72,7 +72,6 @@ def bundle() -> Bundle:
 def mirrored(source: Source, bundle: Bundle) -> FormsCompared | None:
     """Return the test of mirroring with the features of a model."""
     division = divide(source)
-    assert division is not None
     return mirror_test(Outputs(bundle).features, division, 3)
 
 
@@ -86,7 +85,6 @@ def test_mirroring_hurts_if_left_and_right_tell_the_classes_and_not_if_height_do
 
 def test_both_parts_have_all_classes_and_no_image_twice() -> None:
     division = divide(bars(91))
-    assert division is not None
     fitted, tested = ({one.key(index) for index in range(len(one))} for one in (division.fitted, division.tested))
     assert len(tested) == 30 and len(fitted) == 61 and not fitted & tested
     assert {division.tested.target(index) for index in range(30)} == {0, 1}
@@ -143,7 +141,6 @@ def test_fine_detail_asks_for_the_larger_size(bundle: Bundle) -> None:
         return (pixels // 2 + 64 + noise).clip(0, 255).astype(np.uint8)
 
     division = divide(drawn(chequerboard))
-    assert division is not None
     found = compare_sizes(bundle, division, ((14, 14), (56, 70)))
     assert found is not None and found.before > 0.2 and found.after < 0.1 and larger_is_better(found)
 
@@ -175,7 +172,6 @@ def test_the_models_batch_follows_from_the_memory_and_the_users_size_is_examined
     )
     assert found.flip is False and made == [(None, (21, 35))]
     division = divide(bars())
-    assert division is not None
     compare_sizes(bundle, division, ((14, 14), (28, 35)))
     assert made[1:] == [(None, (14, 14)), (None, (28, 35))]
 

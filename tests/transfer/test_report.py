@@ -75,7 +75,6 @@ def trained(evil: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read_page: Callable[[str], Any]) -> None:
     folder, bundle = trained
     source = open_data(str(evil), validation_share=0.2).test
-    assert source is not None
     found = report(Outputs(bundle).predictions(source), temperature=1.5)
     commands = (f"vitrail predict {folder}/model '{EVIL}'", "vitrail evaluate")
     path = write_report(folder, bundle, source, "test", found, next_commands=commands)

@@ -150,7 +150,6 @@ def test_classes_of_several_labels_go_by_average_precision(table_of: Table) -> N
 def test_calibration_before_and_after(table_of: Table) -> None:
     found = report(made([(0, 0)] * 5 + [(1, 0)] * 5), bootstrap=0, temperature=3.0)
     before, after = found.calibration, found.scaled
-    assert before is not None and after is not None
     text = section("calibration", sections.calibration(found))
     assert table_of(text) == [
         ["metric", "uncalibrated", "with temperature 3"],

@@ -132,7 +132,6 @@ def test_tasks_are_measured_as_evaluators_do_and_others_left_out(bundle: Bundle,
         (drawn, "fractals:3:12:0:16[:18]", 0.4, evaluators_of("linear", {"linear": {"penalties": [1.0, 0.1]}})),
     ):
         splits = open_data(spec, validation_share=share)
-        assert splits.validation is not None
         assert row.metrics == measure(known, Outputs(bundle), splits.train, splits.validation)
     assert drawn.metrics["training_images"] == 18 and any(note.startswith("drawn: 18 of ") for note in notes)
     assert far.reason == "ask the one who took the pictures"

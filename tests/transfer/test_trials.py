@@ -108,7 +108,6 @@ def test_a_higher_rate_is_tried_if_the_highest_is_the_best(
 
 def test_the_rates_of_the_rule_rise(planned: Planned) -> None:
     search = planned(budget="1m").search
-    assert search is not None
     rates = [one.settings["learning_rate"] for one in search.rising]
     lowest = sorted(one.settings["learning_rate"] for one in search.candidates if one in search.rising)
     assert rates == sorted(rates) and rates[:3] == lowest and len(rates) == 5
@@ -184,7 +183,6 @@ def test_the_report_shows_what_was_tried(planned: Planned, tiny_bundle: Bundle) 
     config = planned(run="runs/one", validation_share=0.3).config.override(steps=2 * FEW)
     search = search_of(LOW, HIGH)
     found = finetune(config, config.data.open_whole(), tiny_bundle, search=search)
-    assert found.page is not None
     page = found.page.read_text(encoding="utf-8")
     assert "<h2>Trials</h2>" in page and LINEAR in page and "the saved model" in page
     trials = [tried for tried in read_tried(Path("runs/one")) if tried.steps]
@@ -214,7 +212,6 @@ def test_trials_work_with_settings_that_they_do_not_have(
     }
     splits = config.data.open()
     record = json.loads((trials_folder(Path("runs/one")) / f"low-{FEW}/run.json").read_text())
-    assert splits.validation is not None
     assert (record["data"]["train"], record["data"]["validation"]) == (len(splits.train), len(splits.validation))
     assert (record["config"]["run"]["patience"], record["config"]["run"]["probe"]) == (None, "")
 

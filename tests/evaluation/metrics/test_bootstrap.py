@@ -59,7 +59,6 @@ def test_the_calibration_error_lies_in_its_interval(n: int, seed: int, hits: flo
     random = np.random.default_rng(seed)
     confidence, correct = random.random(n), random.random(n) < hits
     found = calibration_error_interval(confidence, correct, resamples=resamples, seed=seed)
-    assert found.low is not None and found.high is not None
     assert 0 <= found.low <= found.value <= found.high <= 1
 
 
@@ -68,7 +67,6 @@ def test_a_fraction_has_the_interval_of_wilson(counts: tuple[int, int]) -> None:
     right, n = counts
     found = mean_interval(np.arange(n) < right)
     expected = stats.binomtest(right, n).proportion_ci(0.95, method="wilson")
-    assert found.low is not None and found.high is not None
     np.testing.assert_allclose((found.low, found.high), (expected.low, expected.high), rtol=1e-9, atol=1e-12)
     assert found.low <= found.value <= found.high and found.low < found.high
 

@@ -103,7 +103,6 @@ def test_intervals_are_quantiles_over_resamples() -> None:
         resampled.append(references(predicted[rows], truth[rows]))
     low, high = np.quantile(resampled, [0.025, 0.975], axis=0)
     for output, one in enumerate(each):
-        assert one is not None
         for number, metric in enumerate(one.values()):
             assert metric.low is not None and metric.high is not None and metric.low < metric.value < metric.high
             width = high[output, number] - low[output, number]
