@@ -75,13 +75,6 @@ def test_constructed_attention() -> None:
     np.testing.assert_allclose(entropies(torch.stack([identity, uniform]), 0), [0.0, math.log(6)], atol=1e-6)
 
 
-def test_other_tokens_are_dropped_without_a_new_norm() -> None:
-    attention = torch.full((5, 5), 0.2)  # a class token, a register, and patches in a row of three
-    found = mean_distances(attention, (1, 3), (2, 2), 2)
-    assert float(found) == pytest.approx(0.2 * (2 + 4 + 2 + 2 + 4 + 2) / 3)
-    assert float(entropies(attention, 2)) == pytest.approx(math.log(5))
-
-
 @pytest.mark.parametrize("fields", [{"registers": 2, "positions": "relative-bias"}, {"pool": "gap"}], ids=str)
 def test_a_naive_version(fields: dict[str, object]) -> None:
     network, images = make(**fields), images_of(3)

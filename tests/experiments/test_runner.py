@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.errors import ConfigError, RunError, VitrailError
+from vitrail.errors import RunError, VitrailError
 from vitrail.experiments.accuracy import AccuracyCell, Curve, CurvePoint
 from vitrail.experiments.runner import Pool, differences, experiment, read_cell, read_result, write_result
 
@@ -103,15 +103,6 @@ def test_a_repeated_cell_keeps_its_result_until_it_has_a_new_one(tmp_path: Path,
         assert again.repeat(again.cell_named(CELL.name)) == RESULT
     assert read_result(folder, Curve) == RESULT and (folder / "earlier").exists() == bool(code)
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [CELL.name]
-
-
-def test_a_cell_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    new = Pool(folder=tmp_path / "new", cell=AccuracyCell, result=Curve, command=lambda cell: ())
-    with pytest.raises(ConfigError, match=r"'abc' cannot be repeated, because .*cells has no cells"):
-        new.cell_named("abc")
-    run(tmp_path)
-    with pytest.raises(ConfigError, match=f"'demo' is not in .*; nearest: {CELL.name}"):
-        pool(tmp_path).cell_named("demo")
 
 
 def test_a_damaged_cell_or_result_is_named(tmp_path: Path) -> None:

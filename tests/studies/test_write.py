@@ -118,11 +118,3 @@ def test_lines_are_in_the_order_of_x() -> None:
 def test_without_a_finished_point_there_is_no_figure() -> None:
     results = Results([measured("a", (None,), x=10.0, label="10")])
     assert lines_chart(results, "accuracy", "accuracy", "images") == "" == arms_chart(results, "accuracy", "accuracy")
-
-
-def test_no_two_lines_look_the_same() -> None:
-    points = [measured(f"arm {number}", (0.5,), x=10.0, label="10") for number in range(12)]
-    root = ElementTree.fromstring(standalone(lines_chart(Results(points), "accuracy", "accuracy", "images")))
-    lines = [element.attrib for element in root.iter() if element.get("class") == "series"]
-    looks = [(line["stroke"], line.get("stroke-dasharray")) for line in lines]
-    assert looks[:12] == looks[12:] and len(set(looks)) == 12  # the lines, and those of the legend

@@ -165,18 +165,11 @@ def test_rates_to_try_are_chosen_with_any_protocol(planning: Planning, colours: 
     assert not [reason for reason in chosen.reasons if "weight decay" in reason or "SGD" in reason]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rates": ()}, r"learning_rates=\(\) must be one or more different numbers above 0"),
-        ({"protocol": "bit"}, "protocol='bit' is the rule of Big Transfer for BiT ResNets, but the model is a Vision"),
-    ],
-)
-def test_settings_of_a_protocol_that_do_not_fit(
-    planning: Planning, colours: Path, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        planning(colours)(**settings)
+def test_bits_rule_is_refused_for_a_transformer(planning: Planning, colours: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="protocol='bit' is the rule of Big Transfer for BiT ResNets, but the model is"
+    ):
+        planning(colours)("bit")
 
 
 def test_the_official_validation_split_never_chooses_a_rate_and_measures(

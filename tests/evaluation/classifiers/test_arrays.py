@@ -41,14 +41,6 @@ def test_moments_of_a_mapped_file_in_parts_are_numpys(tmp_path: Path, monkeypatc
     np.testing.assert_allclose(std, values[rows].astype(np.float64).std(axis=0), rtol=1e-9)
 
 
-def test_moments_name_the_row_that_is_not_finite() -> None:
-    features = np.zeros((9, 3), np.float32)
-    features[5, 1], features[7, 0] = np.inf, np.nan
-    with pytest.raises(DataError, match="features of row 5 are not all finite"):
-        moments(features, np.array([1, 5, 7]))
-    moments(features, np.array([0, 1, 2, 8]))
-
-
 @given(labels=st.lists(st.integers(0, 4), max_size=40), seed=st.integers(0, 2**63))
 def test_ranks_number_each_class_and_ignore_the_others(labels: list[int], seed: int) -> None:
     array = np.array(labels, np.int64)

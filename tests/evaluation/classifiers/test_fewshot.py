@@ -189,11 +189,6 @@ def test_the_whole_equals_its_parts() -> None:
     assert sum(found[1]) < sum(found[10]) < sum(found[25]) < 4
 
 
-def test_one_class_is_always_right() -> None:
-    train, labels = clusters(5, 6, 1)
-    assert measured(train, labels, train, labels, num_classes=1, shots=[2]) == {2: (1, 1, 1)}
-
-
 def test_features_that_are_all_the_same_guess_the_first_class() -> None:
     features, labels = np.full((12, 3), 0.1, np.float32), np.arange(12) % 3
     assert measured(features, labels, features, labels, num_classes=3, shots=[4]) == {4: (1 / 3,) * 3}
