@@ -113,7 +113,7 @@ class Predict(DeviceOption, ImageSizeOption, ModelOption):
     small objects in large images, and takes as many times longer as there are tiles."""
     precision: Precision | None = None
     """Number format of matrix products. The default is the model's own, usually float32. auto is bf16 if the processor
-    has units for it. int8 needs a CPU with VNNI."""
+    has units for it. A file from vitrail export --precision int8 computes in 8-bit integers."""
     engine: EngineChoice = "auto"
     """Runtime that computes on a CPU: torch, openvino or onnxruntime (extras). auto measures which is the fastest one,
     if there is a minute of work or more, and keeps the result."""

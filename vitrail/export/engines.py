@@ -133,7 +133,7 @@ def _refusal(bundle: Bundle, precision: Precision) -> str | None:
         return f"it computes on the CPU, and the model is on {bundle.device}"
     if precision == "bf16" and bundle.output == "numbers":
         return "it computes the last layer in bf16, too, which rounds numbers in the units of the data"
-    return f"it does not compute in {precision}" if precision == "int8" else None
+    return None
 
 
 def _is_small(bundle: Bundle, images: int | None) -> bool:

@@ -18,7 +18,7 @@ from vitrail.data.source import Samples, key_hash
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory
 from vitrail.models.compiled import compile_blocks
-from vitrail.models.linear.low_bits import use_float8
+from vitrail.models.linear.float8 import use_float8
 from vitrail.models.variants import build
 from vitrail.processes.group import Processes
 from vitrail.tasks.own_model import own_config

@@ -28,8 +28,8 @@ from vitrail.evaluation.evaluators import EVALUATORS, OF_PLACED, Evaluator, Toge
 from vitrail.machine import check_memory, describe, pick_device, resolve_precision, total_memory
 from vitrail.models.compiled import Compiled, resolve_compile
 from vitrail.models.cost import activation_bytes, checkpointed_bytes, prediction_bytes, training_bytes
+from vitrail.models.linear.float8 import check_float8
 from vitrail.models.linear.float32 import resolve_float32_products
-from vitrail.models.linear.low_bits import check_float8
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, AnyNetwork, ModelConfig, transformer
 from vitrail.processes.group import Processes
