@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from vitrail.errors import ConfigError
-from vitrail.models.pair import Pair, PairConfig
-from vitrail.models.text import TextConfig, TextTower
+from vitrail.models.text import Pair, PairConfig, TextConfig, TextTower
 from vitrail.models.vit_config import ViTConfig
 
 IMAGE = ViTConfig(

@@ -38,6 +38,7 @@ from vitrail.files import (
 )
 from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
+from vitrail.models.predictor import EngineChoice
 from vitrail.report.drawing import with_legend
 from vitrail.settings import setting
 from vitrail.weights.answers import (
@@ -52,7 +53,6 @@ from vitrail.weights.answers import (
     Prediction,
 )
 from vitrail.weights.bundle import Bundle, ImageLike, read_image
-from vitrail.weights.engine import EngineChoice
 from vitrail.weights.load import load
 from vitrail.weights.tiles import predict_tiles
 from vitrail.weights.zero_shot import zero_shot

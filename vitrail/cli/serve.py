@@ -11,10 +11,10 @@ from vitrail.analysis.images import Overlays
 from vitrail.cli.console import print_messages
 from vitrail.cli.options import Call, Command, DeviceOption
 from vitrail.machine import Precision
+from vitrail.models.predictor import EngineChoice
 from vitrail.registry import optional_module
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
 from vitrail.settings import setting
-from vitrail.weights.engine import EngineChoice
 
 NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 """Modules of the extra `serve`."""

@@ -17,11 +17,11 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.frozen import labelled_features
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.streaming import Accuracy
 from vitrail.machine import has_bf16_matrix_units
 from vitrail.models.network import with_weights
 from vitrail.models.predictor import Predictor
 from vitrail.models.reduction import ReductionMethod, TokenReduction
+from vitrail.tasks.classification import Accuracy
 from vitrail.training.linear_start import set_head
 from vitrail.weights.adapt import adapted, with_reduction
 from vitrail.weights.bundle import Bundle

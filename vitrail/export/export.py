@@ -14,7 +14,7 @@ import numpy as np
 
 from vitrail.bench.workload import interleave, timed
 from vitrail.data.source import Sample
-from vitrail.data.text_tokenizer import FILES
+from vitrail.data.texts import FILES
 from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.export.formats import FORMATS, OPSETS, Format, Traced
 from vitrail.export.int8 import CALIBRATION_BATCH, Int8, check_precision

@@ -1,12 +1,13 @@
-"""Prediction that does not change the network. Weights are converted once, and several threads can predict at a
-time."""
+"""Prediction that does not change the network, by PyTorch or by another runtime on the CPU. Weights are converted once,
+and several threads can predict at a time."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -19,6 +20,10 @@ from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
 from vitrail.models.resnet import StandardisedConv
 from vitrail.settings import problem_of, raise_problems
+
+EngineName = Literal["openvino", "onnxruntime"]
+EngineChoice = Literal["auto", "torch", "openvino", "onnxruntime"]
+"""Runtime that computes predictions on a CPU. "auto" is the fastest one of this machine."""
 
 
 class _Exact(nn.Module):
@@ -103,3 +108,40 @@ class Predictor:
     def _context(self) -> Iterator[None]:
         with torch.inference_mode(), autocast(self.precision, self.device):
             yield
+
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """A runtime that has loaded a network. `with_engine` in `vitrail/export/engines.py` makes engines."""
+
+    name: EngineName
+    network: nn.Module
+    """The network that it has loaded. A bundle of another network does not keep the engine."""
+    precision: Literal["float32", "bf16"]
+    """Number format of matrix products."""
+    contents: Literal["logits", "embedding"]
+    """Output of the network that the engine computes. PyTorch computes all others."""
+    run: Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b ..."]]
+    """Function that computes this output from normalised images. Threads may call it at the same time."""
+
+    @property
+    def title(self) -> str:
+        """The runtime's own name."""
+        return {"openvino": "OpenVINO", "onnxruntime": "onnxruntime"}[self.name]
+
+
+class EnginePredictor(Predictor):
+    """A predictor whose logits or embeddings another runtime computes."""
+
+    def __init__(self, network: nn.Module, engine: Engine) -> None:
+        """Prepare a network that has the weights of the engine."""
+        super().__init__(network, engine.precision)
+        self._engine = engine
+
+    def logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
+        """Return what `network(images)` returns."""
+        return self._engine.run(images) if self._engine.contents == "logits" else super().logits(images)
+
+    def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
+        """Return what `network.embed(images)` returns: one vector for each image."""
+        return self._engine.run(images) if self._engine.contents == "embedding" else super().embed(images)
