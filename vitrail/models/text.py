@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionPositions
 from vitrail.models.attention.full import SelfAttention, in_format_of
-from vitrail.models.blocks import Block, Blocks, Mlp, PostNormBlock, make_mlp
+from vitrail.models.blocks import Block, Blocks, Mlp, PostNormBlock, SwiGlu, make_mlp
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Layers, mlp_macs, refuse_assignment, weights_of
 from vitrail.models.tokens import AttentionPool
@@ -182,7 +182,7 @@ class TextTower(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-            elif isinstance(module, SelfAttention | Mlp | AttentionPool):
+            elif isinstance(module, SelfAttention | Mlp | SwiGlu | AttentionPool):
                 module.initialise()
         block: Any
         for block in self.blocks:
