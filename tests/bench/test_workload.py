@@ -21,7 +21,7 @@ def test_costs_are_of_the_whole_batch(tiny_work: MakeWork) -> None:
     assert work.flops < work.whole_flops == 4 * replace(work.config, pool="gap", class_token=True).training_flops()
     assert infer.predicted_bytes is None and infer.activation_bytes is None
     assert tiny_work(task="infer", num_classes=0).flops > 0
-    float8 = tiny_work(precision="bf16", eight_bits="float8")
+    float8 = tiny_work(precision="bf16", float8=True)
     assert float8.predicted_bytes is None and float8.activation_bytes is None
     assert float8.plain()["precision"] == "float8"
     plain = json.loads(json.dumps(work.plain()))
