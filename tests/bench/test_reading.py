@@ -1,4 +1,4 @@
-"""Tests of the reading benchmark: every row reads the same images, including decoding alone and the plain loop."""
+"""Tests of the times of reading and loading: every row reads the same images, and every way to load is timed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench import reading
-from vitrail.bench.reading import DECODING, LOOP, measure_opening, measure_reading, write_parquet, write_photographs
+from vitrail.bench.reading import (
+    DECODING,
+    LOOP,
+    measure_loading,
+    measure_opening,
+    measure_reading,
+    write_parquet,
+    write_photographs,
+)
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, VitrailError
 
 SMALL = Preprocess(image_size=(21, 28))
 
@@ -108,3 +118,26 @@ def test_opening_is_measured_in_processes_of_its_own() -> None:
     found = measure_opening(10_020)
     assert found["images"] == 10_020 and found["again_seconds"] > 0 and found["first_seconds"] > 0
     assert 0 <= found["peak_bytes"] < 100e6
+
+
+READS = {"vitrail.load", "safetensors.torch.load_file", "plain read"}
+PROGRAMS = {"python", "import torch", "import vitrail", "from vitrail import load", "vitrail predict"}
+
+
+def test_every_way_is_timed(tiny_work: MakeWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(reading, "_process", lambda command: lambda: started.append(command))
+    config = tiny_work(channels=1).config
+    result = measure_loading(config, device=torch.device("cpu"), repetitions=1, warmup=0)
+    assert 4 * config.parameters() < result["file_bytes"] < 4 * config.parameters() + 10_000
+    assert set(result["first"]) == set(result["loads"]) == READS and set(result["processes"]) == PROGRAMS
+    scripts = [command[1] for command in started if command[0] == "-c"]
+    assert sorted(scripts) == ["", "from vitrail import load", "import torch", "import vitrail"]
+    (predict,) = [command for command in started if command[0] == "-m"]
+    assert predict[1:3] == ["vitrail", "predict"] and predict[5:] == ["--device", "cpu"]
+
+
+def test_a_process_that_fails_is_an_error() -> None:
+    reading._process(["-c", "pass"])()
+    with pytest.raises(VitrailError, match=r"^python -c raise SystemExit\(.no model.\) failed:\nno model$"):
+        reading._process(["-c", "raise SystemExit('no model')"])()

@@ -1,13 +1,19 @@
-"""Tests of workloads."""
+"""Tests of workloads, of interleaved timing, and of objects in worker processes: calls, errors and ends."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
 
 from tests.bench.conftest import MakeWork
+from vitrail.bench.workload import ProcessKilled, Spread, Worker, interleave, timed, waits_for
+from vitrail.errors import ConfigError
 from vitrail.models.cost import activation_bytes, training_bytes
 
 
@@ -32,3 +38,84 @@ def test_the_batch_is_the_same_in_every_call(tiny_work: MakeWork) -> None:
     work = tiny_work(channels=1)
     assert work.images().shape == (3, 1, 28, 21) and torch.equal(work.images(), work.images())
     assert torch.equal(work.labels(), work.labels()) and int(work.labels().max()) < 5
+
+
+def test_rounds_run_every_timer_once_in_turn() -> None:
+    calls: list[str] = []
+
+    def timer(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    times = interleave({name: partial(timer, name) for name in "abc"}, repetitions=2, warmup=1)
+    assert "".join(calls) == "abc" * 3
+    assert times == {"a": [4.0, 7.0], "b": [5.0, 8.0], "c": [6.0, 9.0]}, "what warmed up does not count"
+
+
+def test_the_device_is_waited_for_on_both_sides() -> None:
+    calls: list[str] = []
+    seconds = timed(lambda: calls.append("a"), lambda: calls.append("|"))()
+    assert "".join(calls) == "|a|" and seconds >= 0
+    waits_for(torch.device("cpu"))()
+
+
+def test_spread() -> None:
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(median=2.0, low=1.0, high=3.0)
+
+
+class Counter:
+    """An object with state that lasts between calls."""
+
+    def __init__(self, start: int) -> None:
+        if start < 0:
+            raise ConfigError(f"start={start} is negative")
+        self.value = start
+
+    def next(self) -> int:
+        self.value += 1
+        return self.value
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def refuse(self) -> None:
+        raise ConfigError("not now")
+
+    def stumble(self) -> None:
+        raise Unsendable(lambda: None)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Unsendable(Exception):
+    """An object that cannot be pickled."""
+
+
+@pytest.mark.slow
+def test_a_process_keeps_its_object_until_it_is_closed() -> None:
+    one, two = Worker(Counter, 3), Worker(Counter, 10)
+    assert [one.call("next"), two.call("next"), one.call("next")] == [4, 11, 5]
+    processes = {one.call("process"), two.call("process"), os.getpid()}
+    assert len(processes) == 3
+    one.close()
+    assert two.call("next") == 12
+    two.close()
+
+
+@pytest.mark.slow
+def test_errors_come_back_as_they_are_or_in_words() -> None:
+    with pytest.raises(ConfigError, match="start=-1 is negative"):
+        Worker(Counter, -1)
+    for method, words in (("refuse", "^not now$"), ("stumble", "^Unsendable: <function")):
+        worker = Worker(Counter, 0)
+        with pytest.raises(Exception, match=words):
+            worker.call(method)
+        worker.close()
+
+
+def test_a_death_is_told_apart() -> None:
+    worker = Worker(Counter, 0)
+    with pytest.raises(ProcessKilled, match="ended with exit code -9 and no answer"):
+        worker.call("die")
+    worker.close()

@@ -1,8 +1,10 @@
-"""Tests of the steps that a comparison measures, with our network and with a fake library."""
+"""Tests of the steps that a comparison measures, with our network and with a fake library, and of their parts."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from tests.bench.conftest import MakeWork
 from vitrail.bench.peers import PEERS
-from vitrail.bench.step import OURS, PRODUCTS, Entry, Runner, entries, make_step
+from vitrail.bench.step import CATEGORIES, OURS, PRODUCTS, Entry, Runner, breakdown, category_of, entries, make_step
 
 SETTINGS = ("matched", "best", "graphs")
 GRAPHS = "reduce-overhead"
@@ -88,3 +90,33 @@ def test_products_are_in_bf16_where_ours_are_in_float8(tiny_work: MakeWork, monk
     runners = [Runner(Entry(PRODUCTS), work, 1) for work in (plain, float8)]
     assert runners[0].flops() == runners[1].flops() > 0.5 * plain.flops
     assert runners[0].large_flops() > 1e8
+
+
+KINDS = {
+    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::mkldnn_convolution", "mkldnn::_linear_pointwise"),
+    "attention": ("aten::_softmax", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"),
+    "normalisation": ("aten::native_layer_norm_backward", "aten::native_group_norm"),
+    "activation": ("aten::gelu_backward",),
+    "copies and casts": ("aten::copy_", "aten::_to_copy", "aten::cat"),
+    "optimizer": ("aten::_fused_adamw_", "Optimizer.step#AdamW.step"),
+    "the rest": ("aten::add", "aten::mmap", "vitrail.bench.step", "aten::_log_softmax"),
+}
+
+
+def test_operations_are_told_apart_by_their_whole_name() -> None:
+    assert {name: tuple(one for one in names if category_of(one) == name) for name, names in KINDS.items()} == KINDS
+
+
+@pytest.mark.slow
+def test_shares_make_a_whole(tiny_work: MakeWork, capfd: pytest.CaptureFixture[str]) -> None:
+    shares = breakdown(make_step(Entry(OURS), tiny_work(batch=16)), torch.device("cpu"))
+    assert list(shares) == [*CATEGORIES, "the rest"] and sum(shares.values()) == pytest.approx(1)
+    assert min(shares.values()) > 0 and capfd.readouterr().err == ""
+
+
+def test_the_standard_error_comes_back_after_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    step = Mock(side_effect=[None, RuntimeError("no")])
+    with pytest.raises(RuntimeError, match="no"):
+        breakdown(step, torch.device("cpu"))
+    os.write(2, b"seen")
+    assert capfd.readouterr().err == "seen"
