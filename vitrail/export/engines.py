@@ -37,7 +37,7 @@ from vitrail.machine import Precision, cpu_name, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.predictor import Predictor
 from vitrail.settings import problem_of, raise_problems, to_plain
-from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.bundle import Bundle, is_described, weights_sha256
 from vitrail.weights.engine import Engine, EngineChoice, EngineName
 from vitrail.weights.exported import ExportedNetwork, open_onnx, open_openvino
 
@@ -103,10 +103,11 @@ def with_engine(
     if engine == "torch":
         return replace(bundle, engine=None)
     resolved = resolve_precision(precision or bundle.precision, bundle.device)
-    reason = _refusal(bundle, resolved)
     names = [name for name in KINDS if _fits(name, resolved)]
+    is_unasked = engine == "auto" and (_is_small(bundle, images) or not names)
+    reason = None if is_unasked else _refusal(bundle, resolved)
     if engine == "auto":
-        if reason is not None or _is_small(bundle, images) or not names:
+        if is_unasked or reason is not None:
             return replace(bundle, engine=None)
     elif reason is not None or resolved not in KINDS[engine].precisions:
         raise ConfigError(
@@ -133,7 +134,11 @@ def _refusal(bundle: Bundle, precision: Precision) -> str | None:
         return f"it computes on the CPU, and the model is on {bundle.device}"
     if precision == "bf16" and bundle.output == "numbers":
         return "it computes the last layer in bf16, too, which rounds numbers in the units of the data"
-    return f"it does not compute in {precision}" if precision == "int8" else None
+    if precision == "int8":
+        return "it does not compute in int8"
+    if not is_described(network):
+        return "the network was changed, so its config and its weights alone do not determine its outputs"
+    return None
 
 
 def _is_small(bundle: Bundle, images: int | None) -> bool:

@@ -472,6 +472,18 @@ def check_loadable(network: AnyNetwork) -> None:
             module.training, module._compiled_call_impl = mode, compiled
 
 
+def is_described(network: AnyNetwork) -> bool:
+    """Return True if the config and the weights of a network, or the file of an exported one, determine its outputs, so
+    that results can be stored under a hash of them."""
+    if isinstance(getattr(network, "sha256", None), str):
+        return True
+    try:
+        check_loadable(network)
+    except BundleError:
+        return False
+    return True
+
+
 def weights_sha256(network: nn.Module) -> str:
     """Return a hash of all weights and their names. The hash does not depend on the file format or the layout.
 
