@@ -19,7 +19,7 @@ from tests.training.jobs import Make, train_until
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
-from vitrail.errors import BundleError, ConfigError, RunError
+from vitrail.errors import BundleError, ConfigError, DataError, RunError
 from vitrail.tasks.own_model import OwnModel
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import check_source
@@ -226,6 +226,7 @@ PICTURE = np.zeros((4, 5, 3), np.uint8)
 
 BROKEN: list[tuple[Any, str]] = [
     (changed(classes=["dark", "light"]), "classes must be a tuple of names, not ['dark', 'light']"),
+    (changed(classes=("dark", "dark")), "classes must be different names"),
     (changed(count=0), "a source must have at least one sample"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
     (changed(target=lambda self, index: 7), "target(0) is 7, but the targets of this source must be None or an index"),
@@ -247,6 +248,19 @@ BROKEN: list[tuple[Any, str]] = [
 def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match=f"^data: Stripes breaks a rule of its contract: .*{re.escape(rule)}"):
         check_source(source)
+
+
+@pytest.mark.parametrize("amounts", [[0.5], [1, -1], [float("nan"), 1], [float("inf"), 0], 1.0])
+def test_soft_targets_that_are_no_amounts_are_refused(amounts: Any, config: Make) -> None:
+    soft = changed(has_soft_targets=True, soft_target=lambda self, index: amounts)
+    with pytest.raises(DataError, match=r"^soft_target\(\d+\) of Stripes"):
+        train(config(**SIZES), data=soft)
+
+
+def test_splits_of_other_classes_are_refused(config: Make) -> None:
+    swapped = Splits(Stripes(), changed(classes=("light", "dark")), None)
+    with pytest.raises(ConfigError, match=r"^data: the validation split has the classes"):
+        train(config(**SIZES), data=swapped)
 
 
 def test_an_object_that_is_no_source_is_refused(config: Make, types_unchecked: None) -> None:

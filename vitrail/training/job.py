@@ -489,9 +489,14 @@ def named_splits(data: Any) -> Splits:
     Raises `ConfigError` with the broken rule if an object breaks the contract of `Source`.
     """
     splits = data if isinstance(data, Splits) else Splits(data, None, None)
-    for source in (splits.train, splits.validation, splits.test):
-        if source is not None:
-            check_source(source)
+    for split, source in splits.sources.items():
+        check_source(source)
+        if source.classes not in ((), splits.classes):
+            raise ConfigError(
+                f"data: the {split} split has the classes {source.classes!r:.60}, but the training split has "
+                f"{splits.classes!r:.60}; give all splits the same classes in the same order, because targets are "
+                "indices of them"
+            )
     if splits.title == Splits.title:
         return Splits(splits.train, splits.validation, splits.test, splits.notes, type(splits.train).__name__)
     return splits
@@ -508,6 +513,8 @@ def check_source(source: Any) -> None:
     classes, count = source.classes, len(source)
     if not isinstance(classes, tuple) or not all(isinstance(name, str) for name in classes):
         raise _broken(source, f"classes must be a tuple of names, not {classes!r:.60}")
+    if len(set(classes)) < len(classes):
+        raise _broken(source, f"classes must be different names, not {classes!r:.60}")
     if not count:
         raise _broken(source, "a source must have at least one sample")
     kind = target_kind(source)
