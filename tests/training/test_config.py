@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vitrail.errors import ConfigError
@@ -195,6 +198,26 @@ def test_a_recipe_trains_the_variant_that_is_named() -> None:
     config = model.resolve(num_classes=3, image_size=(32, 48), channels=1)
     assert isinstance(config, ViTConfig)
     assert (config.width, config.depth, config.heads, config.mlp_width) == (384, 12, 6, 1536)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 5.5), ("steps", "5"), ("seed", True), ("batch_size", 8.0), ("optimizer", None), ("mean", 0.5),
+        ("learning_rate", "1e-3"), ("image_size", 16), ("width", 16.0), ("qkv_bias", "no"), ("device", 0),
+    ],
+)  # fmt: skip
+def test_override_refuses_values_of_other_types(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}={re.escape(repr(value))} is not "):
+        TrainConfig().override(variant="ViT-Pico/7", **{name: value})
+
+
+def test_override_reads_lists_paths_and_numbers_of_numpy() -> None:
+    given = {"image_size": [14, 21], "run": Path("runs/x"), "seed": np.int64(3), "width": np.int64(48)}
+    config = TrainConfig().override(**given, learning_rate=np.float32(0.5), mean=[0.5])
+    assert TrainConfig.from_plain(json.loads(json.dumps(config.to_plain()))) == config
+    assert (config.images.image_size, config.run.folder, config.run.seed) == ((14, 21), "runs/x", 3)
+    assert config.model.overrides["width"] == 48
 
 
 def test_override_names_the_nearest_field() -> None:

@@ -36,7 +36,7 @@ from vitrail.files import cache_folder, saving, write_json
 from vitrail.machine import Precision, cpu_name, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.predictor import Predictor
-from vitrail.settings import problem_of, raise_problems, to_plain
+from vitrail.settings import to_plain, typed
 from vitrail.weights.bundle import Bundle, is_described, weights_sha256
 from vitrail.weights.engine import Engine, EngineChoice, EngineName
 from vitrail.weights.exported import ExportedNetwork, open_onnx, open_openvino
@@ -99,10 +99,11 @@ def with_engine(
     Raise `ConfigError` for an unknown name and for a named runtime that is not installed or cannot compute this model,
     `ExportFailed` if its outputs differ from PyTorch's, and `SaveError` if the cache cannot be written.
     """
-    raise_problems([problem_of("engine", engine, EngineChoice, {})])
+    typed(EngineChoice, engine, "engine")
+    images = typed(int | None, images, "images")
     if engine == "torch":
         return replace(bundle, engine=None)
-    resolved = resolve_precision(precision or bundle.precision, bundle.device)
+    resolved = resolve_precision(bundle.precision if precision is None else precision, bundle.device)
     names = [name for name in KINDS if _fits(name, resolved)]
     is_unasked = engine == "auto" and (_is_small(bundle, images) or not names)
     reason = None if is_unasked else _refusal(bundle, resolved)

@@ -18,6 +18,7 @@ from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet import ResNet
 from vitrail.models.variants import AnyConfig, AnyNetwork
 from vitrail.models.vit_config import ViTConfig
+from vitrail.settings import typed
 from vitrail.weights.bundle import Bundle, FirstPositions
 
 STANDARDISED_STEMS = ("root.before.weight", "root.stem.weight", "stem.weight")
@@ -96,9 +97,10 @@ def with_reduction(bundle: Bundle, reduction: TokenReduction | None) -> Bundle:
     """Return a bundle whose network merges or prunes tokens when it predicts, or with None keeps all of them. All
     tensors are shared, and hooks, replaced methods and frozen weights are kept.
 
-    Raise `BundleError` for a ResNet, and for a network whose tokens cannot be reduced.
+    Raise `BundleError` for a ResNet, and for a network whose tokens cannot be reduced, and `ConfigError` if `reduction`
+    is of another type.
     """
-    network = bundle.network
+    network, reduction = bundle.network, typed(TokenReduction | None, reduction, "reduction")
     if network.config.architecture != "ViT":
         raise BundleError(
             f"tokens can be merged or pruned in a ViT only; this model is a {network.config.architecture}"
