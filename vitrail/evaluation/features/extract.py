@@ -28,6 +28,7 @@ from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_finger
 from vitrail.evaluation.predictions import Pass
 from vitrail.machine import Precision, resolve_precision
 from vitrail.models.predictor import Predictor
+from vitrail.settings import typed
 from vitrail.weights.answers import finite
 from vitrail.weights.bundle import Bundle, is_described
 
@@ -68,7 +69,8 @@ class FeatureSet:
 
 def existing_layer(network: nn.Module, layer: Layer) -> Layer:
     """Return `layer`, or "embedding" if the network has no hidden layer before its head. The two layers are then
-    equal."""
+    equal. Raise `ConfigError` for any other layer."""
+    typed(Layer, layer, "layer")
     return layer if getattr(network.config, "head_hidden", 0) else "embedding"
 
 
