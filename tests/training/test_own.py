@@ -15,12 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import vitrail
+from tests.make import make_masks_folder, make_voc_folder
 from tests.training.jobs import Make, train_until
-from vitrail.data.source import Sample
+from vitrail.data.source import Sample, target_kind
+from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError, DataError, RunError
 from vitrail.tasks.own_model import OwnModel
+from vitrail.testing import check_source as checked
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import check_source
 from vitrail.training.run import resume, train
@@ -261,6 +264,16 @@ def test_splits_of_other_classes_are_refused(config: Make) -> None:
     swapped = Splits(Stripes(), changed(classes=("light", "dark")), None)
     with pytest.raises(ConfigError, match=r"^data: the validation split has the classes"):
         train(config(**SIZES), data=swapped)
+
+
+@pytest.mark.parametrize("make", [make_voc_folder, make_masks_folder])
+def test_data_with_boxes_or_masks_is_a_source(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    source = open_data(str(make(tmp_path / "data")), validation_share=0.0).train
+    check_source(source)
+    checked(source)
+    other = changed(classes=("one",), target=lambda self, index: source.target(1), target_kind=target_kind(source))
+    with pytest.raises(ConfigError, match=r"target\(\d+\) is .* indices from"):
+        check_source(other)
 
 
 def test_an_object_that_is_no_source_is_refused(config: Make, types_unchecked: None) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.augment.settings import Augment
+from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import Readers, check_divisible, default_threads, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, check_outlines, fingerprint, target_kind
@@ -522,13 +523,13 @@ def check_source(source: Any) -> None:
         key, target = source.key(index), source.target(index)
         if not isinstance(key, str):
             raise _broken(source, f"key({index}) must be a name, not {key!r:.60}")
-        if not _fits(target, kind, len(classes)):
-            raise _broken(source, f"target({index}) is {target!r:.60}, but {_rule(kind, len(classes))}")
+        if not target_fits(target, kind, len(classes)):
+            raise _broken(source, f"target({index}) is {target!r:.60}, but {target_rule(kind, len(classes))}")
         try:
             sample = source[index]
         except UndecodableImage:
             continue
-        if sample.key != key or repr(sample.target) != repr(target):
+        if sample.key != key or str(sample.target) != str(target):
             raise _broken(
                 source, f"source[{index}] must have the key and the target that key({index}) and target({index}) return"
             )
@@ -605,11 +606,16 @@ def _broken(thing: Any, rule: str) -> ConfigError:
     return ConfigError(f"{name}: {type(thing).__name__} breaks a rule of its contract: {rule}")
 
 
-def _fits(target: Target, kind: TargetKind, count: int) -> bool:
+def target_fits(target: Target, kind: TargetKind, count: int) -> bool:
+    """Return True if a target is None or one of this kind for this number of classes or numbers."""
     if target is None or kind == "none":
         return target is None
     if kind == "class":
         return _is_class(target, count)
+    if kind == "boxes":
+        return isinstance(target, Objects) and bool(((target.labels >= 0) & (target.labels < count)).all())
+    if kind == "mask":
+        return isinstance(target, Mask) and all(-1 <= place < count for place in target.places)
     if not isinstance(target, tuple):
         return False
     if kind == "texts":
@@ -623,8 +629,11 @@ def _is_class(value: Any, count: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count
 
 
-def _rule(kind: TargetKind, count: int) -> str:
+def target_rule(kind: TargetKind, count: int) -> str:
+    """Return the rule of `target_fits` in words."""
     rules = {
+        "boxes": f"`Objects` with indices from 0 to {count - 1}",
+        "mask": f"a `Mask` with indices from -1 to {count - 1}",
         "texts": "tuples of strings",
         "numbers": f"tuples of {count} floats, one for each name in classes",
         "classes": f"tuples of indices from 0 to {count - 1}",
