@@ -35,10 +35,9 @@ from vitrail.export.program import describe, trace
 from vitrail.files import cache_folder, saving, write_json
 from vitrail.machine import Precision, cpu_name, resolve_precision
 from vitrail.models.cost import prediction_batch
-from vitrail.models.predictor import Predictor
+from vitrail.models.predictor import Engine, EngineChoice, EngineName, Predictor
 from vitrail.settings import to_plain, typed
 from vitrail.weights.bundle import Bundle, is_described, weights_sha256
-from vitrail.weights.engine import Engine, EngineChoice, EngineName
 from vitrail.weights.exported import ExportedNetwork, open_onnx, open_openvino
 
 COMPARED = 32
@@ -135,8 +134,6 @@ def _refusal(bundle: Bundle, precision: Precision) -> str | None:
         return f"it computes on the CPU, and the model is on {bundle.device}"
     if precision == "bf16" and bundle.output == "numbers":
         return "it computes the last layer in bf16, too, which rounds numbers in the units of the data"
-    if precision == "int8":
-        return "it does not compute in int8"
     if not is_described(network):
         return "the network was changed, so its config and its weights alone do not determine its outputs"
     return None
