@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache, reduce
 from numbers import Integral, Real
 from operator import or_
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import (
     Any,
     Literal,
@@ -199,6 +199,7 @@ NOUNS: dict[Any, tuple[str, str]] = {
     float: ("a number", "numbers"),
     bool: ("true or false", "values that are true or false"),
     str: ("a text", "texts"),
+    Path: ("a path", "paths"),
     tuple[int, int]: ("a pair of whole numbers, (height, width)", "pairs of whole numbers"),
 }
 """Names of types in messages, in singular and plural."""
@@ -241,7 +242,7 @@ def from_word(kind: Any, word: str) -> Any:
         for choice in get_args(one) if get_origin(one) is Literal else ():
             if str(choice) == word:
                 return choice
-        if get_origin(one) is not Literal:
+        if get_origin(one) is not Literal and (word or one is not Path):  # Path("") is the current folder
             with suppress(ValueError):
                 return one(word)
     raise ValueError(f"{word!r} is not {_noun(kind, str)}")

@@ -25,8 +25,9 @@ from vitrail.errors import BundleError, ConfigError, DataError, RunError
 from vitrail.tasks.own_model import OwnModel
 from vitrail.testing import check_source as checked
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import check_source
+from vitrail.training.job import Probe, check_source
 from vitrail.training.run import resume, train
+from vitrail.weights.bundle import Bundle
 
 
 class Stripes:
@@ -258,6 +259,16 @@ def test_soft_targets_that_are_no_amounts_are_refused(amounts: Any, config: Make
     soft = changed(has_soft_targets=True, soft_target=lambda self, index: amounts)
     with pytest.raises(DataError, match=r"^soft_target\(\d+\) of Stripes"):
         train(config(**SIZES), data=soft)
+
+
+def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match="config is a str; pass a TrainConfig"):
+        train("demo")  # type: ignore[arg-type]
+    for every in (0, 1.5):
+        with pytest.raises(ConfigError, match=f"^every={every} is "):
+            Probe("features", every, lambda outputs, known, asked: {})  # type: ignore[arg-type]
+    with pytest.raises(BundleError, match="network is a Small without a config"):
+        Bundle(Small(), ("a", "b"), config().images)  # type: ignore[arg-type]
 
 
 def test_splits_of_other_classes_are_refused(config: Make) -> None:

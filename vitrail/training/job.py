@@ -33,7 +33,7 @@ from vitrail.models.linear.float32 import resolve_float32_products
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, AnyNetwork, ModelConfig, transformer
 from vitrail.processes.group import Processes
-from vitrail.settings import raise_problems
+from vitrail.settings import problem_of, raise_problems, typed
 from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Position, StepCost, Task
 from vitrail.training.config import KINDS, RunConfig, TrainConfig
@@ -786,3 +786,6 @@ class Probe:
     evaluator: Evaluator
     """Evaluator of the model as it would be saved now, with averaged weights and merged adapters. The evaluator learns
     from the training split and measures on the validation split. The random state of PyTorch is restored afterwards."""
+
+    def __post_init__(self) -> None:
+        raise_problems([problem_of("every", typed(int, self.every, "every"), int, {"least": 1})])

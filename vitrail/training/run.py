@@ -90,6 +90,11 @@ def train(
     sharded weights, only the first process returns the weights of the model. Raises `ProcessError` if one of them ends
     or hangs.
     """
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; pass a TrainConfig, such as vitrail.RECIPES['demo']() or "
+            "vitrail.TrainConfig()"
+        )
     started = time.perf_counter() if started is None else started
     processes = join_processes(config.run.process_seconds)
     with processes.reporting():
@@ -124,7 +129,7 @@ def train(
 
 
 def resume(
-    folder: Path,
+    folder: str | Path,
     *,
     data: Source | Splits | OpenedData | None = None,
     network: nn.Module | None = None,
@@ -154,7 +159,7 @@ def resume(
     if len(length) > 1:
         given = " and ".join(f"{name}={value}" for name, value in length.items())
         raise ConfigError(f"{given}: a run is extended to a number of epochs or of steps; give one of them")
-    record = read_record(folder)
+    record = read_record(folder := Path(folder))
     processes = join_processes(record.config.run.process_seconds)
     with processes.reporting(), _locked(folder, processes):
         _check_objects(folder, record, object_names(data, network))

@@ -104,7 +104,12 @@ class Bundle:
     def __post_init__(self) -> None:
         if self.engine is not None and self.engine.network is not self.network:
             self.engine = None
-        config, names = self.network.config, self.classes
+        config, names = getattr(self.network, "config", None), self.classes
+        if config is None:
+            raise BundleError(
+                f"network is a {type(self.network).__name__} without a config; give the network that vitrail.create or "
+                "vitrail.load made, without a wrapper"
+            )
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise BundleError(f"classes={names!r:.60} must be a list of names, one for each output")
         self.classes = tuple(names)
