@@ -261,6 +261,15 @@ def test_soft_targets_that_are_no_amounts_are_refused(amounts: Any, config: Make
         train(config(**SIZES), data=soft)
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_run_neither_uses_nor_changes_the_state_of_its_caller(context: Any, config: Make, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with context():
+        train(config(steps=2, **SIZES), data=Stripes())
+    assert torch.equal(torch.get_rng_state(), before) and torch.is_grad_enabled()
+
+
 def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match="config is a str; pass a TrainConfig"):
         train("demo")  # type: ignore[arg-type]
