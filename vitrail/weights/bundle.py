@@ -243,7 +243,7 @@ class Bundle:
         """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
         share_cores()
         predictor = self.predictor()
-        parts = [torch.empty(0, self.network.config.embed_width)]
+        parts = [torch.empty(0, self.network.config.embed_width, dtype=torch.float32)]
         for batch in _batches(images, self._batch_size(batch_size, None)):
             pixels = []
             for image in batch:
