@@ -236,6 +236,15 @@ def test_no_two_sections_have_a_field_of_the_same_bare_name(task: str) -> None:
     assert len(set(names)) == len(names) and set(names) == set(config.settings())
 
 
+def test_a_task_whose_setting_has_the_name_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = dataclasses.make_dataclass(
+        "Wide", [("width", int, 3)], bases=(Classification,), namespace={"name": "wide"}, frozen=True, kw_only=True
+    )
+    monkeypatch.setitem(TASKS, "wide", wide)
+    with pytest.raises(ConfigError, match=r"^width is a setting of task and of model"):
+        TrainConfig().override(task="wide", width=48)
+
+
 @pytest.mark.parametrize(
     ("fields", "images", "steps"),
     [

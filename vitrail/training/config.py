@@ -545,10 +545,16 @@ class TrainConfig:
 
 @cache
 def _sections(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str]:
-    """Return the bare names of all settings with their sections, from the names and types of the sections."""
+    """Return the bare names of all settings with their sections, from the names and types of the sections. Raise
+    `ConfigError` if two sections have a setting of one name, such as a user's own task and the network."""
     found: dict[str, str] = {}
     for section, kind in kinds:
         names = ("variant", *override_fields()) if kind is ModelConfig else bare_names(kind)
+        if both := sorted(found.keys() & {*names}):
+            raise ConfigError(
+                f"{both[0]} is a setting of {found[both[0]]} and of {section}; give the settings of a task of your own "
+                "other names"
+            )
         found |= dict.fromkeys(names, section)
     return found
 

@@ -491,14 +491,8 @@ def named_splits(data: Any) -> Splits:
     Raises `ConfigError` with the broken rule if an object breaks the contract of `Source`.
     """
     splits = data if isinstance(data, Splits) else Splits(data, None, None)
-    for split, source in splits.sources.items():
+    for source in splits.sources.values():
         check_source(source)
-        if source.classes not in ((), splits.classes):
-            raise ConfigError(
-                f"data: the {split} split has the classes {source.classes!r:.60}, but the training split has "
-                f"{splits.classes!r:.60}; give all splits the same classes in the same order, because targets are "
-                "indices of them"
-            )
     if splits.title == Splits.title:
         return Splits(splits.train, splits.validation, splits.test, splits.notes, type(splits.train).__name__)
     return splits
