@@ -280,6 +280,13 @@ def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: Non
         Bundle(Small(), ("a", "b"), config().images)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [(float("inf"),), (1.0, 2.0), ()])
+def test_numbers_that_cannot_be_learned_are_refused(wrong: Any, config: Make) -> None:
+    source = changed(numbers=True, classes=("brightness",), target=lambda self, index: wrong if index == 3 else (1.5,))
+    with pytest.raises(DataError, match=r"target of row 3 is .* NaN stands for an unknown number"):
+        train(config(task="regression", **SIZES), data=source)
+
+
 def test_splits_of_other_classes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^data: the validation split has the classes"):
         Splits(Stripes(), changed(classes=("light", "dark")), None)
