@@ -501,7 +501,7 @@ def is_described(network: AnyNetwork) -> bool:
         return True
     try:
         check_loadable(network)
-    except BundleError:
+    except (BundleError, KeyError):  # KeyError: an architecture that is not in `ARCHITECTURES`
         return False
     return True
 
