@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.make import random_bundle
-from vitrail.errors import BundleError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.models.positions import resize_grid
 from vitrail.models.predictor import Engine
 from vitrail.models.reduction import TokenReduction
@@ -126,6 +126,14 @@ def test_class_names_come_with_their_number(vit: Callable[..., Bundle]) -> None:
     assert renamed.metrics == bundle.metrics
     with pytest.raises(BundleError, match="num_classes=3 does not fit the 2 class names; give only one"):
         adapted(bundle, num_classes=3, classes=["a", "b"])
+
+
+def test_values_of_other_types_are_refused(vit: Callable[..., Bundle], types_unchecked: None) -> None:
+    wrong: dict[str, Any] = {"num_classes": 2.5, "classes": "cat", "image_size": 16}
+    for name, value in wrong.items():
+        with pytest.raises(ConfigError, match=f"^{name}={value!r} is not "):
+            adapted(vit(), **{name: value})
+    assert adapted(vit(), image_size=[16, 20]).network.config.image_size == (16, 20)  # type: ignore[arg-type]
 
 
 def test_a_head_can_be_left_out_and_put_on(vit: Callable[..., Bundle]) -> None:

@@ -38,7 +38,11 @@ def adapted(
     bundle. The given bundle is not modified, and shares all unchanged tensors with the result. Raise `BundleError` if
     the number of class names is not `num_classes`, if two new classes have the same name, if patches do not divide the
     image size, or if `channels` is neither the network's number of channels nor 3 for a grey network (`in_colour`).
+    Raise `ConfigError` for a value of another type.
     """
+    image_size = typed(tuple[int, int] | None, image_size, "image_size")
+    num_classes = typed(int | None, num_classes, "num_classes")
+    classes = typed(tuple[str, ...] | None, classes, "classes")
     if classes is not None:
         if num_classes is not None and num_classes != len(classes):
             raise BundleError(

@@ -82,9 +82,7 @@ def load(
     The bundle's `notes` name everything that was assumed, resized or replaced. Raise `BundleError` for a model that is
     missing, damaged or does not fit, and `SaveError` if a download cannot be written to the cache.
     """
-    heads, num_classes = typed(int | None, heads, "heads"), typed(int | None, num_classes, "num_classes")
-    image_size = typed(tuple[int, int] | None, image_size, "image_size")
-    classes = typed(tuple[str, ...] | None, classes, "classes")
+    heads, image_size = typed(int | None, heads, "heads"), typed(tuple[int, int] | None, image_size, "image_size")
     mean, std = typed(tuple[float, ...], mean, "mean"), typed(tuple[float, ...], std, "std")
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
     source = download(str(path)) if looks_like_hub_name(path) else shipped_folder(path) or Path(path)
