@@ -253,6 +253,10 @@ def test_sparse_attention_has_a_map_with_zeros() -> None:
         ({"layers": [3]}, r"layers=\(3,\): block 3 does not exist; choose from 0 to 2, or from -3 to"),
         ({"heads": [0, -5]}, r"heads=\(0, -5\): head -5 does not exist; choose from 0 to 3, or from -4"),
         ({"keep": ("gradients",), "targets": torch.tensor([0, 5, 1])}, "targets=5 is not a class of this network"),
+        *(
+            ({"keep": ("gradients",), "targets": torch.tensor(targets)}, "one whole number for each of 3 images")
+            for targets in ([1], 1, [0.0, 1.0, 2.0])
+        ),
         ({"layers": []}, "layers is empty"), ({"heads": []}, "heads is empty"), ({"batch_size": 0}, "batch_size=0 is"),
         ({"keep": ("values",)}, "keep='values' is not one of 'attention', 'queries', 'keys', 'outputs'"),
         ({"images": images_of()[:, :, :3]}, r"image_size=\(3, 20\) is not a multiple of patch_size=\(4, 5\)"),
