@@ -78,15 +78,3 @@ def measured(objective: Any) -> tuple[dict[str, float], Tensor, Tensor]:
     images = preprocess.normalise(levels)
     assert (found["images"], found["skipped"]) == (7, 0)
     return found, torch.stack(fixed_views(images, torch.arange(7)), dim=1).flatten(0, 1), images
-
-
-def overfit(objective: Objective, batch: Batch, *, steps: int, lr: float) -> tuple[float, LossOutput]:
-    """Train an objective on one batch. Return the first loss, and the last output."""
-    optimizer = torch.optim.Adam(objective.parameters(), lr=lr)
-    first = objective(batch).loss.item()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        output = objective(batch)
-        output.loss.backward()
-        optimizer.step()
-    return first, output

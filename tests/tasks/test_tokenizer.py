@@ -115,11 +115,6 @@ def test_files_that_are_no_tokenizer_are_refused(break_: Callable[[Path], None],
         tokenizer_facts(str(folder))
 
 
-def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer='.*nothing' cannot be loaded: .*does not exist"):
-        tokenizer_facts(str(tmp_path / "nothing"))
-
-
 def test_facts_are_those_of_the_newest_files(tmp_path: Path) -> None:
     made = make_tokenizer()
     folder = made.save(tmp_path / "model")
