@@ -210,9 +210,3 @@ def test_the_design_names_every_module() -> None:
         top = path.parent == ROOT / "vitrail" and not path.name.startswith("__")
         name = path.stem if top else path.parent.name
         assert re.search(rf"\b{name}\b", design), f"docs/design.md does not name {path.relative_to(ROOT)}"
-
-
-def test_the_two_commands_are_targets() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in ("setup", "demo", "test"):
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)

@@ -12,11 +12,9 @@ from torch import Tensor
 from tests.tasks.images import batch_of, images_of
 from tests.tasks.objectives import measured, small_network
 from vitrail.data.batch import Batch
-from vitrail.errors import ConfigError
 from vitrail.processes.group import Processes
 from vitrail.tasks.contrast import SimClr, SimClrObjective
 from vitrail.tasks.views import effective_rank, fixed_views, uniformity
-from vitrail.training.config import TrainConfig
 
 
 def two_views(samples: int, valid: list[bool] | None = None) -> Batch:
@@ -106,12 +104,6 @@ def test_monitors_see_a_collapse() -> None:
     assert effective_rank(axes) == pytest.approx(4)
     assert uniformity(axes[[0, 4]]) == pytest.approx(-8), "opposite points have the distance 2"
     assert uniformity(axes[:1]) == 0
-
-
-def test_views_must_differ() -> None:
-    with pytest.raises(ConfigError, match="task='simclr' compares 2 views of each image, which are all equal without"):
-        TrainConfig().override(task="simclr", flip=False)
-    assert TrainConfig().override(task="simclr", flip=False, crop_area=(0.2, 1.0)).task.views == 2
 
 
 def test_resnets_are_trained_too() -> None:
