@@ -18,6 +18,7 @@ from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.vit_config import ViTConfig
+from vitrail.serving.settings import ServeSettings
 from vitrail.settings import Effect, bare_names, byte_count, facts, from_plain, setting, to_plain, without_none
 from vitrail.tasks import TASKS
 from vitrail.training.config import FaultConfig, RunConfig, StartConfig
@@ -142,7 +143,8 @@ def test_the_facts_about_a_setting_stand_at_its_field() -> None:
 
 
 SETTINGS: tuple[Any, ...] = (
-    Augment, DataConfig, FaultConfig, OptimizerConfig, RunConfig, StartConfig, ViTConfig, *TASKS.values(),
+    Augment, DataConfig, FaultConfig, OptimizerConfig, RunConfig, ServeSettings, StartConfig, ViTConfig,
+    *TASKS.values(),
 )  # fmt: skip
 
 

@@ -72,9 +72,9 @@ class Running:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
-    def metric(self, line: str) -> float:
+    def metric(self, line: str, **headers: str) -> float:
         """The value of a metric, by its name with its labels."""
-        lines = self.ask("GET", "/metrics").body.decode().splitlines()
+        lines = self.ask("GET", "/metrics", **headers).body.decode().splitlines()
         return next(float(one.split()[-1]) for one in lines if one.startswith(f"{line} "))
 
 
