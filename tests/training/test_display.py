@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -63,32 +62,6 @@ def test_lines_are_ten_seconds_apart_and_the_first_comes_soon(monkeypatch: pytes
     ]
 
 
-def test_a_terminal_shows_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = re.findall(r"(\d):(\d\d):(\d\d) left", shown(Screen(monkeypatch, terminal=True)))
-    times = [int(hours) * 3600 + int(minutes) * 60 + int(seconds) for hours, minutes, seconds in found]
-    assert tuple(dict.fromkeys(times)) == (80, 245, 233)
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_notes_wrap_at_words_on_a_terminal_and_are_one_line_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, *, terminal: bool
-) -> None:
-    screen = Screen(monkeypatch, terminal=terminal, width=31)
-    note = "the folder of photographs has images that nobody can read; " * 5
-    screen.display.note(note)
-    assert " ".join(line.strip() for line in screen.lines) == note.strip(), "no word is divided"
-    assert max(map(len, screen.lines)) <= 31 if terminal else len(screen.lines) == 1
-
-
-def test_waiting_and_the_fraction_of_the_limit_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(monkeypatch)
-    screen.begin().step(100, METRICS | {"limit_fraction": 0.384, "waiting_share": 0.37})
-    expected = (
-        "accuracy 50.0%  waiting for images 37%  894 images/s  38% of the speed of matrix products  learning rate"
-    )
-    assert expected in screen.text
-
-
 @pytest.mark.parametrize(("width", "shown"), [(100, 5), (80, 4), (60, 3), (44, 2), (30, 1)])
 def test_a_narrow_terminal_shows_what_is_most_important(
     width: int, shown: int, monkeypatch: pytest.MonkeyPatch
@@ -111,18 +84,6 @@ def test_a_week_has_some_hundred_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         screen.now = 10.0 * step
         display.tick(step, 60.0)
     assert 650 < len(screen.lines) < 780
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_the_time_left_is_shown_before_the_first_report(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> None:
-    screen = Screen(monkeypatch, terminal=terminal)
-    display = screen.begin()
-    screen.now = 4.0
-    display.tick(2, 196.0)
-    screen.refresh()
-    display.end()
-    expected = ("step 2/100", "0:03:16 left") if terminal else ("step 2/100  196 s left\n",)
-    assert all(text in screen.text for text in expected)
 
 
 def test_slow_features_are_counted_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from vitrail.errors import ConfigError
 from vitrail.models.variants import create
@@ -25,7 +24,7 @@ from vitrail.training.optimizer import (
     split_by_decay,
 )
 from vitrail.training.start import choose_weights
-from vitrail.training.update_rules import MomentumFormat, OptaxAdam, OptaxMomentum
+from vitrail.training.update_rules import MomentumFormat
 
 
 class Pair(nn.Module):
@@ -170,22 +169,6 @@ def test_sgd_with_momentum_is_the_formula(rule: DecayRule, form: MomentumFormat)
         kind="sgd", learning_rate=0.1, weight_decay=0.2, weight_decay_rule=rule, momentum=0.7, momentum_format=form
     )
     check_steps(config, update, 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind"),
-    [
-        ({}, AdamW), ({"weight_decay_rule": "independent"}, AdamW), ({"weight_decay_rule": "coupled"}, Adam),
-        ({"kind": "sgd"}, SGD), ({"kind": "sgd", "weight_decay": 0.0, "weight_decay_rule": "decoupled"}, SGD),
-        ({"momentum_format": "bfloat16"}, OptaxAdam), ({"kind": "sgd", "momentum_format": "bfloat16"}, OptaxMomentum),
-        ({"kind": "sgd", "weight_decay_rule": "decoupled"}, OptaxMomentum),
-    ],
-)  # fmt: skip
-def test_the_fused_optimizers_are_used_if_they_can_be(settings: dict[str, Any], kind: type[Optimizer]) -> None:
-    made = make_optimizer(Pair(), OptimizerConfig(**settings))
-    assert type(made) is kind
-    if kind in (AdamW, Adam, SGD):
-        assert made.defaults["fused"]
 
 
 def test_independent_decay_does_not_depend_on_any_learning_rate() -> None:

@@ -254,16 +254,6 @@ def test_runs_that_choose_leave_the_test_split_alone(tiny: Make, tmp_path: Path)
     assert same_weights(*(result.folder / "model" / "model.safetensors" for result in (first, second)))
 
 
-def test_an_existing_folder_is_left_alone(tiny: Make, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with pytest.raises(RunError, match=r"^run folder '.*run' exists; choose another --run, continue it with --resume "):
-        train(tiny())
-    assert not list((tmp_path / "run").iterdir())
-    (tmp_path / "my run").mkdir()
-    with pytest.raises(RunError, match=r"continue it with --resume '.*/my run', or replace it"):
-        train(tiny(run=str(tmp_path / "my run")))
-
-
 @pytest.mark.slow
 def test_overwrite_replaces_a_run_and_nothing_else(tiny: Make, tmp_path: Path) -> None:
     folder = tmp_path / "run"
