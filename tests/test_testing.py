@@ -418,10 +418,7 @@ def test_tasks_of_boxes_and_masks_fulfil_the_contract(task: Any, make: Callable[
     ("task", "message"),
     [
         (int, "int must be a Task"),
-        (
-            type("Task", (Classification,), {"loss_metric": "error"}),
-            "loss_metric='error' is not one of the",
-        ),
+        (type("Task", (Classification,), {"loss_metric": "error"}), "loss_metric='error' is not one of the"),
         (
             type("Task", (Classification,), {"objective": lambda *_: nn.Identity()}),
             r"objective\(\) must return an Objective, not Identity",
@@ -432,10 +429,7 @@ def test_tasks_of_boxes_and_masks_fulfil_the_contract(task: Any, make: Callable[
             "which is not one of the task's metrics",
         ),
         (broken(lambda objective, batch: 3.0), "an objective must return a LossOutput, not float"),
-        (
-            broken(lambda objective, batch: LossOutput(batch.images.mean((1, 2, 3)), {})),
-            "loss must be one finite",
-        ),
+        (broken(lambda objective, batch: LossOutput(batch.images.mean((1, 2, 3)), {})), "loss must be one finite"),
         (broken(lambda objective, batch: LossOutput(objective.network.norm.weight.sum(), {})), "no gradient reaches"),
         (
             type("Task", (Classification,), {"objective": lambda self, network, splits: Centred(network)}),

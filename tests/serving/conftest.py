@@ -105,11 +105,7 @@ def bundles(bundle: Bundle) -> dict[str, Bundle]:
     """A model of classes, the model of a regression, and a model without a head."""
     config: Any = bundle.network.config
     features = ViTConfig(**{**vars(config), "num_classes": 0})
-    return {
-        "flowers": bundle,
-        "numbers": make_bundle(output="numbers"),
-        "features": make_bundle(features),
-    }
+    return {"flowers": bundle, "numbers": make_bundle(output="numbers"), "features": make_bundle(features)}
 
 
 @pytest.fixture(scope="session")

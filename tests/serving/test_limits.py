@@ -102,14 +102,7 @@ def test_a_body_that_is_too_large(limited: Running) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        b"POST / HTTP/1.1\r\nHost:",
-        HEAD + b"Content-Length: 9\r\n\r\nxx",
-    ],
-)
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHost:", HEAD + b"Content-Length: 9\r\n\r\nxx"])
 def test_a_client_that_is_too_slow(limited: Running, sent: bytes) -> None:
     with limited.connect() as client:
         client.sendall(sent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from tests.listening import Display
 from tests.training.curves import events_of, steps_of
 from tests.training.jobs import Initial, Make, train_until
 from vitrail.data.batch import Batch
-from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, RunError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.streaming import Accuracy
-from vitrail.tasks.classification import ClassificationObjective
-from vitrail.training.folder import read_record
 from vitrail.training.job import Job, Probe
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
@@ -235,20 +231,3 @@ def test_the_tasks_metric_chooses_the_best_weights(
     assert [event["best"] for event in events] == best
     assert result.metrics == {"validation_accuracy": 0.5, "validation_mean_average_precision": 0.7}
     assert result.bundle.provenance["step"] == [event["step"] for event in events if event["best"]][-1]
-
-
-@pytest.mark.slow
-def test_the_journal_has_the_loss_of_the_task_for_single_labels(folder_config: Make, colour_folder: Path) -> None:
-    config = folder_config(colour_folder, loss="sigmoid", keep="last", steps=6, evaluations=1, learning_rate=0.02)
-    result = train(config)
-    splits = read_record(result.folder).config.data.open()
-    assert splits.validation is not None
-    bundle = load(result.folder, device="cpu")
-    (batch,) = evaluation_batches(splits.validation, bundle.preprocess, batch_size=len(splits.validation))
-    batch = replace(batch, images=bundle.preprocess.normalise(batch.images))
-    with torch.no_grad():
-        expected = ClassificationObjective(bundle.network, loss="sigmoid")(batch).loss.item()
-        other = ClassificationObjective(bundle.network, loss="softmax")(batch).loss.item()
-    assert abs(expected - other) > 0.1
-    for event in events_of(result.folder, "evaluation"):
-        assert event["cross_entropy"] == pytest.approx(expected, rel=1e-4)

@@ -77,13 +77,6 @@ def test_a_pilot_has_the_epochs_of_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert few.validation is None and few.test is None
 
 
-def test_a_run_of_less_than_an_epoch_has_a_pilot_on_all_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake(monkeypatch)
-    splits = Splits(Made(), None, None)
-    training_speeds([small()], splits, 2.0, 0.8)
-    assert calls[1][1].train is splits.train
-
-
 def test_pixels_that_do_not_fit_into_memory_are_read_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake(monkeypatch)
     monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * 900 * 14 * 21 - 1)

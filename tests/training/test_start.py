@@ -3,7 +3,6 @@ file."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch import Tensor
 import vitrail.training.run as run_module
 from tests.listening import Display
 from tests.make import make_bundle
-from tests.training.curves import events_of
 from tests.training.jobs import CrashAt, Initial, Make, Outcome, train_until
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.positions import resize_grid
@@ -28,7 +26,6 @@ from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 from vitrail.training.start import choose_weights, fitted, network_from
 from vitrail.training.state import TrainState
-from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 
 COLOURS = ("blue", "green", "red")
@@ -279,20 +276,6 @@ def test_before_the_first_checkpoint_the_model_is_needed_again(
 
 
 @pytest.mark.slow
-def test_run_json_and_the_model_say_where_weights_come_from(
-    initial: Initial, from_model: Make, colour_folder: Path
-) -> None:
-    model = initial()
-    result = train(from_model(model, colour_folder, steps=1))
-    record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
-    sha256 = weights_sha256(load(model).network)
-    assert record["init"]["sha256"] == sha256 and record["init"]["architecture"] == "ViT"
-    assert record["init"]["network"]["depth"] == 3 and record["init"]["network"]["num_classes"] == 3
-    provenance = load(result.folder).provenance
-    assert (provenance["init"], provenance["init_sha256"]) == (str(model), sha256)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"average": 0.5}], ids=str)
 def test_adapters_are_merged_into_what_is_saved(
     fields: dict[str, Any], initial: Initial, from_model: Make, colour_folder: Path
@@ -309,19 +292,6 @@ def test_adapters_are_merged_into_what_is_saved(
     for name in changed:
         if name.endswith("qkv.weight"):
             assert torch.equal(after[name][16:32], before[name][16:32]), "keys stay"
-
-
-@pytest.mark.slow
-def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: Make, colour_folder: Path) -> None:
-    result = train(from_model(initial(), colour_folder, lora_rank=2, learning_rate=0.1, steps=24, evaluations=8))
-    events = events_of(result.folder, "evaluation")
-    during = [event for event in events if "best" in event]
-    best = max(during, key=lambda event: (event["accuracy"], -event["cross_entropy"]))
-    kept = next(event for event in events if event.get("kept") and event["split"] == "validation")
-    assert (kept["step"], kept["accuracy"]) == (best["step"], best["accuracy"])
-    assert kept["cross_entropy"] == pytest.approx(best["cross_entropy"], rel=1e-4)
-    network = load(result.folder).network
-    assert all(torch.equal(network.state_dict()[n], t) for n, t in result.bundle.network.state_dict().items())
 
 
 @pytest.mark.slow
