@@ -46,6 +46,13 @@ class Fixed(nn.Module):
         return self.outputs
 
 
+@torch.no_grad()
+def shrink(module: nn.Module) -> None:
+    """Make a module unlike the one that it was copied from."""
+    for weight in module.parameters():
+        weight.mul_(0.9)
+
+
 def check_parts(
     objective: Objective, batch: Batch | None = None, *, parts: int = 2, all_are_trained: bool = True
 ) -> LossOutput:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.tasks.images import batch_of, images_of
-from tests.tasks.objectives import measured, small_network
+from tests.tasks.objectives import measured, shrink, small_network
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
@@ -86,9 +86,7 @@ def formula(objective: DinoObjective, batch: Batch, samples: list[int], temperat
 def test_the_loss_is_the_formula(local: int) -> None:
     objective = make_objective(student_temperature=0.2, target_temperature=0.05, local_views=local)
     objective.centre.value.copy_(torch.linspace(-0.3, 0.3, 24))
-    with torch.no_grad():
-        for weight in objective.teacher.parameters():
-            weight.mul_(0.9)
+    shrink(objective.teacher)
     batch = make_batch(4, local, invalid=1)
     output = objective(batch)
     expected = formula(objective, batch, [0, 2, 3], 0.05)
@@ -177,9 +175,7 @@ def test_the_teacher_stays_in_evaluation_mode_and_is_what_is_saved() -> None:
 
 def test_metrics_of_held_out_images_are_the_formulas() -> None:
     objective = make_objective(target_temperature=0.07, target_temperature_start=0.04).eval()
-    with torch.no_grad():
-        for weight in objective.teacher.parameters():
-            weight.mul_(0.9)
+    shrink(objective.teacher)
     found, views, images = measured(objective)
     with torch.no_grad():
         whole = objective.teacher.embed(images)
@@ -285,9 +281,7 @@ def test_the_loss_of_masked_patches_is_the_formula(fields: dict[str, Any]) -> No
     task = {"target_temperature": 0.05, "target_temperature_start": 0.05, "local_views": 0, **MASKED, **fields}
     objective, batch = make_objective(**task), make_batch(5, 0, invalid=1)
     torch.nn.init.normal_(objective.mask_embedding, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for weight in objective.teacher.parameters():
-            weight.mul_(0.9)
+    shrink(objective.teacher)
     objective.patch_centre.value.copy_(torch.linspace(-0.3, 0.3, 24))
     objective.before_step(Position(0, 10, 5.0))
     output, rows = objective(batch), [0, 1, 4, 5, 6, 7, 8, 9]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tasks.objectives import measured, small_network
+from tests.tasks.objectives import measured, shrink, small_network
 from tests.tasks.test_simclr import two_views
 from vitrail.processes.group import Processes
 from vitrail.tasks.contrast import MoCo, MoCoObjective
@@ -51,9 +51,7 @@ def vectors_of(objective: MoCoObjective, images: Tensor, counted: list[bool]) ->
 @pytest.mark.parametrize("temperature", [0.2, 1.0])
 def test_the_loss_is_the_formula(temperature: float) -> None:
     objective = make_objective(contrast_temperature=temperature)
-    with torch.no_grad():
-        for weight in objective.teacher.parameters():
-            weight.mul_(0.9)
+    shrink(objective.teacher)
     valid = [True, False, True, True, True]
     batch = two_views(5, valid)
     output = objective(batch)

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from tests.listening import Display
+from tests.tasks.images import Pictures
 from tests.training import ranks
 from tests.training.curves import events_of
-from tests.training.jobs import Blank, Finished, Initial, Make, job_of, results_of
+from tests.training.jobs import Finished, Initial, Make, job_of, results_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.variants import variant_config
@@ -155,7 +156,7 @@ def left_of(steps: int, evaluations: int = 0, checkpoints: int = 1, **fields: An
 
 
 def test_the_time_left_counts_steps_and_all_pauses() -> None:
-    splits = Splits(Blank(2000), Blank(30), Blank(20))
+    splits = Splits(Pictures(2000), Pictures(30), Pictures(20))
     left = left_of(steps=100, evaluations=10, checkpoints=3, splits=splits)
     assert left.seconds(0) is None
     left.add(1, 20.0)

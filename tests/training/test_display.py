@@ -76,24 +76,6 @@ def test_a_narrow_terminal_shows_what_is_most_important(
     assert "…" not in screen.text
 
 
-@pytest.mark.slow
-def test_a_week_has_some_hundred_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(monkeypatch)
-    display = screen.begin(10**6)
-    for step in range(1, 60_481):
-        screen.now = 10.0 * step
-        display.tick(step, 60.0)
-    assert 650 < len(screen.lines) < 780
-
-
-def test_slow_features_are_counted_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(monkeypatch)
-    calls = ((0.0, 8, 40), (5.0, 16, 40), (10.1, 24, 40), (20.3, 32, 40), (31.0, 40, 40), (32.0, 8, 16), (43.0, 16, 16))
-    for screen.now, done, total in calls:
-        screen.display.extracting(done, total)
-    assert screen.lines == ["features of 24 of 40 images", "features of 32 of 40 images"]
-
-
 def test_evaluations_show_training_beside_validation_and_count_skipped_images(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch)
     display = screen.begin()

@@ -117,17 +117,6 @@ def test_accumulation_changes_no_image_and_no_target_of_a_mixture(make: Callable
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
 
 
-def test_invalid_samples_weigh_nothing(make: Callable[..., Any]) -> None:
-    state, job = make(**SGD, clip=0.0)
-    batch = next(state.batches)
-    found, _ = gradient_of_step(state, job, without(batch, [3, 11]))
-    alone, job = make(**SGD, clip=0.0)
-    kept = [place for place in range(20) if place not in (3, 11)]
-    rest = Batch(*(getattr(batch, name)[kept] for name in ("images", "labels", "valid", "samples", "epochs")))
-    expected, _ = gradient_of_step(alone, job, rest)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
-
-
 def norm(gradients: dict[str, Tensor]) -> float:
     return float(torch.cat([gradient.flatten() for gradient in gradients.values()]).double().norm())
 
