@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.listening import Display, Shown
+from tests.listening import Display
 from tests.several import in_processes
 from tests.tasks.images import Pictures
 from vitrail.data.splits import Splits
@@ -27,7 +27,6 @@ class Finished(NamedTuple):
 
     config: TrainConfig
     result: RunResult
-    shown: Shown
 
 
 Make = Callable[..., TrainConfig]

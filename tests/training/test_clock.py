@@ -17,7 +17,7 @@ from tests.listening import Display
 from tests.tasks.images import Pictures
 from tests.training import ranks
 from tests.training.curves import events_of
-from tests.training.jobs import Finished, Initial, Make, job_of, results_of
+from tests.training.jobs import Initial, Make, job_of, results_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.variants import variant_config
@@ -134,17 +134,6 @@ def test_a_lasting_change_is_shown_after_minutes() -> None:
         shown = rate.add(300, 6.0)
     # A geometric sum: after a minute, exp(-1) of the weight is on what was before.
     assert shown == pytest.approx(50 + 50 * math.exp(-1))
-
-
-def test_the_display_shows_the_smoothed_rate_and_the_journal_that_of_each_report(finished: Finished) -> None:
-    rate, last = SmoothedRate(), 0
-    events = events_of(finished.result.folder)
-    assert len(events) == len(finished.shown.reports) > 3
-    for event, (step, shown) in zip(events, finished.shown.reports, strict=True):
-        images, last = 20 * (step - last), step
-        assert shown["images_per_second"] == pytest.approx(rate.add(images, images / event["images_per_second"]))
-    assert [step for step, _ in finished.shown.ticks] == list(range(2, 25)), "the first step contains the start-up"
-    assert all(left > 0 for _, left in finished.shown.ticks)
 
 
 def left_of(steps: int, evaluations: int = 0, checkpoints: int = 1, **fields: Any) -> TimeLeft:

@@ -85,20 +85,6 @@ def test_the_mean_of_the_weights_is_measured_and_kept(
 
 
 @pytest.mark.slow
-def test_the_lower_loss_wins_between_weights_of_equal_accuracy(
-    initial: Initial, from_model: Make, colour_folder: Path
-) -> None:
-    config = from_model(
-        initial(classes=COLOURS), colour_folder, linear_head=True, steps=24, evaluations=4, learning_rate=1e-3
-    )
-    run = train(config).folder
-    during = [event for event in events_of(run, "evaluation") if not event.get("kept")]
-    (kept,) = [event for event in events_of(run, "evaluation") if event.get("kept") and event["split"] == "validation"]
-    assert {event["accuracy"] for event in during} == {1.0}, "colours tell the classes"
-    assert kept["step"] == min(during, key=lambda event: event["cross_entropy"])["step"] > 0
-
-
-@pytest.mark.slow
 def test_patience_ends_the_run(initial: Initial, from_model: Make, colour_folder: Path) -> None:
     shown = Display()
     config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)

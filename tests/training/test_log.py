@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.listening import Display
-from vitrail.errors import ConfigError, SaveError, Stopped
+from tests.training.jobs import Make, train_until
+from vitrail.errors import ConfigError, SaveError
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log, check_trackers, kept_result, read_journal, scalars
 from vitrail.training.run import resume, train
@@ -146,15 +146,11 @@ NAMES = ("train/loss", "train/update_ratio", "validation/accuracy", "final/test/
 
 
 @pytest.fixture
-def stopped_and_resumed(
-    small: Callable[..., TrainConfig], tmp_path: Path, stop_at: Callable[[int], Display]
-) -> Callable[[str], Path]:
+def stopped_and_resumed(small: Make, tmp_path: Path) -> Callable[[str], Path]:
     """Runs 24 steps with a program, with a stop after nine of them."""
 
     def make(track: str) -> Path:
-        run = tmp_path / "run"
-        with pytest.raises(Stopped):
-            train(small(run, track=track, threads=0, seed=3), log=Log(stop_at(9)))
+        run = train_until(small(tmp_path / "run", track=track, threads=0, seed=3), 9)
         resume(run)
         return run
 

@@ -15,7 +15,6 @@ from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped, UndecodableImage
-from vitrail.training import build as assembly
 from vitrail.training import pilot
 from vitrail.training.config import TrainConfig
 from vitrail.training.pilot import training_speeds
@@ -66,17 +65,6 @@ def test_a_pilot_has_the_epochs_of_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert (first, steps) == (pilot.FIRST_STEPS, 500) and whole.train is splits.train and len(few.train) == 200
     assert {few.train.target(index) for index in range(200)} == {0, 1}, "sorted data keeps its classes"
     assert few.validation is None and few.test is None
-
-
-def test_pixels_that_do_not_fit_into_memory_are_read_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake(monkeypatch)
-    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * 900 * 14 * 21 - 1)
-    splits = Splits(Made(900), None, None)
-    training_speeds([small()], splits, 20.0, 90.0)
-    assert calls[1][1].train is splits.train
-    monkeypatch.setattr(assembly, "available_memory", lambda device: 8 * 900 * 14 * 21)
-    training_speeds([small()], splits, 20.0, 90.0)
-    assert len(calls[3][1].train) == 200
 
 
 def test_a_pilot_has_at_least_the_images_of_a_second_and_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,19 +68,6 @@ def test_a_step_with_a_fault_moves_nothing(
     assert all(parameter.grad is None for parameter in state.objective.parameters())
 
 
-@pytest.mark.parametrize("fault", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
-def test_a_batch_with_a_fault_is_left_out(
-    fault: str, three_splits: Path, batches: list[list[int]], tmp_path: Path
-) -> None:
-    run, marked = tmp_path / "run", batches[4][7]
-    config = ranks.config_of(three_splits, run, on_non_finite="skip", **PLAIN | {"checkpoints": 10})
-    ranks.with_faults(config, [marked], fault)
-    source = config.data.open().train
-    name = "loss" if fault == "loss" else "gradient_norm"
-    assert left_out(run) == {5: (f"{name} is nan", {source.key(sample) for sample in batches[4]})}
-    assert steps_of(run) == [1, 2, 3, 4, 6, 7, 8, 9, 10]
-
-
 @pytest.mark.slow
 def test_a_rollback_leaves_the_same_batches_out_as_skipping_them(
     three_splits: Path, batches: list[list[int]], tmp_path: Path

@@ -1,4 +1,4 @@
-"""Tests of the messages about held-out images that cannot be decoded."""
+"""Test of the messages about held-out images that cannot be decoded, which are told once."""
 
 from __future__ import annotations
 
@@ -13,20 +13,6 @@ from tests.make import make_colour_folder
 from tests.training.curves import events_of
 from vitrail.training.log import Log
 from vitrail.training.run import train
-
-
-def test_each_image_of_a_split_is_shown_once() -> None:
-    display = Display()
-    for split in ("validation", "test", "validation"):
-        Log(display).show("skipped", split=split, key="a.png", reason="is empty")
-    assert display.notes == [f"skipped a.png of the {split} split: is empty" for split in ("validation", "test")]
-
-
-def test_of_many_images_ten_are_shown() -> None:
-    display = Display()
-    for number in (*range(25), *range(25)):
-        Log(display).show("skipped", split="test", key=f"{number}.png", reason="is empty")
-    assert len(display.notes) == 11 and "more images of the test split" in display.notes[-1]
 
 
 @pytest.mark.slow

@@ -292,11 +292,3 @@ def test_adapters_are_merged_into_what_is_saved(
     for name in changed:
         if name.endswith("qkv.weight"):
             assert torch.equal(after[name][16:32], before[name][16:32]), "keys stay"
-
-
-@pytest.mark.slow
-def test_blocks_that_do_not_divide_the_grid_are_noted(small: Make, tmp_path: Path) -> None:
-    for size, notes in ((3, 1), (4, 0)):
-        display = Display()
-        train(small(tmp_path / f"{size}", attention=f"blocks:size={size}", steps=1, evaluations=1), log=Log(display))
-        assert len(display.notes) == notes and all("do not divide the grid of 4 x 4" in note for note in display.notes)

@@ -97,22 +97,6 @@ def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(task: str, masked: Mak
 
 
 @pytest.mark.slow
-def test_the_saved_model_has_features_and_starts_other_runs(masked: Make, small: Make, tmp_path: Path) -> None:
-    result = train(masked("pre-training", patch_target="pixels", steps=2, evaluations=1, checkpoints=1))
-    assert set(result.metrics) == {"validation_patch_loss", "test_patch_loss"} and result.examples == ()
-    bundle = load(result.folder)
-    assert bundle.classes == () and bundle.network.head is None
-    short: dict[str, Any] = {
-        "init": str(result.folder), "variant": None, "width": None, "depth": None, "heads": None, "mlp_width": None,
-        "position_std": None, "steps": 2, "evaluations": 1, "checkpoints": 1,
-    }  # fmt: skip
-    tuned = train(small(tmp_path / "tuned", **short))
-    assert len(tuned.bundle.classes) == 10
-    again = train(masked("again", **{**short, "init": str(tuned.folder)}))
-    assert again.bundle.classes == () and again.bundle.network.head is None
-
-
-@pytest.mark.slow
 def test_labels_are_not_needed_but_probes_measure_by_them(masked: Make, colour_folder: Path, tmp_path: Path) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
