@@ -148,15 +148,6 @@ class TakesAnyChannels(Whole):
         return super().features(images[:, :3])
 
 
-class EmbedsAnyChannels(Whole):
-    def embed(self, images: Tensor) -> Tensor:
-        return super().embed(images[:, :3])
-
-    def forward(self, images: Tensor) -> Tensor:
-        pooled = super().embed(images)
-        return pooled if self.head is None else self.head(pooled)
-
-
 class OtherError(Whole):
     def features(self, images: Tensor) -> Features:
         if images.shape[1] != self.config.channels:
@@ -231,7 +222,6 @@ BROKEN: list[tuple[Callable[[int], Any], str]] = [
         r"without a head, the network must return the same as embed\(\)",
     ),
     (TakesAnyChannels, "images with another number of channels must be refused with ConfigError"),
-    (EmbedsAnyChannels, "images with another number of channels must be refused with ConfigError"),
     (
         OtherError,
         "images with another number of channels must be refused with ConfigError, but RuntimeError was raised",

@@ -19,7 +19,6 @@ from vitrail.export.export import Exporter, check_export
 from vitrail.export.int8 import Int8
 from vitrail.export.parity import batch_dependence, compare_int8
 from vitrail.models.resnet_config import ResNetConfig
-from vitrail.models.variants import variant_config
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import ExportedNetwork
 
@@ -130,12 +129,8 @@ def test_the_bytes_are_reproducible(int8_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hybrid", "bit"])
-def test_convolutions_are_integers_too(name: str, tmp_path: Path) -> None:
-    bundle = {
-        "hybrid": lambda: make_bundle(variant_config("R+ViT-Ti/16", num_classes=3, image_size=(32, 64))),
-        "bit": lambda: make_bundle(ResNetConfig(image_size=(33, 40), num_classes=3, width=32, depths=(1, 1, 1, 1))),
-    }[name]()
+def test_convolutions_are_integers_too(tmp_path: Path) -> None:
+    bundle = make_bundle(ResNetConfig(image_size=(33, 40), num_classes=3, width=32, depths=(1, 1, 1, 1)))
     sizes = dict.fromkeys(("float32", "int8"), 0)
     made = exporter(bundle, max_drop=100.0)
     for precision in sizes:

@@ -171,21 +171,6 @@ def test_workers_compute_a_short_queue_one_by_one_and_a_long_one_in_batches(gate
     assert batches(14) == [[1, 2, 3], [4, 5], [6, 7], [8], [9], [10], [11], [12], [13], [14]]
 
 
-def test_images_of_clients_that_have_gone_are_not_computed(batcher: Batcher, gate: Gate) -> None:
-    async def work() -> None:
-        first = asyncio.ensure_future(batcher.compute([image(1)]))
-        await until(gate.begun.is_set)
-        gone, stays = (asyncio.ensure_future(batcher.compute([image(value)])) for value in (2, 3))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        gate.open.set()
-        await asyncio.gather(first, stays)
-
-    asyncio.run(work())
-    assert gate.batches == [[1], [3]]
-
-
 def test_an_image_that_waits_too_long_is_dropped(gate: Gate) -> None:
     async def work() -> None:
         compute = Compute(1, 1)

@@ -31,7 +31,6 @@ from vitrail.processes.group import join_processes, whole
 from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
 from vitrail.training import checkpoint, loop
-from vitrail.training import clock as limit
 from vitrail.training import job as forecast
 from vitrail.training import run as execution
 from vitrail.training.after_step import Run
@@ -60,12 +59,6 @@ def config_of(data: Path, run: Path, **fields: Any) -> TrainConfig:
 def trained(config: TrainConfig) -> dict[str, float]:
     """Train, and return the metrics."""
     return train(config).metrics
-
-
-def trained_with_limits(config: TrainConfig) -> dict[str, float]:
-    """Train as if each process computed 1e9 FLOP/s faster than the one before."""
-    limit._measured = lambda precision, device, threads: (launch().rank + 1) * 1e12  # type: ignore[assignment]
-    return trained(config)
 
 
 def trained_on_machines(config: TrainConfig, processes: int) -> dict[str, float]:

@@ -122,17 +122,6 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Make, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "rises"), [("cosine", True), ("constant", False)])
-def test_a_rate_that_rises_again_is_noted(small: Make, tmp_path: Path, schedule: str, *, rises: bool) -> None:
-    train(small(tmp_path / "run", steps=4, schedule=schedule, warmup=0.0, **FEW))
-    shown = Display()
-    resume(tmp_path / "run", changes={"steps": 8}, log=Log(shown))
-    found = rates(tmp_path / "run")
-    assert (found[5] > found[4]) is rises
-    assert [f"{found[5]:.3g}" in note for note in shown.notes if "learning rate" in note] == [True] * rises
-
-
-@pytest.mark.slow
 def test_the_record_and_the_journal_tell_of_the_extension(small: Make, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(run, steps=8, **FEW))

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.listening import Display
 from tests.tasks.images import Pictures
-from tests.training import ranks
 from tests.training.curves import events_of
-from tests.training.jobs import Initial, Make, job_of, results_of
+from tests.training.jobs import Make, job_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.variants import variant_config
@@ -204,33 +202,6 @@ def test_measuring_draws_no_random_number_and_is_short(
     assert torch.equal(before, torch.get_rng_state())
 
 
-def limit_of(monkeypatch: pytest.MonkeyPatch, *measured: float) -> tuple[clock_module.MachineLimit, list[str]]:
-    """Return a limit whose measurements have these results in turn, and the calls that it makes."""
-    left, calls = list(measured), list[str]()
-
-    def measure(*rest: Any, again: bool) -> float:
-        calls.append("again" if again else "first")
-        return left.pop(0)
-
-    monkeypatch.setattr(clock_module, "product_limit", measure)
-    job, state = job_of(TrainConfig().override(steps=1), images=1), SimpleNamespace(step=0)
-    log = Log(lambda event: calls.append("too low") if event["event"] == "limit too low" else None)
-    return clock_module.MachineLimit(job, log, state), calls  # type: ignore[arg-type]
-
-
-def test_steps_that_are_faster_than_the_limit_measure_it_again(
-    monkeypatch: pytest.MonkeyPatch, types_unchecked: None
-) -> None:
-    found, calls = limit_of(monkeypatch, 100.0, 160.0)
-    found.check(99.0)
-    assert found.flops_per_second == 100.0 and calls == ["first"]
-    found.check(150.0)
-    assert found.flops_per_second == 160.0 and calls == ["first", "again"]
-    found.check(161.0)
-    found.check(1.0)
-    assert found.flops_per_second is None and calls == ["first", "again", "too low"], "measured twice at most"
-
-
 @pytest.mark.slow
 def test_no_fraction_is_above_one(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module, "product_limit", lambda *_, again=False: 2.0 if again else 1.0)
@@ -274,39 +245,3 @@ def test_the_fraction_is_that_of_the_closed_form(
     for event, flops in zip(steps, each, strict=True):
         assert event["limit_fraction"] == pytest.approx(flops * event["images_per_second"] / LIMIT, rel=1e-9)
     assert display.fractions[0] == steps[0]["limit_fraction"] and None not in display.fractions
-
-
-@pytest.mark.slow
-def test_frozen_blocks_have_no_backward_pass(
-    initial: Initial, from_model: Make, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clock_module, "product_limit", lambda *_, **__: LIMIT)
-    config = from_model(initial(), colour_folder, train_blocks=1, steps=1)
-    result = train(config)
-    (event,) = events_of(result.folder)
-    network = result.bundle.network.config
-    flops = network.training_flops(trained_blocks=1)
-    assert flops < 0.8 * network.training_flops() and network.num_classes == 3
-    assert event["limit_fraction"] == pytest.approx(flops * event["images_per_second"] / LIMIT, rel=1e-9)
-
-
-@pytest.mark.slow
-def test_unknown_flops_are_left_out(
-    initial: Initial, from_model: Make, small: Make, colour_folder: Path, tmp_path: Path
-) -> None:
-    adapted = train(from_model(initial(), colour_folder, lora_rank=2, steps=2)).folder
-    plain = small(tmp_path / "own", steps=2, variant=None, width=None, depth=None, heads=None, mlp_width=None)
-    own = train(plain, network=nn.Sequential(nn.Flatten(), nn.Linear(784, 10))).folder
-    for run in (adapted, own):
-        steps = events_of(run)
-        assert events_of(run, "limit") == [] and steps and not any("limit_fraction" in event for event in steps)
-
-
-@pytest.mark.slow
-def test_processes_add_their_limits(three_splits: Path, tmp_path: Path) -> None:
-    results_of(2, ranks.trained_with_limits, ranks.config_of(three_splits, tmp_path / "run"))
-    (event,) = events_of(tmp_path / "run", "limit")
-    assert event["flops_per_second"] == 3e12, "1e12 of the first process, and 2e12 of the second"
-    flops = network_of().training_flops()
-    for step in events_of(tmp_path / "run"):
-        assert step["limit_fraction"] == pytest.approx(flops * step["images_per_second"] / 3e12, rel=1e-9)
