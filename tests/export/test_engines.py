@@ -68,8 +68,6 @@ def pictures(count: int = 5) -> list[np.ndarray]:
 
 
 def times(monkeypatch: pytest.MonkeyPatch, found: Mapping[str, float]) -> None:
-    """Let the runtimes take these seconds for each batch."""
-
     def seconds(runs: Any, image: np.ndarray, sizes: Any) -> dict[str, tuple[float, ...]]:
         for run in runs.values():
             run(np.repeat(image, 2, axis=0))

@@ -42,7 +42,6 @@ def make_bundle(config: AnyConfig | None = None, *, output: Any = "softmax", **p
 
 
 def probabilities(bundle: Bundle, images: Sequence[Any]) -> torch.Tensor:
-    """Return the probability of every class for images."""
     inputs = bundle.inputs([bundle.preprocess.pixels(image) for image in images])
     return bundle.probabilities(Predictor(bundle.network).logits(inputs))
 

@@ -37,8 +37,6 @@ class Answer:
 
 @dataclass
 class Running:
-    """A server that listens."""
-
     service: Service
     port: int
 
@@ -80,7 +78,6 @@ class Running:
 
 @contextmanager
 def serving(bundles: dict[str, Bundle], index: FeatureIndex | None = None, **settings: Any) -> Iterator[Running]:
-    """Run a server in a thread."""
     made = ServeSettings(**{"port": 0, "max_batch": 4, "drain_seconds": 0.0, **settings})
     service = Service(bundles, made, overlays=Overlays(), index=index)
     started = threading.Event()
@@ -99,7 +96,6 @@ def serving(bundles: dict[str, Bundle], index: FeatureIndex | None = None, **set
 
 
 def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
-    """An image file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind)
     return file.getvalue()

@@ -67,7 +67,6 @@ def labelled(count: int) -> Batch:
 
 
 def softmax(row: Tensor) -> Tensor:
-    """Return probabilities in float64."""
     return (row.double() - row.double().max()).exp() / (row.double() - row.double().max()).exp().sum()
 
 

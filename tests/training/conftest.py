@@ -106,8 +106,6 @@ def from_model(tmp_path: Path) -> Callable[..., TrainConfig]:
 
 @pytest.fixture
 def folder_config(tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Makes configs of a tiny network for a folder of images."""
-
     def make(data: Path, **fields: object) -> TrainConfig:
         defaults = {
             "data": str(data), "run": str(tmp_path / "run"), "variant": "ViT-Pico/7", "image_size": (28, 28),
@@ -200,7 +198,6 @@ def finished(small: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def straight(finished: Finished, outcome: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The outcome of the finished run."""
     return outcome(finished.result.folder)
 
 

@@ -23,8 +23,6 @@ from vitrail.training.run import RunResult, train
 
 
 class Finished(NamedTuple):
-    """A finished run that tests only read."""
-
     config: TrainConfig
     result: RunResult
 

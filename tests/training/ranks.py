@@ -57,7 +57,6 @@ def config_of(data: Path, run: Path, **fields: Any) -> TrainConfig:
 
 
 def trained(config: TrainConfig) -> dict[str, float]:
-    """Train, and return the metrics."""
     return train(config).metrics
 
 
@@ -78,12 +77,10 @@ def trained_and_stopped(config: TrainConfig, rank: int, step: int) -> str:
 
 
 def resumed(folder: Path) -> dict[str, float]:
-    """Resume a run, and return the metrics."""
     return resume(folder).metrics
 
 
 def killed(config: TrainConfig, rank: int, step: int) -> None:
-    """Train, and kill one process after a step."""
     at_step(rank, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
     train(config)
 
@@ -101,7 +98,6 @@ def killed_in_a_save(config: TrainConfig, rank: int, step: int) -> None:
 
 
 def hanging(config: TrainConfig, rank: int, step: int, seconds: float) -> None:
-    """Train, and let one process hang after a step."""
     at_step(rank, step, lambda: time.sleep(seconds))
     train(config)
 

@@ -41,7 +41,6 @@ def moving(
 
 @pytest.fixture(scope="module")
 def tensors_of(flat: Callable[..., dict[str, Any]]) -> Callable[[TrainState], dict[str, Any]]:
-    """Copies the tensors of a state, by their names."""
     return lambda state: {
         name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)
     }
@@ -116,7 +115,6 @@ def test_the_same_step_can_be_saved_again(
 
 
 def flip(path: Path, bit: int) -> None:
-    """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[bit // 8 % len(data)] ^= 1 << bit % 8
     path.write_bytes(data)

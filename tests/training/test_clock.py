@@ -215,8 +215,6 @@ def test_no_fraction_is_above_one(small: Make, tmp_path: Path, monkeypatch: pyte
 
 
 class Fractions(Display):
-    """A display that keeps the fractions of the limit."""
-
     def __init__(self) -> None:
         self.fractions: list[float | None] = []
 

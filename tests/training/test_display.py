@@ -20,8 +20,6 @@ RESULT = {"best": False, "accuracy": 0.5, "cross_entropy": 1.25, "images": 40.0,
 
 
 class Screen:
-    """A display on a terminal or a file, with a clock that tests set."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, terminal: bool = False, width: int = 120) -> None:
         self.file, self.now = io.StringIO(), 0.0
         monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda: self.now))

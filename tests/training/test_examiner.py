@@ -33,7 +33,6 @@ steps."""
 
 @pytest.fixture
 def weights_by_step(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-    """Return the trained weights before the first step and after each step."""
     seen: list[dict[str, Tensor]] = []
     real = loop_module.train_step
 

@@ -19,7 +19,6 @@ from vitrail.training.run import train
 
 @pytest.fixture
 def setup(small: Make, tmp_path: Path) -> Callable[..., Job]:
-    """Prepare a run of the small configs."""
     return lambda **fields: prepare(small(tmp_path / "run", **fields))
 
 

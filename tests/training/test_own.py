@@ -51,8 +51,6 @@ class Stripes:
 
 
 class Small(nn.Module):
-    """A network of an unknown class."""
-
     def __init__(self, outputs: int = 2) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.AvgPool2d(3), nn.Flatten(), nn.LazyLinear(6), nn.ReLU(), nn.Linear(6, outputs))

@@ -30,7 +30,6 @@ PLAIN = {"steps": 10, "evaluations": 1, "checkpoints": 3, "shift": 0, "erase": 0
 
 @pytest.fixture(scope="module")
 def batches(three_splits: Path) -> list[list[int]]:
-    """The samples of the batches of the first epoch."""
     return ranks.batches_of(three_splits)
 
 

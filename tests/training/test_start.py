@@ -17,7 +17,6 @@ from tests.listening import Display
 from tests.make import make_bundle
 from tests.training.jobs import CrashAt, Initial, Make, Outcome, train_until
 from vitrail.errors import ConfigError, RunError
-from vitrail.models.positions import resize_grid
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.detection import Detection
 from vitrail.training.after_step import Run
@@ -147,18 +146,6 @@ def test_fewer_tokens_than_those_of_a_model_are_refused(initial: Initial) -> Non
     overrides = {"head_kind": "detection-tokens", "registers": 3}
     with pytest.raises(ConfigError, match="registers=3 is less than the 4 of the model"):
         fitted(bundle.network.config, "given", bundle.preprocess, overrides, 3, Detection())
-
-
-@pytest.mark.slow
-def test_positions_are_resized_to_the_images(
-    initial: Initial, from_model: Make, colour_folder: Path, beginnings: list[dict[str, Tensor]]
-) -> None:
-    model, notes = initial(), Display()
-    train(from_model(model, colour_folder, image_size=(35, 14), **ONE_STEP), log=Log(notes))
-    before, (begun,) = load(model).network.state_dict()["positions.embedding"], beginnings
-    expected = resize_grid(before[:, 1:], (3, 4), (5, 2), "linear-corners")
-    assert torch.equal(begun["positions.embedding"], torch.cat([before[:, :1], expected], dim=1))
-    assert "the image size was changed from (21, 28) to (35, 14), and the positions were resized" in notes.notes
 
 
 @pytest.mark.slow

@@ -120,7 +120,6 @@ def test_a_run_works_outside_the_main_thread(tiny: Make) -> None:
 
 
 def await_event(process: subprocess.Popen[str], journal: Path, event: str, seconds: float = 60) -> None:
-    """Wait until the run has written such an event."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if journal.exists() and any(item["event"] == event for item in read_journal(journal)):
