@@ -23,9 +23,9 @@ from vitrail.errors import ConfigError, ExportFailed
 from vitrail.export import engines
 from vitrail.export.export import export
 from vitrail.export.formats import FORMATS
+from vitrail.models.predictor import EngineName
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.engine import EngineName
 
 pytest.importorskip("openvino")
 pytest.importorskip("onnxscript")

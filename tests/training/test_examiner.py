@@ -17,7 +17,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, RunError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.streaming import Accuracy
+from vitrail.tasks.classification import Accuracy
 from vitrail.training.job import Job, Probe
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
