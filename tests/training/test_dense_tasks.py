@@ -112,9 +112,10 @@ def test_settings_that_do_not_fit_are_refused_before_any_file_is_written(
     drawn: Path, tmp_path: Path, trained: Path, words: str
 ) -> None:
     run = tmp_path / "run"
-    usual = ["train", "folder", "--data", str(drawn), "--run", str(run)]
-    usual += ["--task", "detection", "--steps", "1", "--threads", "0", "--resize", "pad"]
-    code, _, errors = command(*usual, *words.replace("MODEL", str(trained)).split())
+    given = words.replace("MODEL", str(trained)).split()
+    usual = {"--data": str(drawn), "--task": "detection", "--run": str(run), "--steps": "1", "--threads": "0"}
+    options = [word for option in usual.items() if option[0] not in given for word in option]
+    code, _, errors = command("train", "folder", *options, *given, "--resize", "pad")
     assert code == 2 and REFUSED[words] in errors and "Traceback" not in errors, errors
     assert not run.exists()
 
