@@ -16,6 +16,7 @@ from torch import Tensor
 import vitrail.training.build as making_module
 import vitrail.training.run as run_module
 from tests.listening import Display
+from tests.make import make_colour_folder
 from tests.training.curves import events_of, same_weights, steps_of, values_of
 from tests.training.jobs import Finished, Make, Outcome, train_until
 from vitrail.data.batch import Batch
@@ -327,6 +328,21 @@ def test_too_many_broken_images_end_the_run(folder_config: Make, colour_folder: 
     run = Path(config.run.folder or "")
     assert {event["key"] for event in events_of(run, "skipped")} == broken and not events_of(run, "finished")
     train(folder_config(colour_folder, steps=10, validation_share=0.0, keep="last", max_skipped=0.1, overwrite=True))
+
+
+@pytest.mark.slow
+def test_broken_images_of_held_out_splits_are_named_once(folder_config: Make, tmp_path: Path) -> None:
+    for name in ("train", "val", "test"):
+        make_colour_folder(tmp_path / "data" / name, images=8)
+        if name != "train":
+            (tmp_path / "data" / name / "red" / "01.png").write_bytes(b"")
+    display = Display()
+    result = train(folder_config(tmp_path / "data", steps=4), log=Log(display))
+    assert sorted(note for note in display.notes if "skipped" in note) == [
+        f"skipped red/01.png of the {split} split: is empty (0 bytes)" for split in ("test", "validation")
+    ]
+    events = {(event["split"], event["key"]) for event in events_of(result.folder, "skipped")}
+    assert events == {("validation", "red/01.png"), ("test", "red/01.png")}
 
 
 def test_a_file_that_vanishes_is_named(folder_config: Make, colour_folder: Path) -> None:
