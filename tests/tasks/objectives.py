@@ -46,6 +46,16 @@ class Fixed(nn.Module):
         return self.outputs
 
 
+def batch_of_boxes(images: int, objects: int, *, classes: int = 3, seed: int = 0) -> Batch:
+    """Return images with objects, of which some are crowds or missing."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(images, objects, 2, generator=generator) * 20
+    boxes = torch.cat([starts, starts + 1 + torch.rand(images, objects, 2, generator=generator) * 12], dim=2)
+    pixels = torch.rand(images, 3, 24, 40, generator=generator)
+    labels = torch.randint(-2, classes, (images, objects), generator=generator)
+    return replace(batch_of(pixels), boxes=boxes, box_labels=labels, target_kind="boxes")
+
+
 @torch.no_grad()
 def shrink(module: nn.Module) -> None:
     """Make a module unlike the one that it was copied from."""

@@ -19,23 +19,10 @@ from hypothesis.extra import numpy as arrays
 from scipy.optimize import linear_sum_assignment
 
 import vitrail
-from tests.tasks.objectives import check_parts
-from vitrail.data.batch import Batch
+from tests.tasks.objectives import batch_of_boxes, check_parts
 from vitrail.errors import ConfigError
 from vitrail.tasks.detection import Detection
 from vitrail.tasks.set_loss import match, set_losses
-
-
-def batch_of(images: int, objects: int, seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.rand(images, objects, 2, generator=generator) * 20
-    boxes = torch.cat([starts, starts + 1 + torch.rand(images, objects, 2, generator=generator) * 12], dim=2)
-    numbers = torch.arange(images)
-    return Batch(
-        torch.rand(images, 3, 24, 40, generator=generator), torch.full((images,), -1), torch.ones(images) > 0, numbers,
-        torch.zeros_like(numbers), boxes=boxes, target_kind="boxes",
-        box_labels=torch.randint(-2, 3, (images, objects), generator=generator),
-    )  # fmt: skip
 
 
 def objective_of(tokens: int = 7, **settings: Any) -> Any:
@@ -52,7 +39,7 @@ def objective_of(tokens: int = 7, **settings: Any) -> Any:
 def test_parts_of_a_batch_have_the_loss_of_the_whole(objects: int) -> None:
     """With and without objects, with more objects than tokens, and with an image that cannot be decoded."""
     objective = objective_of()
-    batch = batch_of(5, objects)
+    batch = batch_of_boxes(5, objects)
     batch = replace(batch, valid=torch.arange(5) != 1)
     check_parts(objective, batch, parts=3, all_are_trained=False)
     assert objective.counted(batch)[1].tolist() == [0, 0]
@@ -80,7 +67,7 @@ def test_the_library_has_the_same_loss(objects: int, tokens: int) -> None:
     pytest.importorskip("transformers")
     from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
-    objective, batch = objective_of(tokens), batch_of(5, objects, seed=3)
+    objective, batch = objective_of(tokens), batch_of_boxes(5, objects, seed=3)
     with torch.no_grad():
         for parameter in objective.network.head.parameters():
             parameter *= 3
