@@ -29,7 +29,7 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"end_learning_rate": 0.1}, "end_learning_rate=0.1 is above learning_rate=0.001"),
     ({"end_learning_rate": 1e-5, "schedule": "rsqrt"}, "end_learning_rate=1e-05 is for the schedules cosine"),
     ({"schedule": "staircase"}, "schedule='staircase' needs stair_at"),
-    ({"schedule": "staircase", "stair_at": (0.5,), "stair_factors": (1, 2)}, "stair_factors=(1, 2) are 2 factors"),
+    ({"schedule": "staircase", "stair_at": (0.5,), "stair_factors": (0.1, 0.2)}, "stair_factors=(0.1, 0.2) are 2"),
     ({"stair_at": (0.5,)}, "stair_at=(0.5,) and stair_factors=() are for the schedule staircase"),
     ({"spike_window": 1, "max_faults": 0}, "spike_window=1 is less than 2\nmax_faults=0 is less than 1"),
     ({"new_head": True}, "new_head=True is a new head for a model, so it needs a model to start from; give init=..."),
