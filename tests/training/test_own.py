@@ -55,8 +55,6 @@ class Stripes:
 
 
 class Small(nn.Module):
-    """A network of an unknown class."""
-
     def __init__(self, outputs: int = 2) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.AvgPool2d(3), nn.Flatten(), nn.LazyLinear(6), nn.ReLU(), nn.Linear(6, outputs))
@@ -190,10 +188,7 @@ def two_means(images: Tensor) -> Tensor:
     ("network", "rule"),
     [
         (Alone(two_means, trained=False), "a network must have a parameter that requires gradients"),
-        (
-            Alone(lambda images: images @ torch.ones(7)),
-            r"must take images of \(b, channels, height, width\), here \(2,",
-        ),
+        (Alone(lambda images: images @ torch.ones(7)), "must take images of"),
         (Alone(lambda images: images), r"must return floats of \(b, 2\), .* but it returned a tensor of \(2, 3,"),
         (Alone(lambda images: [two_means(images)]), r"one for each output, but it returned list$"),
         (Alone(lambda images: two_means(images).long()), r"must return floats of \(b, 2\)"),
@@ -234,13 +229,8 @@ BROKEN: list[tuple[Any, str]] = [
     (changed(count=0), "a source must have at least one sample"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
     (changed(target=lambda self, index: 7), "target(0) is 7, but the targets of this source must be None or an index"),
-    (changed(target=lambda self, index: "dark"), "target(0) is 'dark', but the targets of this source must be"),
     (changed(target=lambda self, index: (0, 2)), "target(0) is (0, 2), but the targets of this source must be None or"),
-    (changed(target=lambda self, index: (0.5,)), "target(0) is (0.5,), but the targets of this source must be None or"),
-    (
-        changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)),
-        "must have the key and the target that key(0)",
-    ),
+    (changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)), "must have the key and the target"),
     (
         changed(__getitem__=lambda self, index: Sample(self.key(index), PICTURE.astype(np.float32), index % 2)),
         "the image of 'stripe 0' must be bytes or a uint8 array of (height, width, 1 or 3)",
