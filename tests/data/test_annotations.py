@@ -16,6 +16,7 @@ from PIL import Image
 
 from tests.make import orientation
 from vitrail.cli import main
+from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.objects import IGNORED, Objects, Runs, drawn
@@ -589,6 +590,16 @@ def test_a_sample_of_masks_says_nothing_about_classes_in_others(tmp_path: Path) 
     splits = open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0)
     kinds = [{one.kind for one in check_data(splits, sample=count).findings} for count in (1, None)]
     assert "few-examples" in kinds[1] and not {"few-examples", "missing-in-train"} & kinds[0]
+
+
+def test_a_run_says_that_masks_have_no_pixel_of_a_class_or_do_not_fit(tmp_path: Path) -> None:
+    values = BLANK.copy()
+    values[:10] = 255  # many programs write masks of 0 and 255
+    masks(tmp_path, values)
+    (line,) = quick_check(opened(tmp_path))[2:]
+    assert line.startswith("warning") and "road" in line and "25% of their pixels are ignored" in line
+    masks(tmp_path, np.full((40, 60), 7, np.uint8))
+    assert "holds the value 7" in quick_check(opened(tmp_path))[2]
 
 
 def test_boxes_of_another_size_are_findings(tmp_path: Path) -> None:
