@@ -592,6 +592,12 @@ def test_a_sample_of_masks_says_nothing_about_classes_in_others(tmp_path: Path) 
     assert "few-examples" in kinds[1] and not {"few-examples", "missing-in-train"} & kinds[0]
 
 
+def test_masks_cannot_be_counted_per_class(tmp_path: Path) -> None:
+    masks(tmp_path, BLANK)
+    with pytest.raises(DataError, match=r"per_class=1: .* has masks"):
+        opened(tmp_path, per_class=1)
+
+
 def test_a_run_says_that_masks_have_no_pixel_of_a_class_or_do_not_fit(tmp_path: Path) -> None:
     values = BLANK.copy()
     values[:10] = 255  # many programs write masks of 0 and 255

@@ -607,9 +607,10 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
             )
         train = take(train, count, seed=seed, method=method)
     if per_class is not None:
-        if splits.target_kind == "numbers" or not splits.classes:
+        if splits.target_kind in ("numbers", "mask") or not splits.classes:
+            held = "masks, and their classes are not counted" if splits.target_kind == "mask" else "no classes"
             raise DataError(
-                f"per_class={per_class}: data {spec!r} has no classes; take a number of images instead, like "
+                f"per_class={per_class}: data {spec!r} has {held}; take a number of images instead, like "
                 f"{spec}[:{per_class}]"
             )
         train = take_per_class(train, per_class, seed=seed, method=method)

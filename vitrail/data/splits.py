@@ -25,7 +25,7 @@ from jaxtyping import Float64, Int64, Shaped
 
 from vitrail.data.faults import Fault
 from vitrail.data.source import Samples, Source, first_copies, samples_of, subset, target_kind, truth_of
-from vitrail.data.targets import Target, TargetKind, class_indices
+from vitrail.data.targets import PLACED, Target, TargetKind, class_indices
 from vitrail.errors import ConfigError, DataError, listed, plural
 
 Split = Literal["train", "validation", "test"]
@@ -384,8 +384,8 @@ def drawn(source: Source, count: int, *, seed: int = 0, method: CutMethod = "str
 def take_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> Samples:
     """Return `count` samples per class, chosen by a hash of seed and key. A class with fewer samples is kept whole.
 
-    A sample with several labels counts for each of them, so a class can have more than `count` samples. If the targets
-    are numbers, or there are none, all samples count as one class.
+    A sample with several labels, or with boxes of several classes, counts for each of them, so a class can have more
+    than `count` samples. If the targets are numbers, masks or texts, or there are none, all samples count as one class.
     """
     return subset(source, drawn_per_class(source, count, seed=seed, method=method))
 
@@ -393,15 +393,15 @@ def take_per_class(source: Source, count: int, *, seed: int = 0, method: CutMeth
 def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
     """Return the indices of the samples that `take_per_class` returns."""
     places = _places(source, _salt(seed))
-    if method == "stratified" and target_kind(source) == "classes":
+    if method == "stratified" and target_kind(source) in ("classes", "boxes"):
         return sorted(_by_rounds(_labels(source), places, count))
-    return np.flatnonzero(ranks_in_groups(places, _groups(source)) < count).tolist()
+    return np.flatnonzero(ranks_in_groups(places, _class_groups(source)) < count).tolist()
 
 
 def _below(source: Source, share: float) -> list[int]:
     """Return the samples whose hash is below `share`. If a class has several samples, at least one and not all of them
     are returned. The only sample of a class is not returned."""
-    places, groups = _places(source, b""), _groups(source)
+    places, groups = _places(source, b""), _class_groups(source)
     wanted = np.bincount(groups, places < share)
     most = np.bincount(groups) - 1  # the only image of a class is needed for training
     return np.flatnonzero(ranks_in_groups(places, groups) < np.minimum(np.maximum(wanted, 1), most)[groups]).tolist()
@@ -515,6 +515,15 @@ def _groups(source: Source) -> Int64[np.ndarray, " n"]:
     numbers: dict[Target, int] = {}
     targets = map(source.target, range(len(source)))
     return np.fromiter((numbers.setdefault(target, len(numbers)) for target in targets), np.int64, len(source))
+
+
+def _class_groups(source: Source) -> Int64[np.ndarray, " n"]:
+    """Return the group number of each sample. Samples with the same set of classes are in the same group. Texts, and
+    masks that are not read, have no classes."""
+    if target_kind(source) not in (*PLACED, "texts"):
+        return _groups(source)
+    numbers: dict[tuple[int, ...], int] = {}
+    return np.fromiter((numbers.setdefault(labels, len(numbers)) for labels in _labels(source)), np.int64, len(source))
 
 
 def _position(text: str, count: int) -> int:
