@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.make import orientation
+from tests.make import keys_of, orientation
 from vitrail.cli import main
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
@@ -520,6 +520,24 @@ def test_tasks_without_labels_use_the_pictures_alone(tmp_path: Path, write: Call
     keys = [splits.train.key(index) for index in range(len(splits.train))]
     assert splits.target_kind == "none" and {key.rpartition("/")[2][0] for key in keys} <= {"a", "b"}
     assert not any("masks" in key for key in keys) and "not their boxes or masks" in splits.notes[-1]
+
+
+def test_tasks_without_labels_hold_out_what_the_annotations_hold_out(tmp_path: Path) -> None:
+    values = coco(tmp_path / "pictures")
+    (tmp_path / "pictures/_annotations.coco.json").unlink()
+    picture(tmp_path / "pictures/c.png")
+    for name, image in zip(("train", "val"), values["images"], strict=True):
+        objects = [{**values["annotations"][0], "image_id": image["id"]}]
+        part = {**values, "images": [image], "annotations": objects}
+        (tmp_path / f"instances_{name}.json").write_text(json.dumps(part))
+    splits = opened(tmp_path, unlabelled=True)
+    assert keys_of(splits.train) == ["pictures/a.png", "pictures/c.png"]  # no file lists the third
+    assert keys_of(splits.validation) == ["pictures/b.png"]
+    for name in ("a", "b"):
+        voc(tmp_path / "voc", voc_object(1, 2, 30, 20), name)
+    main_list(tmp_path / "voc", "train", "a\n")
+    main_list(tmp_path / "voc", "test", "b\n")
+    assert keys_of(opened(tmp_path / "voc", unlabelled=True).test) == ["JPEGImages/b.png"]
 
 
 def test_folders_of_pictures_with_cocos_file_are_not_classes(tmp_path: Path) -> None:

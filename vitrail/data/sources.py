@@ -413,9 +413,9 @@ def _open_boxes(request: Request) -> Splits:
             f"{request.title} has annotations in several formats: {listed([name for name, _ in found])}; name the file "
             "of one of them as the data, or remove the others"
         )
-    if request.unlabelled:
-        return formats.annotated.open_images_alone(request)
     ((_, opener),) = found
+    if request.unlabelled:
+        return formats.annotated.open_images_alone(request, opener)
     splits = opener(request)
     notes = [f"{request.title}: its masks are not read, because it has boxes"] if _has_masks(request) else []
     if _has_class_folders(request):
@@ -426,7 +426,7 @@ def _open_boxes(request: Request) -> Splits:
 
 def _open_masks(request: Request) -> Splits:
     if request.unlabelled:
-        return formats.annotated.open_images_alone(request)
+        return formats.annotated.open_images_alone(request, formats.masks.open_masks)
     splits = formats.masks.open_masks(request)
     return replace(splits, notes=(*splits.notes, *_beside(request.path)))
 

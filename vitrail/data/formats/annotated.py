@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from vitrail.data.faults import Fault, Severity, first_bytes, is_system_folder, 
 from vitrail.data.formats.folder import Scan
 from vitrail.data.objects import ObjectRows, Outline
 from vitrail.data.pixels.decode import open_image
-from vitrail.data.source import Samples, file_samples
+from vitrail.data.source import Samples, file_samples, files_of
 from vitrail.data.splits import (
     CHOICE,
     SPLITS,
@@ -190,16 +190,31 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
     return next((count for count, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))
 
 
-def open_images_alone(request: Request) -> Splits:
-    """Return the images of data with boxes or masks, which are not read."""
-    root = request.path
+def open_images_alone(request: Request, opener: Callable[[Request], Splits]) -> Splits:
+    """Return the images of data with boxes or masks, without these. Images that are held out if `opener` reads the
+    annotations are held out here too. If it cannot read them, the names of folders divide the images."""
+    root, chosen = request.path, request.choice.splits
     images = ImageFiles(root if root.is_dir() else root.parent)
-    splits, notes = divided(images, [key for key in images.inodes if not holds_masks(key)], request.choice.splits)
+    keys = [key for key in images.inodes if not holds_masks(key)]
+    try:
+        read = opener(replace(request, unlabelled=False)).sources
+    except DataError as error:
+        splits, notes = divided(images, keys, chosen)
+        notes = (*notes, f"{root}: its annotations cannot be read, so they do not divide the images: {error}")
+    else:
+        files = {split: one for split, source in read.items() if (one := files_of(source)) is not None}
+        paths = {one.root / key: split for split, one in files.items() for key in one.keys}
+        owners = {key: paths[images.root / key] for key in keys if images.root / key in paths}
+        others = [key for key in keys if key not in owners]
+        more, notes = ({}, left_out(str(root), others)) if chosen or not others else divided(images, others, chosen)
+        owners |= {key: split for split, some in more.items() for key in some}
+        splits = {split: [key for key in keys if owners.get(key) == split] for split in SPLITS}
     sources = {
         split: file_samples(
-            images.root, keys, [images.inodes[key] for key in keys], Targets.unknown("none", (), len(keys))
+            images.root, some, [images.inodes[key] for key in some], Targets.unknown("none", (), len(some))
         )
-        for split, keys in splits.items()
+        for split, some in splits.items()
+        if some
     }
     return splits_from(sources, (*notes, f"{root}: only the images are used, and not their boxes or masks"))
 
