@@ -188,6 +188,12 @@ def test_odd_boxes_are_clipped_or_left_out_and_named(
     assert any(words in note and "annotation 1" in note for note in splits.notes), splits.notes
 
 
+def test_a_file_of_coco_has_no_splits_to_choose(tmp_path: Path) -> None:
+    coco(tmp_path)
+    with pytest.raises(DataError, match="--splits"):
+        open_data(f"{tmp_path}/_annotations.coco.json?train=a&test=b", validation_share=0.0)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
     """Runs, compressed and as a list, and a polygon, against masks by pycocotools."""
@@ -212,6 +218,13 @@ def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
     np.testing.assert_allclose(target.boxes[0] * [60, 40, 60, 40], [7, 5, 51, 20])
     np.testing.assert_allclose(target.boxes[2] * [60, 40, 60, 40], [10, 5, 40, 35])
     np.testing.assert_array_equal(target.mask(2, (40, 60)), tools.decode(tools.frPyObjects([polygon], 40, 60)[0]) > 0)
+
+
+def test_a_picture_beside_the_file_of_coco_is_meant_before_one_in_a_folder(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        coco(tmp_path / split)
+        picture(tmp_path / split / "more/a.png")
+    assert keys_of(opened(tmp_path).train) == ["train/a.png", "train/b.png"]
 
 
 def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:

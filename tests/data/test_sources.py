@@ -145,6 +145,12 @@ def test_a_path_that_the_system_refuses_is_named() -> None:
         open_data("x" * 300, validation_share=0.1)
 
 
+def test_an_empty_name_is_not_the_current_folder(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree("a/1.png", "b/2.png"))
+    with pytest.raises(DataError, match="is empty"):
+        open_data("", validation_share=0.0)
+
+
 def test_one_class_is_refused(tree: Trees) -> None:
     with pytest.raises(DataError, match=r"has only one class, 'rose'; classification needs at least two"):
         open_data(str(tree(*many("rose"))), validation_share=0.1)

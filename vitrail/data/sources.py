@@ -278,6 +278,8 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
 
 def _open(request: Request) -> Splits:
     """Open data by the first format that recognises it."""
+    if not request.location:
+        raise DataError(f"{request.title} is empty; name a folder, a file or a data set")
     for one in FORMATS:
         if not one.recognises(request):
             continue
@@ -288,7 +290,11 @@ def _open(request: Request) -> Splits:
                 f"tables ({', '.join(TABLES)}), Parquet files, data sets of the hub and shards packed from them can "
                 "have columns"
             )
-        return one.open(request)
+        splits = one.open(request)
+        if splits.target_kind in ("numbers", "texts") and (idle := request.choice.unused(*OF_ALL_TARGETS)):
+            note = f"{request.title}: {' and '.join(idle)} has no effect, because {splits.target_kind} are read"
+            splits = replace(splits, notes=(*splits.notes, note))
+        return splits
     names = sorted(one.name for one in FORMATS if one.name)
     if request.is_url:
         raise DataError(
@@ -433,6 +439,8 @@ def _open_masks(request: Request) -> Splits:
 
 OF_TABLES = ("splits", "image", "label", "separator", "keep_missing", "text")
 ALL_CHOICES = (*OF_TABLES, "ignore")
+OF_ALL_TARGETS = ("splits", "image", "text")
+"""Choices that are not about labels."""
 
 FORMATS = [
     Format(

@@ -761,10 +761,13 @@ class Choice:
     ignore: str | None = None
     """The value in masks, or the name of its class, of pixels that have no class. "none" if all values are classes."""
 
+    def unused(self, *used: str) -> list[str]:
+        """Return the options of what was chosen beside the fields `used`."""
+        return [OPTIONS[one.name] for one in fields(self) if one.name not in used and getattr(self, one.name)]
+
     def refuse_others(self, title: str, *used: str) -> None:
         """Raise `DataError` if something was chosen on which the format of the data does not act."""
-        unused = [OPTIONS[one.name] for one in fields(self) if one.name not in used and getattr(self, one.name)]
-        if unused:
+        if unused := self.unused(*used):
             raise DataError(f"{' and '.join(unused)} has no effect on {title}; leave it out")
 
 
@@ -789,6 +792,8 @@ def choice_in(location: str) -> tuple[str, Choice]:
             "?train=NAME, ?separator=TEXT, ?missing=keep or ?ignore=VALUE, joined by &"
         )
     values = dict(ours)
+    if twice := [name for name in values if name not in SPLITS and [one for one, _ in ours].count(name) > 1]:
+        raise DataError(f"{location!r} chooses {listed(twice)} twice; leave one of them out")
     words = [value if name == "splits" else f"{name}={value}" for name, value in ours if name in (*SPLITS, "splits")]
     if values.get("missing", "keep") != "keep":
         raise DataError(f"{location!r} has missing={values['missing']!r}, and the only choice is missing=keep")

@@ -132,13 +132,14 @@ class ImageFiles:
         """Return the path of the image that a name or a path of another machine means, or None.
 
         The last part of the name decides. If several images outside of the folders `outside` have it, the longest
-        common end of the paths decides, then the folder `near`, then the split. Raise `DataError` if several remain.
+        common end of the paths decides, then the name in the folder `near`, then this folder, then the split. Raise `DataError` if several remain.
         """
         parts = name.replace("\\", "/").split("/")
         named = self._named.get(parts[-1].casefold(), ())
         found = [key for key in named if not holds_masks(key) and not key.startswith(outside)]
         rules: tuple[Callable[[str], int], ...] = (
             lambda key: _common_end(key.split("/"), parts),
+            lambda key: key == f"{near}/{name}",
             lambda key: key.startswith(f"{near}/") if near else "/" not in key,
             lambda key: split is not None and split_of(key.rpartition("/")[0]) == split,
         )
