@@ -132,7 +132,8 @@ class ImageFiles:
         """Return the path of the image that a name or a path of another machine means, or None.
 
         The last part of the name decides. If several images outside of the folders `outside` have it, the longest
-        common end of the paths decides, then the name in the folder `near`, then this folder, then the split. Raise `DataError` if several remain.
+        common end of the paths decides, then the name in the folder `near`, then this folder, then the split.
+        Raise `DataError` if several remain.
         """
         parts = name.replace("\\", "/").split("/")
         named = self._named.get(parts[-1].casefold(), ())
