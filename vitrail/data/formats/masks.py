@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,8 @@ def open_masks(request: Request) -> Splits:
     names, colours = _classes(root, folders)
     skipped, notes = _ignored(title, names, request.choice.ignore)
     kept = [name for place, name in enumerate(names) if place not in skipped]
+    if twice := [name for name, count in Counter(kept).items() if count > 1]:
+        raise DataError(f"{title}: several classes are called {listed(twice)}; give each a name of its own")
     places = [-1 if place in skipped else kept.index(name) for place, name in enumerate(names)]
     lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
     splits, more = divided(images, sorted(of_image), request.choice.splits, lists)
@@ -167,9 +170,6 @@ def _classes(root: Path, folders: Sequence[Path]) -> tuple[list[str], tuple[tupl
         raise DataError(f"{path}: some lines have a colour and others have none; give every class a colour, or none")
     names = [class_name(line) for line in lines]
     check_names(str(path), names)
-    if len(set(names)) < len(names):
-        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        raise DataError(f"{path}: several classes are called {listed(twice)}; give each a name of its own")
     if not 0 < len(names) <= IGNORED:
         raise DataError(f"{path} has {plural(len(names), 'name')}; a mask has 1 to {IGNORED} classes")
     return names, tuple(colours)
@@ -189,7 +189,7 @@ def _ignored(title: str, names: Sequence[str], ignored: str | None) -> tuple[set
     if ignored == "none" or ignored == str(IGNORED):
         return set(), ()
     if ignored in names:
-        return {names.index(ignored)}, ()
+        return {place for place, name in enumerate(names) if name == ignored}, ()
     if ignored.isdecimal() and int(ignored) < len(names):
         return {int(ignored)}, ()
     raise DataError(
