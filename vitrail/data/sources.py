@@ -332,7 +332,9 @@ def _has_coco(root: Path) -> bool:
 
 def _open_class_folders(request: Request) -> Splits:
     splits = formats.folder.open_folders(request)
-    return replace(splits, notes=(*splits.notes, *_beside(request.path)))
+    inner = formats.folder.class_folders(request.path)
+    places = [request.path, *(place for place in inner if split_of(place.name, request.choice.splits))]
+    return replace(splits, notes=(*splits.notes, *(note for place in places for note in _beside(place))))
 
 
 def _open_table_file(request: Request) -> Splits:

@@ -201,7 +201,7 @@ def test_class_folders_win_over_tables_beside_them(tree: Trees) -> None:
         opened(root / "licences.csv")
 
 
-@pytest.mark.parametrize("name", ["labels.parquet", "cat.tar", "train.tar"])
+@pytest.mark.parametrize("name", ["labels.parquet", "cat.tar", "train.tar", "train/metadata.csv"])
 def test_class_folders_win_over_archives_beside_them(tree: Trees, name: str) -> None:
     root = tree("train/cat/1.png", "train/dog/2.png", name)
     splits = opened(root)
