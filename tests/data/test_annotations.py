@@ -733,7 +733,8 @@ def test_masks_survive_their_own_format_and_cocos(tmp_path: Path) -> None:
     convert(opened(tmp_path / "a"), tmp_path / "b", "masks")
     target = opened(tmp_path / "b").train.target(0)
     np.testing.assert_array_equal(target.indices(), values)
-    convert(opened(tmp_path / "a"), tmp_path / "c", "coco")
+    (note,) = convert(opened(tmp_path / "a"), tmp_path / "c", "coco")
+    assert "1 mask with pixels without a class" in note
     found = opened(tmp_path / "c").train.target(0)
     assert found.labels.tolist() == [0, 1, 2]
     for label in range(3):
