@@ -24,6 +24,7 @@ from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, UndecodableImage
+from vitrail.tasks.segmentation import Segmentation
 
 SIZES = [(33, 57), (64, 40), (21, 21)]
 
@@ -604,6 +605,8 @@ def test_what_lies_beside_boxes_and_masks_is_named(tmp_path: Path) -> None:
     splits = opened(tmp_path)
     notes = "\n".join(splits.notes)
     assert splits.target_kind == "boxes" and "its masks are not read" in notes and "labels.csv" in notes
+    with pytest.raises(DataError, match="its masks are not read"):
+        Segmentation().check_data(splits)
 
 
 def test_a_held_out_split_without_objects_is_skipped(tmp_path: Path) -> None:

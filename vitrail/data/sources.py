@@ -425,7 +425,9 @@ def _open_boxes(request: Request) -> Splits:
     if request.unlabelled:
         return formats.annotated.open_images_alone(request, opener)
     splits = opener(request)
-    notes = [f"{request.title}: its masks are not read, because it has boxes"] if _has_masks(request) else []
+    notes = []
+    if _has_masks(request):
+        notes.append(f"{request.title}: its masks are not read, because it has boxes; move them away to read masks")
     if _has_class_folders(request):
         notes.append(f"{request.title}: its folders of images are not read as classes, because it has boxes")
     beside = _beside(request.path) if request.is_folder else ()
