@@ -626,6 +626,14 @@ def test_a_sample_of_masks_says_nothing_about_classes_in_others(tmp_path: Path) 
     assert "few-examples" in kinds[1] and not {"few-examples", "missing-in-train"} & kinds[0]
 
 
+def test_masks_of_one_class_are_not_learned(tmp_path: Path) -> None:
+    masks(tmp_path, BLANK + 1, "void\nroad\n")
+    with pytest.raises(DataError, match="only one class, 'road'"):
+        Segmentation().check_data(opened(tmp_path))
+    report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
+    assert "one-class" in {one.kind for one in report.errors}
+
+
 def test_masks_cannot_be_counted_per_class(tmp_path: Path) -> None:
     masks(tmp_path, BLANK)
     with pytest.raises(DataError, match=r"per_class=1: .* has masks"):

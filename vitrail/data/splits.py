@@ -268,11 +268,13 @@ def check_classes(splits: Splits) -> None:
 
 def one_class(splits: Splits) -> Fault:
     """Return the fault of data with a single class."""
+    is_mask = splits.target_kind == "mask"
+    task, noun = ("segmentation", "pixels") if is_mask else ("classification", "images")
     return Fault(
         "one-class", "error", 1,
-        f"{splits.title} has only one class, {splits.classes[0]!r}; classification needs at least two",
+        f"{splits.title} has only one class, {splits.classes[0]!r}; {task} needs at least two",
         "Training refuses the data.",
-        "Add images of another class.",
+        f"Add {noun} of another class{', such as a background that is not ignored' if is_mask else ''}.",
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset, target_kind, typical_size
-from vitrail.errors import ConfigError, DataError, UndecodableImage, plural
+from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, plural
 from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
@@ -151,6 +151,8 @@ class BySegmentation:
         for source in (train, held_out):
             if target_kind(source) != "mask":
                 raise DataError("segmentation needs images with masks, and these have none; choose other data")
+        if len(train.classes) < 2:
+            raise DataError(f"segmentation needs masks of at least two classes, and these have {listed(train.classes)}")
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the `mean_iou`, the `pixel_accuracy`, and the intersection over union of each class as `NAME:iou`.
