@@ -15,7 +15,15 @@ from faster_coco_eval import COCO  # type: ignore[import-untyped]
 from PIL import Image
 from pyarrow import parquet
 
-from tests.make import OBJECT_NAMES, coco_data, dense_bundle, dense_model, make_outlines_folder, make_voc_folder
+from tests.make import (
+    OBJECT_NAMES,
+    coco_data,
+    dense_bundle,
+    dense_model,
+    make_masks_folder,
+    make_outlines_folder,
+    make_voc_folder,
+)
 from vitrail.cli import main
 from vitrail.data.objects import Runs
 from vitrail.data.source import samples_of
@@ -216,6 +224,16 @@ def test_masks_are_written_with_the_values_of_the_data(
     for more in (("--csv",), ()):
         assert main(["predict", str(model), str(photos / "a.png"), *more]) == 0
         assert next(iter(rows[0]["fractions"])) in capsys.readouterr().out
+
+
+def test_other_numbers_of_masks_in_data_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = dense_model(tmp_path / "model", "patches")
+    data = make_masks_folder(tmp_path / "data", train=2, validation=1, test=1)
+    for number, names in enumerate((NAMES, NAMES[::-1])):
+        (data / "classes.txt").write_text("\n".join(names))
+        words = ["--data", str(data), "--masks", str(tmp_path / f"masks{number}")]
+        assert main(["predict", str(model), *words]) == 0
+        assert ("have others" in capsys.readouterr().err) == bool(number)
 
 
 @pytest.mark.slow
