@@ -233,7 +233,7 @@ def test_other_numbers_of_masks_in_data_are_noted(tmp_path: Path, capsys: pytest
         (data / "classes.txt").write_text("\n".join(names))
         words = ["--data", str(data), "--masks", str(tmp_path / f"masks{number}")]
         assert main(["predict", str(model), *words]) == 0
-        assert ("have others" in capsys.readouterr().err) == bool(number)
+        assert ("gives them others" in capsys.readouterr().err) == bool(number)
 
 
 @pytest.mark.slow
