@@ -170,5 +170,9 @@ def test_numbers_are_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_texts_of_images_are_their_labels_in_an_index(tmp_path: Path) -> None:
     texts = Targets.of([("a bee", "an insect"), None, ("a wasp",)], "texts", ())
-    save_features(replace(make([0, 1, 2]), truth=texts), tmp_path / "out")
+    features = replace(make([0, 1, 2]), truth=texts)
+    save_features(features, tmp_path / "out")
     assert FeatureIndex.open(tmp_path / "out").labels == (["a bee", "an insect"], [], ["a wasp"])
+    save_parquet(features, tmp_path / "out.parquet")
+    written = pyarrow.parquet.read_table(tmp_path / "out.parquet")["label"].to_pylist()
+    assert written == [["a bee", "an insect"], [], ["a wasp"]]
