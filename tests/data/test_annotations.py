@@ -274,6 +274,8 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: foreign(root, '{"objects": [{"classTitle": "cat"}]}', "a.png.json"), "of Supervisely"),
         (lambda root: foreign(root, "<annotations>\n <version>1.1</version>", "a.xml"), "annotation of CVAT"),
         (lambda root: masks(root, BLANK, "sky\nsky\n"), "several classes are called sky"),
+        (lambda root: masks(root, BLANK, "sky\n\nroad\n"), "classes.txt: line 2 is empty"),
+        (lambda root: (yolo(root), listed(root, "more", "one\n \ntwo\n\n")), "classes.txt: line 2 is empty"),
         (lambda root: (masks(root, BLANK), (root / "classes.txt").unlink()), "classes.txt"),
     ],
 )

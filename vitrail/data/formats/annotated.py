@@ -304,6 +304,15 @@ def lines_of(path: Path) -> list[str]:
         raise DataError(f"cannot read {path} as UTF-8: {error}") from error
 
 
+def names_in(path: Path) -> list[str]:
+    """Return the names of classes in a list, one on each line. Raise `DataError` if it cannot be read, or if a line
+    between the names is empty, because then it is not clear which numbers the names after it have."""
+    names = "\n".join(line.strip() for line in lines_of(path)).rstrip("\n").split("\n")
+    if "" in names and len(names) > 1:
+        raise DataError(f"{path}: line {names.index('') + 1} is empty; remove it, or write the name of a class there")
+    return [name for name in names if name]
+
+
 def _by_lists(
     images: ImageFiles, annotated: set[str], lists: Mapping[Path, Split]
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:

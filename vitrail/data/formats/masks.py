@@ -20,7 +20,15 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from vitrail.data.formats.annotated import IMAGES, ImageFiles, divided, lines_of, missing_images, unlisted_images
+from vitrail.data.formats.annotated import (
+    IMAGES,
+    ImageFiles,
+    divided,
+    lines_of,
+    missing_images,
+    names_in,
+    unlisted_images,
+)
 from vitrail.data.formats.folder import class_folders
 from vitrail.data.objects import IGNORED, Mask
 from vitrail.data.source import Samples, file_samples
@@ -157,8 +165,7 @@ def _classes(root: Path, folders: Sequence[Path]) -> tuple[list[str], tuple[tupl
             f"{root} has masks but no names of classes; add a classes.txt with the name of a class on each line, in "
             "the order of the numbers in the masks, from 0"
         )
-    lines = [line.strip() for line in lines_of(path)]
-    lines = [line for line in lines if line and not line.startswith("# ")]
+    lines = [line for line in names_in(path) if not line.startswith("# ")]
     matches = [COLOUR.fullmatch(line) for line in lines]
     colours: list[tuple[int, int, int]] = []
     if lines and all(matches):
