@@ -189,6 +189,14 @@ def test_odd_boxes_are_clipped_or_left_out_and_named(
     assert any(words in note and "annotation 1" in note for note in splits.notes), splits.notes
 
 
+def test_objects_that_stand_twice_are_named(tmp_path: Path) -> None:
+    one, other = "0 0.5 0.5 0.2 0.2\n", "1 0.5 0.5 0.2 0.2\n"
+    for text, lines in ((one + other, []), (one + other + one, ["labels/train/a.txt, line 3"])):
+        yolo(tmp_path, text)
+        faults = open_whole(str(tmp_path), tolerant=True).whole.faults
+        assert [fault.text.rpartition(": ")[2] for fault in faults if fault.kind == "repeated-box"] == lines
+
+
 def test_a_file_of_coco_has_no_splits_to_choose(tmp_path: Path) -> None:
     coco(tmp_path)
     with pytest.raises(DataError, match="--splits"):

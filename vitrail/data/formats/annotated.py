@@ -428,6 +428,9 @@ def _checked(where: str, one: AnnotatedImages) -> tuple[list[int], ObjectRows, l
         outside = has_area & ~(inside[:, 2:] > inside[:, :2]).all(axis=1)
         beyond = np.abs(boxes - inside).max(axis=1, initial=0) * (finite & has_area & ~outside)
     usable = finite & known & has_area & ~outside
+    rows = np.array([(item.image, item.category, *item.box) for item in objects], np.float64).reshape(len(objects), 6)
+    repeated = usable.copy()
+    repeated[np.unique(rows, axis=0, return_index=True)[1]] = False
     cases: tuple[tuple[str, Severity, Any, str, str, str], ...] = (
         ("unknown-category", "error", ~known, "of a category that is not listed",
          "Training refuses the data, because it is not known what these objects are. This check skips them.",
@@ -440,6 +443,9 @@ def _checked(where: str, one: AnnotatedImages) -> tuple[list[int], ObjectRows, l
          "Training does not use these objects.", "Correct these boxes: they may belong to an image of another size."),
         ("clipped-box", "warning", beyond > SLIGHT, "whose box reaches beyond the image",
          "These boxes are clipped to the image.", "Correct these boxes, or leave them to be clipped."),
+        ("repeated-box", "warning", repeated, "with the class and the box of another one of the same image",
+         "Each of these counts as an object of its own, so a model that finds the object once misses the others.",
+         "Remove the copies, unless there are such objects."),
         ("slightly-clipped-box", "note", (beyond > 1e-9) & (beyond <= SLIGHT),
          "whose box reaches beyond the image by at most 1 % of its side",
          "These boxes are clipped to the image.", "Nothing needs to be done."),

@@ -140,7 +140,7 @@ def _class_names(folder: Path, description: Path | None, values: Mapping[str, An
             )
     if not isinstance(names, list) or not names:
         raise DataError(f"{description or folder}: names are a list of the names of the classes, and not {names!r}")
-    if "nc" in values and values["nc"] != len(names):
+    if "nc" in values and str(values["nc"]) != str(len(names)):
         raise DataError(f"{description} has {len(names)} names, but states nc: {values['nc']}; correct one of them")
     return [str(name) for name in names]
 
