@@ -56,6 +56,8 @@ def test_data_is_named_by_a_text_or_a_path_that_is_not_empty(tree: Trees, types_
     assert keys_of(open_data(root, validation_share=0).train) == keys_of(open_data(str(root), validation_share=0).train)
     with pytest.raises(DataError, match="data '' names nothing"):  # such as an unset variable of the shell
         open_data("", validation_share=0)
+    with pytest.raises(DataError, match="names nothing"):  # nor is it the current folder with a choice of splits
+        open_data("?train=a", validation_share=0)
     with pytest.raises(ConfigError, match="data=5 is not a text"):
         open_data(5, validation_share=0)  # type: ignore[arg-type]
 
@@ -159,12 +161,6 @@ def test_a_class_with_the_name_of_a_split_is_named(tree: Trees) -> None:
 def test_a_path_that_the_system_refuses_is_named() -> None:
     with pytest.raises(DataError, match=r"data 'x+' cannot be read: File name too long; correct the path"):
         open_data("x" * 300, validation_share=0.1)
-
-
-def test_an_empty_name_is_not_the_current_folder(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tree("a/1.png", "b/2.png"))
-    with pytest.raises(DataError, match="is empty"):
-        open_data("", validation_share=0.0)
 
 
 def test_one_class_is_refused(tree: Trees) -> None:

@@ -162,6 +162,8 @@ def open_whole(
         raise ConfigError(f"numbers={numbers} names a column twice")
     try:
         location, choice = choice_in(_amount_of(spec)[0])
+        if not location:
+            raise DataError(f"data {spec!r} names nothing; name a folder, a file or a data set before the choice")
         if texts and choice.text is None:
             choice = replace(choice, text="")
         splits = _open(Request(location, choice, classes, numbers, unlabelled))
@@ -284,8 +286,6 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
 
 def _open(request: Request) -> Splits:
     """Open data by the first format that recognises it."""
-    if not request.location:
-        raise DataError(f"{request.title} is empty; name a folder, a file or a data set")
     for one in FORMATS:
         if not one.recognises(request):
             continue
