@@ -138,6 +138,19 @@ def test_data_that_has_changed_holds_out_other_images(birds: str) -> None:
     assert not any("has changed" in note for note in open_images(by_hash, birds, "held-out").notes)
 
 
+def test_other_labels_of_the_same_images_may_hold_out_others(birds: str) -> None:
+    paths = sorted(Path(birds).rglob("*.png"))
+    rows = [f"{path.relative_to(birds)},{path.parent.name},{number % 7}" for number, path in enumerate(paths)]
+    (table := Path(birds) / "rows.csv").write_text("\n".join(["path,kind,place", *rows]))
+    spec = f"{table}?label=kind"
+    recorded = key_hash(open_data(spec, validation_share=0.1).validation)
+    model = trained_on(spec, 0.1, validation_keys=recorded)
+    notes = {column: open_images(model, f"{table}?label={column}", "held-out", by_features=True).notes
+             for column in ("kind", "place")}  # fmt: skip
+    doubts = {column: any("may be among those" in note for note in notes[column]) for column in notes}
+    assert doubts == {"kind": False, "place": True}
+
+
 def test_images_that_were_mixed_into_training_count_as_learned(birds: str) -> None:
     mixed = bundle_of(data="elsewhere", validation_share=0.1, mix=[f"0.3:{birds}"])
     with pytest.raises(DataError, match="mixed: the model learned from all of"):

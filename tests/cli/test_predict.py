@@ -132,6 +132,15 @@ def test_the_name_of_a_table_may_begin_with_a_tilde(tmp_path: Path, monkeypatch:
     assert image_paths([Path("~photos.csv")]) == [Path("a.jpg")]
 
 
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (4, 4)).save(tmp_path / name / "a.png")
+    (tmp_path / "here/link").symlink_to(tmp_path / "there")
+    (tmp_path / "there/back").symlink_to(tmp_path / "here")
+    assert image_paths([tmp_path / "here"]) == [tmp_path / "here" / name for name in ("a.png", "link/a.png")]
+
+
 def test_a_table_of_paths_needs_no_labels(
     model: Path, trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,19 @@ from faster_coco_eval import COCO  # type: ignore[import-untyped]
 from PIL import Image
 from pyarrow import parquet
 
-from tests.make import OBJECT_NAMES, coco_data, dense_bundle, dense_model, make_outlines_folder, make_voc_folder
+from tests.make import (
+    OBJECT_NAMES,
+    coco_data,
+    dense_bundle,
+    dense_model,
+    make_masks_folder,
+    make_outlines_folder,
+    make_voc_folder,
+)
 from vitrail.cli import main
 from vitrail.data.objects import Runs
+from vitrail.data.source import samples_of
+from vitrail.data.sources import open_data
 from vitrail.tasks.detection import Detection
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
@@ -189,25 +200,40 @@ def test_tiles_are_predicted(detector: Path, photos: Path, tmp_path: Path) -> No
 def test_masks_are_written_with_the_values_of_the_data(
     tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = dense_model(tmp_path / "model", "patches", provenance={"class_ids": [0, 2, 3]})
-    words = ["--masks", str(tmp_path / "masks"), "--out", str(tmp_path / "drawn")]
+    model = dense_model(tmp_path / "model", "patches", provenance={"class_ids": [0, 2, 4]})
+    words = ["--masks", str(tmp_path / "new/masks"), "--out", str(tmp_path / "drawn")]
     assert main(["predict", str(model), str(photos), *words]) == 0
-    assert (tmp_path / "masks" / "classes.txt").read_text().splitlines() == [NAMES[0], "unlabelled", *NAMES[1:]]
+    assert (tmp_path / "new/masks" / "classes.txt").read_text().splitlines() == [
+        NAMES[0], "unlabelled", NAMES[1], "unlabelled", NAMES[2]
+    ]  # fmt: skip
+    shutil.copytree(photos, tmp_path / "new/images")
+    again = open_data(str(tmp_path / "new"), validation_share=0.0).train  # what was written is read as data
+    assert again.classes == NAMES and samples_of(again).targets.ids == (0, 2, 4)
     capsys.readouterr()
     assert main(["predict", str(model), str(photos), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for name, row in zip(("a", "more/b", "turned"), rows, strict=True):
         (expected,) = load(model).predict([Path(row["image"])])
         with (
-            Image.open(tmp_path / "masks" / f"{name}.png") as mask,
+            Image.open(tmp_path / "new/masks" / f"{name}.png") as mask,
             Image.open(tmp_path / f"drawn/{name}.jpg") as drawn,
         ):
             assert mask.mode == "L" and drawn.width >= mask.width and drawn.height > mask.height
-            np.testing.assert_array_equal(np.asarray(mask), np.array([0, 2, 3], np.uint8)[expected.indices])
+            np.testing.assert_array_equal(np.asarray(mask), np.array([0, 2, 4], np.uint8)[expected.indices])
         assert row["fractions"] == expected.shares() and sum(row["fractions"].values()) == pytest.approx(1)
     for more in (("--csv",), ()):
         assert main(["predict", str(model), str(photos / "a.png"), *more]) == 0
         assert next(iter(rows[0]["fractions"])) in capsys.readouterr().out
+
+
+def test_other_numbers_of_masks_in_data_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = dense_model(tmp_path / "model", "patches")
+    data = make_masks_folder(tmp_path / "data", train=2, validation=1, test=1)
+    for number, names in enumerate((NAMES, NAMES[::-1])):
+        (data / "classes.txt").write_text("\n".join(names))
+        words = ["--data", str(data), "--masks", str(tmp_path / f"masks{number}")]
+        assert main(["predict", str(model), *words]) == 0
+        assert ("gives them others" in capsys.readouterr().err) == bool(number)
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.make import orientation
+from tests.make import keys_of, orientation
 from vitrail.cli import main
+from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.objects import IGNORED, Objects, Runs, drawn
@@ -23,6 +24,7 @@ from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, UndecodableImage
+from vitrail.tasks.segmentation import Segmentation
 
 SIZES = [(33, 57), (64, 40), (21, 21)]
 
@@ -187,6 +189,20 @@ def test_odd_boxes_are_clipped_or_left_out_and_named(
     assert any(words in note and "annotation 1" in note for note in splits.notes), splits.notes
 
 
+def test_objects_that_stand_twice_are_named(tmp_path: Path) -> None:
+    one, other = "0 0.5 0.5 0.2 0.2\n", "1 0.5 0.5 0.2 0.2\n"
+    for text, lines in ((one + other, []), (one + other + one, ["labels/train/a.txt, line 3"])):
+        yolo(tmp_path, text)
+        faults = open_whole(str(tmp_path), tolerant=True).whole.faults
+        assert [fault.text.rpartition(": ")[2] for fault in faults if fault.kind == "repeated-box"] == lines
+
+
+def test_a_file_of_coco_has_no_splits_to_choose(tmp_path: Path) -> None:
+    coco(tmp_path)
+    with pytest.raises(DataError, match="--splits"):
+        open_data(f"{tmp_path}/_annotations.coco.json?train=a&test=b", validation_share=0.0)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
     """Runs, compressed and as a list, and a polygon, against masks by pycocotools."""
@@ -211,6 +227,13 @@ def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
     np.testing.assert_allclose(target.boxes[0] * [60, 40, 60, 40], [7, 5, 51, 20])
     np.testing.assert_allclose(target.boxes[2] * [60, 40, 60, 40], [10, 5, 40, 35])
     np.testing.assert_array_equal(target.mask(2, (40, 60)), tools.decode(tools.frPyObjects([polygon], 40, 60)[0]) > 0)
+
+
+def test_a_picture_beside_the_file_of_coco_is_meant_before_one_in_a_folder(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        coco(tmp_path / split)
+        picture(tmp_path / split / "more/a.png")
+    assert keys_of(opened(tmp_path).train) == ["train/a.png", "train/b.png"]
 
 
 def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
@@ -259,6 +282,8 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: foreign(root, '{"objects": [{"classTitle": "cat"}]}', "a.png.json"), "of Supervisely"),
         (lambda root: foreign(root, "<annotations>\n <version>1.1</version>", "a.xml"), "annotation of CVAT"),
         (lambda root: masks(root, BLANK, "sky\nsky\n"), "several classes are called sky"),
+        (lambda root: masks(root, BLANK, "sky\n\nroad\n"), "classes.txt: line 2 is empty"),
+        (lambda root: (yolo(root), listed(root, "more", "one\n \ntwo\n\n")), "classes.txt: line 2 is empty"),
         (lambda root: (masks(root, BLANK), (root / "classes.txt").unlink()), "classes.txt"),
     ],
 )
@@ -521,6 +546,24 @@ def test_tasks_without_labels_use_the_pictures_alone(tmp_path: Path, write: Call
     assert not any("masks" in key for key in keys) and "not their boxes or masks" in splits.notes[-1]
 
 
+def test_tasks_without_labels_hold_out_what_the_annotations_hold_out(tmp_path: Path) -> None:
+    values = coco(tmp_path / "pictures")
+    (tmp_path / "pictures/_annotations.coco.json").unlink()
+    picture(tmp_path / "pictures/c.png")
+    for name, image in zip(("train", "val"), values["images"], strict=True):
+        objects = [{**values["annotations"][0], "image_id": image["id"]}]
+        part = {**values, "images": [image], "annotations": objects}
+        (tmp_path / f"instances_{name}.json").write_text(json.dumps(part))
+    splits = opened(tmp_path, unlabelled=True)
+    assert keys_of(splits.train) == ["pictures/a.png", "pictures/c.png"]  # no file lists the third
+    assert keys_of(splits.validation) == ["pictures/b.png"]
+    for name in ("a", "b"):
+        voc(tmp_path / "voc", voc_object(1, 2, 30, 20), name)
+    main_list(tmp_path / "voc", "train", "a\n")
+    main_list(tmp_path / "voc", "test", "b\n")
+    assert keys_of(opened(tmp_path / "voc", unlabelled=True).test) == ["JPEGImages/b.png"]
+
+
 def test_folders_of_pictures_with_cocos_file_are_not_classes(tmp_path: Path) -> None:
     for name in ("one/a.jpg", "two/b.jpg"):
         picture(tmp_path / "train" / name)
@@ -572,6 +615,8 @@ def test_what_lies_beside_boxes_and_masks_is_named(tmp_path: Path) -> None:
     splits = opened(tmp_path)
     notes = "\n".join(splits.notes)
     assert splits.target_kind == "boxes" and "its masks are not read" in notes and "labels.csv" in notes
+    with pytest.raises(DataError, match="its masks are not read"):
+        Segmentation().check_data(splits)
 
 
 def test_a_held_out_split_without_objects_is_skipped(tmp_path: Path) -> None:
@@ -589,6 +634,30 @@ def test_a_sample_of_masks_says_nothing_about_classes_in_others(tmp_path: Path) 
     splits = open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0)
     kinds = [{one.kind for one in check_data(splits, sample=count).findings} for count in (1, None)]
     assert "few-examples" in kinds[1] and not {"few-examples", "missing-in-train"} & kinds[0]
+
+
+def test_masks_of_one_class_are_not_learned(tmp_path: Path) -> None:
+    masks(tmp_path, BLANK + 1, "void\nroad\n")
+    with pytest.raises(DataError, match="only one class, 'road'"):
+        Segmentation().check_data(opened(tmp_path))
+    report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
+    assert "one-class" in {one.kind for one in report.errors}
+
+
+def test_masks_cannot_be_counted_per_class(tmp_path: Path) -> None:
+    masks(tmp_path, BLANK)
+    with pytest.raises(DataError, match=r"per_class=1: .* has masks"):
+        opened(tmp_path, per_class=1)
+
+
+def test_a_run_says_that_masks_have_no_pixel_of_a_class_or_do_not_fit(tmp_path: Path) -> None:
+    values = BLANK.copy()
+    values[:10] = 255  # many programs write masks of 0 and 255
+    masks(tmp_path, values)
+    (line,) = quick_check(opened(tmp_path))[2:]
+    assert line.startswith("warning") and "road" in line and "25% of their pixels are ignored" in line
+    masks(tmp_path, np.full((40, 60), 7, np.uint8))
+    assert "holds the value 7" in quick_check(opened(tmp_path))[2]
 
 
 def test_boxes_of_another_size_are_findings(tmp_path: Path) -> None:
@@ -685,7 +754,8 @@ def test_masks_survive_their_own_format_and_cocos(tmp_path: Path) -> None:
     convert(opened(tmp_path / "a"), tmp_path / "b", "masks")
     target = opened(tmp_path / "b").train.target(0)
     np.testing.assert_array_equal(target.indices(), values)
-    convert(opened(tmp_path / "a"), tmp_path / "c", "coco")
+    (note,) = convert(opened(tmp_path / "a"), tmp_path / "c", "coco")
+    assert "1 mask with pixels without a class" in note
     found = opened(tmp_path / "c").train.target(0)
     assert found.labels.tolist() == [0, 1, 2]
     for label in range(3):

@@ -129,6 +129,8 @@ def test_a_choice_is_made_once_and_known() -> None:
             chosen(spec, separator="|")
     with pytest.raises(DataError, match="only choice is missing=keep"):
         choice_in("x.csv?missing=drop")
+    with pytest.raises(DataError, match="chooses label twice"):
+        choice_in("x.csv?label=a&label=b")
     assert choice_in("https://x/y.tar?label=1&key=2") == ("https://x/y.tar?label=1&key=2", Choice())
     assert choice_in("s3://x/y.tar?key=2&splits=none") == ("s3://x/y.tar?key=2", Choice(splits={}))
     assert choice_in("part-?.tar") == ("part-?.tar", Choice())

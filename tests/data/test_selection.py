@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.make import MemorySource, keys_of, targets_of
+from vitrail.data.objects import Objects
 from vitrail.data.source import Source, fingerprint, subset, target_kind
 from vitrail.data.splits import CutMethod, cut, cut_slice, slice_bounds, take, take_per_class
+from vitrail.data.targets import class_indices
 
 labelled_keys = st.lists(
     st.tuples(st.text(max_size=6), st.sampled_from([0, 1, 2, None])), max_size=40, unique_by=lambda pair: pair[0]
@@ -222,6 +224,17 @@ def test_so_many_per_class_of_several_labels_are_no_more_than_needed() -> None:
         assert (have >= np.minimum(count, total)).all() and len(part) <= 81 * count  # 80 labels, and images without one
     assert set(taken[1].places) < set(taken[5].places) < set(taken[6].places)
     assert len(taken[5]) < 400 < 3000 < len(take_per_class(source, 5, method="threshold"))
+
+
+@pytest.mark.parametrize("method", ["stratified", "threshold"])
+def test_boxes_are_selected_by_their_classes_and_held_out_by_both_methods(method: CutMethod) -> None:
+    kinds = [(0,), (1,), (0, 1), ()] * 10
+    boxes = MemorySource(labels=[Objects.of(labels, [(0, 0, 1, 1)] * len(labels)) for labels in kinds])
+    assert target_kind(boxes) == "boxes" and 4 <= len(cut(boxes, 0.2, method=method)[1]) <= 20
+    taken = [class_indices(target) for target in targets_of(take_per_class(boxes, 2, method=method))]
+    assert len(taken) < 10 and all(sum(label in labels for labels in taken) >= 2 for label in (0, 1))
+    texts = MemorySource(labels=[(f"text {number}",) for number in range(40)])
+    assert 4 <= len(cut(texts, 0.2, method=method)[1]) <= 20
 
 
 def test_a_slice_holds_out_by_position() -> None:

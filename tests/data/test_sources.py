@@ -56,6 +56,8 @@ def test_data_is_named_by_a_text_or_a_path_that_is_not_empty(tree: Trees, types_
     assert keys_of(open_data(root, validation_share=0).train) == keys_of(open_data(str(root), validation_share=0).train)
     with pytest.raises(DataError, match="data '' names nothing"):  # such as an unset variable of the shell
         open_data("", validation_share=0)
+    with pytest.raises(DataError, match="names nothing"):  # nor is it the current folder with a choice of splits
+        open_data("?train=a", validation_share=0)
     with pytest.raises(ConfigError, match="data=5 is not a text"):
         open_data(5, validation_share=0)  # type: ignore[arg-type]
 

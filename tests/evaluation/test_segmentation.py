@@ -118,6 +118,10 @@ def test_the_masks_of_a_model_are_measured_at_the_size_of_the_images(
     assert [found[f"{name}:iou"] for name in ("sea", "sail", "sun")] == pytest.approx(expected)
     assert found["mean_iou"] == pytest.approx(expected.mean()) and found["mean_iou_low"] <= found["mean_iou"]
     assert found["pixel_accuracy"] == pytest.approx(accuracy_score(truth[known], answer[known]))
+    for number in range(4):
+        Image.new("L", (9, 9)).save(tmp_path / f"data/masks/test/{number}.png")
+    assert main(["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "data")]) == 2
+    assert "none of 5 images" in (error := capsys.readouterr().err) and "has 9 x 9 pixels" in error
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.make import MemorySource
 from tests.training.jobs import Make
 from vitrail.data.augment.draws import tensorflow_crop
-from vitrail.errors import ConfigError
+from vitrail.data.splits import Splits
+from vitrail.data.targets import Target
+from vitrail.errors import ConfigError, DataError
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch
 from vitrail.training import build as assembly
@@ -37,6 +40,25 @@ def test_training_crops_as_the_original_code(small: Make, tmp_path: Path) -> Non
 def test_the_original_crop_excludes_averaging_while_decoding() -> None:
     with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
         TrainConfig().override(preset="augreg-light1", scaled_decode=True)
+
+
+@pytest.mark.parametrize(
+    ("task", "known", "unknown"), [("regression", [(1.0,), (2.0,)], (math.nan,)), ("classification", [0, 1], None)]
+)
+def test_held_out_images_without_a_target_measure_nothing(
+    small: Make, tmp_path: Path, task: str, known: list[Target], unknown: Target
+) -> None:
+    def source(labels: list[Target], *keys: str) -> MemorySource:
+        images = [np.zeros((8, 8, 3), np.uint8)] * len(labels)
+        classes = ("a", "b") if task == "classification" else ("a",)
+        return MemorySource(images, labels=labels, keys=keys, classes=classes)
+
+    for name in ("validation", "test"):
+        config = small(tmp_path / "run", task=task, keep="last", validation_share=0.0)
+        splits = Splits(source(known, "v", "w"), None, None)
+        with pytest.raises(DataError, match=f"the {name} split .* cannot measure"):
+            held_out = source([unknown] * 3, "x", "y", "z")
+            prepare(config, data=replace(splits, **{name: held_out}))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections import defaultdict
@@ -26,8 +25,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from vitrail.data.faults import is_own_output, is_system_folder, refuse
-from vitrail.data.formats.folder import unread_images
+from vitrail.data.faults import refuse
+from vitrail.data.formats.folder import Scan, unread_images
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.splits import Request
 from vitrail.errors import DataError, plural
@@ -40,40 +39,26 @@ if TYPE_CHECKING:
 
 
 def image_paths(places: Sequence[Path]) -> list[Path]:
-    """Return the image files. A folder is replaced by all images in it and its subfolders, sorted. If it has images
-    with unusual suffixes, a note is printed. A table is replaced by the images that it names, which need no labels.
+    """Return the image files. A folder is replaced by all images in it and its subfolders, sorted, which are found as
+    those of data. If it has images with unusual suffixes, a note is printed. A table is replaced by the images that it
+    names, which need no labels.
 
-    Raise `DataError` if a path does not exist, a folder has no images or a table cannot be read.
+    Raise `DataError` if a path does not exist, a folder has no images or cannot be read, or a table cannot be read.
     """
     paths: list[Path] = []
     for path in places:
         if not path.exists():
             raise DataError(f"image {str(path)!r} does not exist")
         if path.is_dir():
-            found, others = _files_in(path)
-            print_messages(*(fault.text for fault in unread_images(path, others)))
+            scan = Scan(path)
+            found = sorted(path / key for key, _ in scan.images("", set()))
+            print_messages(*(fault.text for fault in unread_images(path, scan.others)))
             if not found:
                 raise DataError(f"folder {str(path)!r} has no images ({', '.join(sorted(SUFFIXES))})")
         else:
             found = list(_images_of_table(path)) if path.suffix.lower() in (".csv", ".tsv", ".jsonl") else [path]
         paths += found
     return paths
-
-
-def _files_in(root: Path) -> tuple[list[Path], list[str]]:
-    """Return the images in a folder and its subfolders, sorted, and the relative paths of all other files. Neither has
-    hidden files, files in folders of operating systems, or output of Vitrail."""
-    images, others = [], []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if not is_system_folder(name) and not is_own_output(Path(folder, name))
-        ]
-        for path in (Path(folder) / file for file in files if not file.startswith(".")):
-            if path.suffix.lower() in SUFFIXES:
-                images.append(path)
-            else:
-                others.append(path.relative_to(root).as_posix())
-    return sorted(images), sorted(others)
 
 
 def _images_of_table(path: Path) -> Iterator[Path]:

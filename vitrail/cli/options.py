@@ -283,8 +283,8 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{options}: the choice is a part of the data's name; give --data, too")
     from vitrail.data.sources import with_choice
 
-    if found.get("label_separator") == "":
-        raise ConfigError("--label-separator is empty; give the text between the labels, such as '|'")
+    if empty := [flag(name) for name, value in found.items() if value == ""]:
+        raise ConfigError(f"{empty[0]} is empty; give it a value, or leave it out")
     splits = found["splits"].split(",") if "splits" in found else ()
     separator, keep = found.get("label_separator", ""), found.get("keep_missing_words", False)
     ignore = found.get("ignore_label", "")

@@ -344,6 +344,14 @@ def _pictures(options: Predict, bundle: Bundle) -> tuple[list[Picture], tuple[st
             read: Callable[[], ImageLike] = lambda source=source, index=index: image_of(source, index)  # type: ignore[misc] # noqa: E731
             found.append(Picture(key, key, number, read))
     notes = opened.notes
+    ids = source.targets.ids
+    if source.target_kind == bundle.output and (options.masks or (options.yolo and not ids)):  # COCO's were checked
+        mine = bundle.class_ids if options.masks else ()  # YOLO counts from 0
+        written = dict(zip(mine or range(len(bundle.classes)), bundle.classes, strict=True))
+        theirs = zip(ids or range(len(source.classes)), source.classes, strict=True)
+        if any(written.get(number, name) != name for number, name in theirs):
+            option = "--masks" if options.masks else "--yolo"
+            notes = (*notes, f"{option} writes the numbers that the model's classes have, and --data gives them others")
     if options.coco is not None and len({picture.number for picture in found}) < len(found):
         notes = (
             *notes,

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped, UInt8
 
 from vitrail.data.faults import Fault
-from vitrail.data.objects import Objects
+from vitrail.data.objects import Mask, Objects
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, is_texts
 from vitrail.errors import DataError, UndecodableImage, plural
@@ -275,6 +275,8 @@ def target_kind(source: Source) -> TargetKind:
     first = next((target for target in map(source.target, range(len(source))) if target is not None), None)
     if is_texts(first):
         return "texts"
+    if isinstance(first, Objects | Mask):
+        return "boxes" if isinstance(first, Objects) else "mask"
     if isinstance(first, tuple):
         return "numbers" if any(isinstance(number, float) for number in first) else "classes"
     return "none" if first is None else "class"

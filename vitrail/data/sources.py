@@ -162,6 +162,8 @@ def open_whole(
         raise ConfigError(f"numbers={numbers} names a column twice")
     try:
         location, choice = choice_in(_amount_of(spec)[0])
+        if not location:
+            raise DataError(f"data {spec!r} names nothing; name a folder, a file or a data set before the choice")
         if texts and choice.text is None:
             choice = replace(choice, text="")
         splits = _open(Request(location, choice, classes, numbers, unlabelled))
@@ -294,7 +296,11 @@ def _open(request: Request) -> Splits:
                 f"tables ({', '.join(TABLES)}), Parquet files, data sets of the hub and shards packed from them can "
                 "have columns"
             )
-        return one.open(request)
+        splits = one.open(request)
+        if splits.target_kind in ("numbers", "texts") and (idle := request.choice.unused(*OF_ALL_TARGETS)):
+            note = f"{request.title}: {' and '.join(idle)} has no effect, because {splits.target_kind} are read"
+            splits = replace(splits, notes=(*splits.notes, note))
+        return splits
     names = sorted(one.name for one in FORMATS if one.name)
     if request.is_url:
         raise DataError(
@@ -332,7 +338,9 @@ def _has_coco(root: Path) -> bool:
 
 def _open_class_folders(request: Request) -> Splits:
     splits = formats.folder.open_folders(request)
-    return replace(splits, notes=(*splits.notes, *_beside(request.path)))
+    inner = formats.folder.class_folders(request.path)
+    places = [request.path, *(place for place in inner if split_of(place.name, request.choice.splits))]
+    return replace(splits, notes=(*splits.notes, *(note for place in places for note in _beside(place))))
 
 
 def _open_table_file(request: Request) -> Splits:
@@ -419,11 +427,13 @@ def _open_boxes(request: Request) -> Splits:
             f"{request.title} has annotations in several formats: {listed([name for name, _ in found])}; name the file "
             "of one of them as the data, or remove the others"
         )
-    if request.unlabelled:
-        return formats.annotated.open_images_alone(request)
     ((_, opener),) = found
+    if request.unlabelled:
+        return formats.annotated.open_images_alone(request, opener)
     splits = opener(request)
-    notes = [f"{request.title}: its masks are not read, because it has boxes"] if _has_masks(request) else []
+    notes = []
+    if _has_masks(request):
+        notes.append(f"{request.title}: its masks are not read, because it has boxes; move them away to read masks")
     if _has_class_folders(request):
         notes.append(f"{request.title}: its folders of images are not read as classes, because it has boxes")
     beside = _beside(request.path) if request.is_folder else ()
@@ -432,13 +442,15 @@ def _open_boxes(request: Request) -> Splits:
 
 def _open_masks(request: Request) -> Splits:
     if request.unlabelled:
-        return formats.annotated.open_images_alone(request)
+        return formats.annotated.open_images_alone(request, formats.masks.open_masks)
     splits = formats.masks.open_masks(request)
     return replace(splits, notes=(*splits.notes, *_beside(request.path)))
 
 
 OF_TABLES = ("splits", "image", "label", "separator", "keep_missing", "text")
 ALL_CHOICES = (*OF_TABLES, "ignore")
+OF_ALL_TARGETS = ("splits", "image", "text")
+"""Choices that are not about labels."""
 
 FORMATS = [
     Format(
@@ -613,9 +625,10 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
             )
         train = take(train, count, seed=seed, method=method)
     if per_class is not None:
-        if splits.target_kind == "numbers" or not splits.classes:
+        if splits.target_kind in ("numbers", "mask") or not splits.classes:
+            held = "masks, and their classes are not counted" if splits.target_kind == "mask" else "no classes"
             raise DataError(
-                f"per_class={per_class}: data {spec!r} has no classes; take a number of images instead, like "
+                f"per_class={per_class}: data {spec!r} has {held}; take a number of images instead, like "
                 f"{spec}[:{per_class}]"
             )
         train = take_per_class(train, per_class, seed=seed, method=method)

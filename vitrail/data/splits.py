@@ -25,7 +25,7 @@ from jaxtyping import Float64, Int64, Shaped
 
 from vitrail.data.faults import Fault
 from vitrail.data.source import Samples, Source, first_copies, samples_of, subset, target_kind, truth_of
-from vitrail.data.targets import Target, TargetKind, class_indices
+from vitrail.data.targets import PLACED, Target, TargetKind, class_indices
 from vitrail.errors import ConfigError, DataError, listed, plural
 
 Split = Literal["train", "validation", "test"]
@@ -279,11 +279,13 @@ def check_classes(splits: Splits) -> None:
 
 def one_class(splits: Splits) -> Fault:
     """Return the fault of data with a single class."""
+    is_mask = splits.target_kind == "mask"
+    task, noun = ("segmentation", "pixels") if is_mask else ("classification", "images")
     return Fault(
         "one-class", "error", 1,
-        f"{splits.title} has only one class, {splits.classes[0]!r}; classification needs at least two",
+        f"{splits.title} has only one class, {splits.classes[0]!r}; {task} needs at least two",
         "Training refuses the data.",
-        "Add images of another class.",
+        f"Add {noun} of another class{', such as a background that is not ignored' if is_mask else ''}.",
     )  # fmt: skip
 
 
@@ -395,8 +397,8 @@ def drawn(source: Source, count: int, *, seed: int = 0, method: CutMethod = "str
 def take_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> Samples:
     """Return `count` samples per class, chosen by a hash of seed and key. A class with fewer samples is kept whole.
 
-    A sample with several labels counts for each of them, so a class can have more than `count` samples. If the targets
-    are numbers, or there are none, all samples count as one class.
+    A sample with several labels, or with boxes of several classes, counts for each of them, so a class can have more
+    than `count` samples. If the targets are numbers, masks or texts, or there are none, all samples count as one class.
     """
     return subset(source, drawn_per_class(source, count, seed=seed, method=method))
 
@@ -404,15 +406,15 @@ def take_per_class(source: Source, count: int, *, seed: int = 0, method: CutMeth
 def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
     """Return the indices of the samples that `take_per_class` returns."""
     places = _places(source, _salt(seed))
-    if method == "stratified" and target_kind(source) == "classes":
+    if method == "stratified" and target_kind(source) in ("classes", "boxes"):
         return sorted(_by_rounds(_labels(source), places, count))
-    return np.flatnonzero(ranks_in_groups(places, _groups(source)) < count).tolist()
+    return np.flatnonzero(ranks_in_groups(places, _class_groups(source)) < count).tolist()
 
 
 def _below(source: Source, share: float) -> list[int]:
     """Return the samples whose hash is below `share`. If a class has several samples, at least one and not all of them
     are returned. The only sample of a class is not returned."""
-    places, groups = _places(source, b""), _groups(source)
+    places, groups = _places(source, b""), _class_groups(source)
     wanted = np.bincount(groups, places < share)
     most = np.bincount(groups) - 1  # the only image of a class is needed for training
     return np.flatnonzero(ranks_in_groups(places, groups) < np.minimum(np.maximum(wanted, 1), most)[groups]).tolist()
@@ -526,6 +528,15 @@ def _groups(source: Source) -> Int64[np.ndarray, " n"]:
     numbers: dict[Target, int] = {}
     targets = map(source.target, range(len(source)))
     return np.fromiter((numbers.setdefault(target, len(numbers)) for target in targets), np.int64, len(source))
+
+
+def _class_groups(source: Source) -> Int64[np.ndarray, " n"]:
+    """Return the group number of each sample. Samples with the same set of classes are in the same group. Texts, and
+    masks that are not read, have no classes."""
+    if target_kind(source) not in (*PLACED, "texts"):
+        return _groups(source)
+    numbers: dict[tuple[int, ...], int] = {}
+    return np.fromiter((numbers.setdefault(labels, len(numbers)) for labels in _labels(source)), np.int64, len(source))
 
 
 def _position(text: str, count: int) -> int:
@@ -763,10 +774,13 @@ class Choice:
     ignore: str | None = None
     """The value in masks, or the name of its class, of pixels that have no class. "none" if all values are classes."""
 
+    def unused(self, *used: str) -> list[str]:
+        """Return the options of what was chosen beside the fields `used`."""
+        return [OPTIONS[one.name] for one in fields(self) if one.name not in used and getattr(self, one.name)]
+
     def refuse_others(self, title: str, *used: str) -> None:
         """Raise `DataError` if something was chosen on which the format of the data does not act."""
-        unused = [OPTIONS[one.name] for one in fields(self) if one.name not in used and getattr(self, one.name)]
-        if unused:
+        if unused := self.unused(*used):
             raise DataError(f"{' and '.join(unused)} has no effect on {title}; leave it out")
 
 
@@ -791,6 +805,8 @@ def choice_in(location: str) -> tuple[str, Choice]:
             "?train=NAME, ?separator=TEXT, ?missing=keep or ?ignore=VALUE, joined by &"
         )
     values = dict(ours)
+    if twice := [name for name in values if name not in SPLITS and [one for one, _ in ours].count(name) > 1]:
+        raise DataError(f"{location!r} chooses {listed(twice)} twice; leave one of them out")
     words = [value if name == "splits" else f"{name}={value}" for name, value in ours if name in (*SPLITS, "splits")]
     if values.get("missing", "keep") != "keep":
         raise DataError(f"{location!r} has missing={values['missing']!r}, and the only choice is missing=keep")

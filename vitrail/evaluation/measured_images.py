@@ -188,9 +188,12 @@ def _is_same_place(one: str, other: str) -> bool:
 
 
 def _location(spec: str) -> str:
-    """Return a data specification without an amount such as [:10%]."""
+    """Return a data specification without an amount such as [:10%], and without a choice of its columns and splits."""
     is_amount = spec.endswith("]") and "[:" in spec and not Path(spec).expanduser().exists()
-    return spec[: spec.rindex("[:")] if is_amount else spec
+    whole = spec[: spec.rindex("[:")] if is_amount else spec
+    base, mark, _ = whole.rpartition("?")
+    is_choice = mark and Path(base).expanduser().exists() and not Path(whole).expanduser().exists()
+    return base if is_choice else whole
 
 
 # Opening of the data. It is opened once for each set of classes.

@@ -13,7 +13,7 @@ from jaxtyping import Int64
 from vitrail.data.batch import Skipped
 from vitrail.data.objects import Mask, Objects, overlaps_with
 from vitrail.data.source import Source
-from vitrail.errors import DataError
+from vitrail.errors import plural
 from vitrail.evaluation.detection import objects_in
 from vitrail.evaluation.metrics.average_precision import average_precision
 from vitrail.evaluation.metrics.intervals import Metric
@@ -63,7 +63,7 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
     image can be used."""
     seen = outputs.once(source, objects_in)
     if not seen.found:
-        raise DataError(f"none of {len(source):,} images can be used with its boxes")
+        raise outputs.none_usable(plural(len(source), "image"), "boxes")
     names = tuple(source.classes)
     measured = average_precision(seen.truths, seen.found, len(names), of_masks=outputs.bundle.finds_masks)
     cells: Counter[tuple[int, int]] = Counter()
@@ -98,7 +98,7 @@ def mask_report(outputs: Outputs, source: Source) -> PlacedReport:
     """Return the report of a model of masks. Raise `DataError` if no image can be used."""
     seen = outputs.once(source, confused_pixels)
     if not seen.confusions:
-        raise DataError(f"none of {len(source):,} images can be used with its mask")
+        raise outputs.none_usable(plural(len(source), "image"), "mask")
     names, each = tuple(source.classes), np.stack(seen.confusions)
     total, metrics = each.sum(axis=0), mask_metrics(each)
     shares = intersection_over_union(total).tolist()

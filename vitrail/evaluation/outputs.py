@@ -14,7 +14,7 @@ from vitrail.cores import share_cores
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source, image_of
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
 from vitrail.evaluation.predictions import Pass, Predictions, Rows
 from vitrail.models.predictor import Predictor
@@ -131,6 +131,11 @@ class Outputs(Pass):
         """Yield the batches of a source that this process computes, for evaluators that need more than the outputs of
         the head. Without a `batch_size`, they have 256 images."""
         return self._batches(source, self.batch_size or 256)
+
+    def none_usable(self, images: str, target: str) -> DataError:
+        """Return the error of images, such as "9 images", of which none can be used with its target."""
+        reason = next(iter(self.skipped.values()), "none of them has one")
+        return DataError(f"none of {images} can be used with its {target}; the first error: {reason}")
 
     def gather_skipped(self, skipped: Sequence[Skipped]) -> int:
         """Report the samples that all processes have skipped in `batches`, and return their number. All processes call

@@ -26,7 +26,7 @@ from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset, target_kind, typical_size
-from vitrail.errors import ConfigError, DataError, UndecodableImage
+from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, plural
 from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
@@ -99,7 +99,7 @@ class ByMasks:
         if not seen.is_finite:
             return {"mean_iou": math.nan, **counts}
         if not seen.confusions:
-            raise DataError(f"none of {len(held_out):,} images can be used with its mask")
+            raise outputs.none_usable(plural(len(held_out), "image"), "mask")
         return _values(np.stack(seen.confusions), held_out.classes, self.bootstrap) | counts
 
 
@@ -151,6 +151,8 @@ class BySegmentation:
         for source in (train, held_out):
             if target_kind(source) != "mask":
                 raise DataError("segmentation needs images with masks, and these have none; choose other data")
+        if len(train.classes) < 2:
+            raise DataError(f"segmentation needs masks of at least two classes, and these have {listed(train.classes)}")
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the `mean_iou`, the `pixel_accuracy`, and the intersection over union of each class as `NAME:iou`.
@@ -168,14 +170,14 @@ class BySegmentation:
         outputs.note(f"segmentation sees images with {height} x {width} pixels, in {rows} x {columns} patches")
         pairs = list(tokens.of(learned))
         if not pairs:
-            raise DataError(f"none of {len(learned):,} training images can be used with its mask")
+            raise outputs.none_usable(plural(len(learned), "training image"), "mask")
         head = self._fitted(tokens, pairs, len(train.classes))
         found = [
             pixel_confusion(mask, head(one[None], mask.shape)[0].argmax(dim=0).numpy(), len(train.classes))
             for one, mask in tokens.of(held_out)
         ]
         if not found:
-            raise DataError(f"none of {len(held_out):,} images can be used with its mask")
+            raise outputs.none_usable(plural(len(held_out), "image"), "mask")
         counts = {"training_images": len(pairs), "images": len(found), "skipped": len(held_out) - len(found)}
         values = _values(np.stack(found), train.classes, resamples=1000)
         return values | {name: float(count) for name, count in counts.items()}

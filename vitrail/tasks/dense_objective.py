@@ -35,7 +35,8 @@ class DenseTask(Task):
     def check_data(self, splits: Splits) -> None:
         """Raise `DataError` unless the targets are those of the task."""
         if splits.target_kind not in self.targets:
-            raise DataError(f"{splits.title} has no {self.targets_noun}, which {self.name} learns; choose other data")
+            refusal = f"{splits.title} has no {self.targets_noun}, which {self.name} learns; choose other data"
+            raise DataError("\n".join([refusal, *splits.notes]))  # a note can say what is not read
 
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` for settings that the objective of the network's head does not have."""

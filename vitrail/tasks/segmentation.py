@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.objects import IGNORED
+from vitrail.data.splits import Splits, one_class
+from vitrail.errors import DataError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.segmentation import ByMasks
 from vitrail.registry import Registry
@@ -50,6 +52,11 @@ class Segmentation(DenseTask):
     that small things count more."""
     loss_stride: int = setting(2, least=1)
     """Distance in pixels between the pixels of a mask that are learned. 1 learns from all pixels and takes longer."""
+
+    def check_data(self, splits: Splits) -> None:
+        super().check_data(splits)
+        if len(splits.classes) < 2:
+            raise DataError(one_class(splits).text)
 
     def evaluator(self, objective: Objective) -> Evaluator:
         return ByMasks(bootstrap=0)

@@ -20,11 +20,11 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import Readers, check_divisible, default_threads, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, check_outlines, fingerprint, target_kind
+from vitrail.data.source import Source, check_outlines, fingerprint, target_kind, truth_of
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
-from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.errors import ConfigError, DataError, UndecodableImage
 from vitrail.evaluation.evaluators import EVALUATORS, OF_PLACED, Evaluator, Together, evaluators_of
 from vitrail.machine import check_memory, describe, pick_device, resolve_precision, total_memory
 from vitrail.models.compiled import Compiled, resolve_compile
@@ -184,6 +184,8 @@ def prepare(
         compiled = resolve_compile(config.run.compile, device, network_config)
     config, splits = _opened(config, data)
     config.task.check_data(splits)
+    if not config.task.wanted["unlabelled"]:
+        _check_measured(splits)
     if config.task.reads_outlines(network_config or own_config(network)):
         for source in (splits.train, splits.validation, splits.test):
             if source is not None:
@@ -365,6 +367,17 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
             "out, or set --validation-share above 0"
         )
     return probes
+
+
+def _check_measured(splits: Splits) -> None:
+    """Raise `DataError` for a held-out split that cannot measure the model, because none of its targets is known."""
+    for name in ("validation", "test"):
+        source = splits.sources.get(name)
+        if source is not None and not truth_of(source).known.any():
+            raise DataError(
+                f"the {name} split of {splits.title} cannot measure a model: none of its {len(source):,} images has a "
+                "known target; hold out more images with validation_share, or none with 0"
+            )
 
 
 def _check_choosing(config: TrainConfig, splits: Splits) -> None:

@@ -201,7 +201,7 @@ def test_class_folders_win_over_tables_beside_them(tree: Trees) -> None:
         opened(root / "licences.csv")
 
 
-@pytest.mark.parametrize("name", ["labels.parquet", "cat.tar", "train.tar"])
+@pytest.mark.parametrize("name", ["labels.parquet", "cat.tar", "train.tar", "train/metadata.csv"])
 def test_class_folders_win_over_archives_beside_them(tree: Trees, name: str) -> None:
     root = tree("train/cat/1.png", "train/dog/2.png", name)
     splits = opened(root)
@@ -364,5 +364,14 @@ def test_folders_of_one_name_are_one_class(tree: Trees) -> None:
 
 
 def test_a_choice_without_effect_is_refused(tree: Trees) -> None:
+    root = tree(*in_classes("a", "b"))
     with pytest.raises(DataError, match="--label-separator has no effect on data"):
-        open_data(with_choice(str(tree(*in_classes("a", "b"))), separator="|"), validation_share=0.0)
+        open_data(with_choice(str(root), separator="|"), validation_share=0.0)
+    for name in ("train=**", "train=a**", "train=."):
+        with pytest.raises(DataError):
+            opened(root, name)
+    (root / "t.csv").write_text("path,age,note\na/cat/a.png,3,old\na/dog/a.png,4,new\n")
+    for spec, numbers in ((f"{root}/t.csv?separator=|", ("age",)), (f"{root}/t.csv?text=note&separator=|", ())):
+        notes = open_data(spec, validation_share=0.0, numbers=numbers).notes
+        assert [note for note in notes if "--label-separator has no effect" in note]
+        assert not [note for note in notes if "learned as" in note]

@@ -193,7 +193,10 @@ def test_mistakes_are_named(table: Callable[..., Path], lines: tuple[str, ...], 
         (('{"file_name": "4.jpg"}',), r"has no column of labels: its columns are file_name"),
         (('{"file_name": "4.jpg", "eye size": 3.5}',), r"name their columns: --numbers 'eye size'"),
         (('{"file_name": "4.jpg", "label": [1]}', '{"file_name": "a/1.jpg", "label": 2}'), r"some rows have one label"),
-        (('{"file_name": "4.jpg", "objects": {"bbox": [[1, 2, 3, 4]]}}',), r"'objects' is a JSON object, and boxes"),
+        (('{"file_name": "4.jpg", "objects": {"bbox": [[1, 2, 3, 4]]}}',), r"'objects' holds JSON objects .* boxes"),
+        (('{"file_name": "4.jpg", "objects": [{"bbox": [1, 2, 3, 4]}]}',), r"'objects' holds JSON objects .* boxes"),
+        (('{"file_name": "4.jpg", "label": ["x", ["y"]]}',), r"'label' holds JSON objects or lists"),
+        (('{"file_name": "4.jpg", "bbox": [1, 2, 3, 4]}',), r"the columns bbox are boxes"),
     ],
 )
 def test_mistakes_in_json_lines_are_named(table: Callable[..., Path], lines: tuple[str, ...], message: str) -> None:

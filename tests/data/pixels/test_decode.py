@@ -222,6 +222,7 @@ def test_exif_turns_pictures_upright(number: int, file_format: str, options: dic
     np.testing.assert_array_equal(decode(data, 1), grey_of(upright))
     with Image.open(io.BytesIO(data)) as opened:
         np.testing.assert_array_equal(decode(opened, 3), upright)
+    np.testing.assert_array_equal(decode(to_pil(data, 3), 3), upright)  # an upright picture is not turned again
 
 
 @pytest.mark.parametrize("number", range(1, 9))

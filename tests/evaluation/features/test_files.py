@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,12 @@ from hypothesis import strategies as st
 from tests.targets import multi_labels, number_targets, single_labels
 from vitrail.data.batch import Skipped
 from vitrail.data.formats import parquet
+from vitrail.data.targets import Targets
 from vitrail.errors import DataError, SaveError
 from vitrail.evaluation.features import feature_files
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.features.feature_files import load_features, save_features, save_parquet
+from vitrail.evaluation.features.index import FeatureIndex
 
 CLASSES = ("rose", "daisy", "oak")
 
@@ -159,3 +162,13 @@ def test_numbers_are_saved_and_loaded(tmp_path: Path) -> None:
     assert found.kind == "numbers" and np.array_equal(found.values, truth.dense, equal_nan=True)
     save_parquet(features, tmp_path / "out.parquet")
     assert pyarrow.parquet.read_table(tmp_path / "out.parquet")["numbers"].to_pylist() == [[1.5, -3e30], [None, 7.0]]
+
+
+def test_texts_of_images_are_their_labels_in_an_index(tmp_path: Path) -> None:
+    texts = Targets.of([("a bee", "an insect"), None, ("a wasp",)], "texts", ())
+    features = replace(make([0, 1, 2]), truth=texts)
+    save_features(features, tmp_path / "out")
+    assert FeatureIndex.open(tmp_path / "out").labels == (["a bee", "an insect"], [], ["a wasp"])
+    save_parquet(features, tmp_path / "out.parquet")
+    written = pyarrow.parquet.read_table(tmp_path / "out.parquet")["label"].to_pylist()
+    assert written == [["a bee", "an insect"], [], ["a wasp"]]

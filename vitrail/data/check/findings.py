@@ -357,7 +357,8 @@ def target_findings(examined: Examined, kind: TargetKind) -> Iterator[Finding]:
             "mostly-ignored", "warning", len(looks.amounts),
             f"{total[-1] / total.sum():.0%} of the pixels have no class",
             "These pixels are neither learned nor measured.",
-            "If a value is ignored that should be learned, add --ignore-label none or choose another one.",
+            "If a class is ignored that should be learned, add --ignore-label none or choose another one. 255 is "
+            "always ignored: write the number of a class instead.",
         )  # fmt: skip
 
 
@@ -684,6 +685,8 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
         line += f" of {balance.smallest:,} to {balance.largest:,} training {each} each"
     looks = _glance(splits.train)
     found = [*_broken_now(splits.train, looks), *label_findings(splits.classes, counts, kind)]
+    found += _misfits_now(splits.train, looks)
+    found += _masks_now(splits.classes, counts["train"], looks) if kind == "mask" else ()
     found += number_findings(splits.train) if kind == "numbers" else ()
     seen = f"checked {plural(len(looks), 'image')}: "
     if (sizes := sizes_of(looks)) is not None:
@@ -726,6 +729,26 @@ def _broken_now(source: Source, looks: Looks) -> list[Finding]:
     first = f"{printable(source.key(int(looks.index[rows[0]])))}: {looks.reasons[rows[0]]}"
     text = f"{len(rows)} of {plural(len(looks), 'checked image')} cannot be decoded, such as {first}"
     return [Finding("broken", severity, len(rows), text, "", "")]
+
+
+def _misfits_now(source: Source, looks: Looks) -> Iterator[Finding]:
+    """Yield a finding if the boxes or masks of some of the examined images cannot be used."""
+    for row, reason in list(looks.misfits.items())[:1]:
+        text = f"{len(looks.misfits)} of {plural(len(looks), 'checked image')} have boxes or a mask that cannot be used"
+        first = f"{text}, such as {printable(source.key(int(looks.index[row])))}: {reason}"
+        yield Finding("misfit", "warning", len(looks.misfits), first, "", "")
+
+
+def _masks_now(classes: Sequence[str], train: SplitCounts, looks: Looks) -> Iterator[Finding]:
+    """Yield a finding if the examined masks lack classes. If there are other masks, these can have the classes, unless
+    not even two classes were seen."""
+    present = count_masks(train, looks, 0, len(classes)).per_class
+    missing = [name for name, number in zip(classes, present, strict=False) if not number]
+    if missing and (len(looks) == train.images or len(classes) - len(missing) < 2):
+        total = np.sum(list(looks.amounts.values()), axis=0)
+        ignored = f"; {total[-1] / total.sum():.0%} of their pixels are ignored" if total[-1] else ""
+        text = f"no pixel of {listed(missing)} in {plural(len(looks.amounts), 'checked mask')}{ignored}"
+        yield Finding("missing-in-train", "warning", len(missing), text, "", "")
 
 
 def most_severe_first(found: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -35,7 +35,7 @@ from vitrail.data.check.images import MOST_DETAILED, Progress, look_at_all
 from vitrail.data.objects import Mask, Objects, drawn_on
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
-from vitrail.data.splits import Splits, drawn, drawn_per_class
+from vitrail.data.splits import Splits, drawn, drawn_per_class, one_class
 from vitrail.errors import ConfigError, DataError, listed, plural
 from vitrail.report.drawing import draw_legend
 from vitrail.report.page import large_address, printable, render
@@ -74,6 +74,7 @@ def check_data(
         *(Finding(**vars(fault)) for fault in splits.faults),
         *image_findings(examined),
         *target_findings(examined, kind),
+        *([Finding(**vars(one_class(splits)))] if kind == "mask" and len(splits.classes) == 1 else ()),
         *label_findings(splits.classes, counts, kind),
         *(text_findings(splits.train, counts) if kind == "texts" else ()),
         *(number_findings(splits.train) if kind == "numbers" else ()),

@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from vitrail.data.faults import Fault, Severity, first_bytes, is_system_folder, 
 from vitrail.data.formats.folder import Scan
 from vitrail.data.objects import ObjectRows, Outline
 from vitrail.data.pixels.decode import open_image
-from vitrail.data.source import Samples, file_samples
+from vitrail.data.source import Samples, file_samples, files_of
 from vitrail.data.splits import (
     CHOICE,
     SPLITS,
@@ -132,13 +132,15 @@ class ImageFiles:
         """Return the path of the image that a name or a path of another machine means, or None.
 
         The last part of the name decides. If several images outside of the folders `outside` have it, the longest
-        common end of the paths decides, then the folder `near`, then the split. Raise `DataError` if several remain.
+        common end of the paths decides, then the name in the folder `near`, then this folder, then the split.
+        Raise `DataError` if several remain.
         """
         parts = name.replace("\\", "/").split("/")
         named = self._named.get(parts[-1].casefold(), ())
         found = [key for key in named if not holds_masks(key) and not key.startswith(outside)]
         rules: tuple[Callable[[str], int], ...] = (
             lambda key: _common_end(key.split("/"), parts),
+            lambda key: key == f"{near}/{name}",
             lambda key: key.startswith(f"{near}/") if near else "/" not in key,
             lambda key: split is not None and split_of(key.rpartition("/")[0]) == split,
         )
@@ -190,16 +192,31 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
     return next((count for count, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))
 
 
-def open_images_alone(request: Request) -> Splits:
-    """Return the images of data with boxes or masks, which are not read."""
-    root = request.path
+def open_images_alone(request: Request, opener: Callable[[Request], Splits]) -> Splits:
+    """Return the images of data with boxes or masks, without these. Images that are held out if `opener` reads the
+    annotations are held out here too. If it cannot read them, the names of folders divide the images."""
+    root, chosen = request.path, request.choice.splits
     images = ImageFiles(root if root.is_dir() else root.parent)
-    splits, notes = divided(images, [key for key in images.inodes if not holds_masks(key)], request.choice.splits)
+    keys = [key for key in images.inodes if not holds_masks(key)]
+    try:
+        read = opener(replace(request, unlabelled=False)).sources
+    except DataError as error:
+        splits, notes = divided(images, keys, chosen)
+        notes = (*notes, f"{root}: its annotations cannot be read, so they do not divide the images: {error}")
+    else:
+        files = {split: one for split, source in read.items() if (one := files_of(source)) is not None}
+        paths = {one.root / key: split for split, one in files.items() for key in one.keys}
+        owners = {key: paths[images.root / key] for key in keys if images.root / key in paths}
+        others = [key for key in keys if key not in owners]
+        more, notes = ({}, left_out(str(root), others)) if chosen or not others else divided(images, others, chosen)
+        owners |= {key: split for split, some in more.items() for key in some}
+        splits = {split: [key for key in keys if owners.get(key) == split] for split in SPLITS}
     sources = {
         split: file_samples(
-            images.root, keys, [images.inodes[key] for key in keys], Targets.unknown("none", (), len(keys))
+            images.root, some, [images.inodes[key] for key in some], Targets.unknown("none", (), len(some))
         )
-        for split, keys in splits.items()
+        for split, some in splits.items()
+        if some
     }
     return splits_from(sources, (*notes, f"{root}: only the images are used, and not their boxes or masks"))
 
@@ -285,6 +302,15 @@ def lines_of(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path} as UTF-8: {error}") from error
+
+
+def names_in(path: Path) -> list[str]:
+    """Return the names of classes in a list, one on each line. Raise `DataError` if it cannot be read, or if a line
+    between the names is empty, because then it is not clear which numbers the names after it have."""
+    names = "\n".join(line.strip() for line in lines_of(path)).rstrip("\n").split("\n")
+    if "" in names and len(names) > 1:
+        raise DataError(f"{path}: line {names.index('') + 1} is empty; remove it, or write the name of a class there")
+    return [name for name in names if name]
 
 
 def _by_lists(
@@ -402,6 +428,9 @@ def _checked(where: str, one: AnnotatedImages) -> tuple[list[int], ObjectRows, l
         outside = has_area & ~(inside[:, 2:] > inside[:, :2]).all(axis=1)
         beyond = np.abs(boxes - inside).max(axis=1, initial=0) * (finite & has_area & ~outside)
     usable = finite & known & has_area & ~outside
+    rows = np.array([(item.image, item.category, *item.box) for item in objects], np.float64).reshape(len(objects), 6)
+    repeated = usable.copy()
+    repeated[np.unique(rows, axis=0, return_index=True)[1]] = False
     cases: tuple[tuple[str, Severity, Any, str, str, str], ...] = (
         ("unknown-category", "error", ~known, "of a category that is not listed",
          "Training refuses the data, because it is not known what these objects are. This check skips them.",
@@ -414,6 +443,9 @@ def _checked(where: str, one: AnnotatedImages) -> tuple[list[int], ObjectRows, l
          "Training does not use these objects.", "Correct these boxes: they may belong to an image of another size."),
         ("clipped-box", "warning", beyond > SLIGHT, "whose box reaches beyond the image",
          "These boxes are clipped to the image.", "Correct these boxes, or leave them to be clipped."),
+        ("repeated-box", "warning", repeated, "with the class and the box of another one of the same image",
+         "Each of these counts as an object of its own, so a model that finds the object once misses the others.",
+         "Remove the copies, unless there are such objects."),
         ("slightly-clipped-box", "note", (beyond > 1e-9) & (beyond <= SLIGHT),
          "whose box reaches beyond the image by at most 1 % of its side",
          "These boxes are clipped to the image.", "Nothing needs to be done."),

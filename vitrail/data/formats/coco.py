@@ -164,6 +164,8 @@ def _by_split(
     """Return the file of each split, and notes on files that are not read. Raise `DataError` if it is not clear which
     file that is."""
     if root.is_file():
+        if chosen:
+            raise DataError(f"{root} is a single file, which --splits cannot divide; leave --splits out")
         return {"train": root}, ()
     others = [path for path in files if OTHERS.match(path.name)]
     files = [path for path in files if path not in others] or list(files)

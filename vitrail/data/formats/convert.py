@@ -107,7 +107,12 @@ class _Writer(ABC):
 
     def fitting(self, target: Any, size: tuple[int, int]) -> Any:
         """Return a target in the form that the format expresses."""
-        return objects_of_mask(target, size) if isinstance(target, Mask) else target
+        if not isinstance(target, Mask):
+            return target
+        found = objects_of_mask(target, size)
+        if found.areas.sum() < 1 - 0.5 / math.prod(size):
+            self.lost["mask", "with pixels without a class, which become pixels outside of all objects"] += 1
+        return found
 
     @abstractmethod
     def write(self, split: str, path: Path, size: tuple[int, int], target: Any, source: Samples, index: int) -> None:

@@ -440,8 +440,15 @@ def _places(
 
 
 def _matching(root: Path, names: tuple[str, ...]) -> list[Path]:
-    """Return the folders that the names or patterns of a split match, relative to `root`."""
-    found = [path for name in names for path in sorted(root.glob(name)) if path.is_dir()]
+    """Return the folders in `root` that the names or patterns of a split match. Raise `DataError` for a text that is
+    neither a name nor a pattern."""
+    try:
+        found = [path for name in names for path in sorted(root.glob(name)) if path.is_dir() and path != root]
+    except (ValueError, IndexError):
+        raise DataError(
+            f"{root}: {listed(names)} cannot be folders in it; a split has names such as images/train, and patterns "
+            "such as fold[1-4]"
+        ) from None
     return list(dict.fromkeys(found))
 
 

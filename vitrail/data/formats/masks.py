@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,15 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from vitrail.data.formats.annotated import IMAGES, ImageFiles, divided, lines_of, missing_images, unlisted_images
+from vitrail.data.formats.annotated import (
+    IMAGES,
+    ImageFiles,
+    divided,
+    lines_of,
+    missing_images,
+    names_in,
+    unlisted_images,
+)
 from vitrail.data.formats.folder import class_folders
 from vitrail.data.objects import IGNORED, Mask
 from vitrail.data.source import Samples, file_samples
@@ -84,6 +93,8 @@ def open_masks(request: Request) -> Splits:
     names, colours = _classes(root, folders)
     skipped, notes = _ignored(title, names, request.choice.ignore)
     kept = [name for place, name in enumerate(names) if place not in skipped]
+    if twice := [name for name, count in Counter(kept).items() if count > 1]:
+        raise DataError(f"{title}: several classes are called {listed(twice)}; give each a name of its own")
     places = [-1 if place in skipped else kept.index(name) for place, name in enumerate(names)]
     lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
     splits, more = divided(images, sorted(of_image), request.choice.splits, lists)
@@ -154,8 +165,7 @@ def _classes(root: Path, folders: Sequence[Path]) -> tuple[list[str], tuple[tupl
             f"{root} has masks but no names of classes; add a classes.txt with the name of a class on each line, in "
             "the order of the numbers in the masks, from 0"
         )
-    lines = [line.strip() for line in lines_of(path)]
-    lines = [line for line in lines if line and not line.startswith("# ")]
+    lines = [line for line in names_in(path) if not line.startswith("# ")]
     matches = [COLOUR.fullmatch(line) for line in lines]
     colours: list[tuple[int, int, int]] = []
     if lines and all(matches):
@@ -167,9 +177,6 @@ def _classes(root: Path, folders: Sequence[Path]) -> tuple[list[str], tuple[tupl
         raise DataError(f"{path}: some lines have a colour and others have none; give every class a colour, or none")
     names = [class_name(line) for line in lines]
     check_names(str(path), names)
-    if len(set(names)) < len(names):
-        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        raise DataError(f"{path}: several classes are called {listed(twice)}; give each a name of its own")
     if not 0 < len(names) <= IGNORED:
         raise DataError(f"{path} has {plural(len(names), 'name')}; a mask has 1 to {IGNORED} classes")
     return names, tuple(colours)
@@ -189,7 +196,7 @@ def _ignored(title: str, names: Sequence[str], ignored: str | None) -> tuple[set
     if ignored == "none" or ignored == str(IGNORED):
         return set(), ()
     if ignored in names:
-        return {names.index(ignored)}, ()
+        return {place for place, name in enumerate(names) if name == ignored}, ()
     if ignored.isdecimal() and int(ignored) < len(names):
         return {int(ignored)}, ()
     raise DataError(

@@ -444,10 +444,10 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
         if label is None and not unlabelled:
             raise DataError(_without_labels(cells, candidates))
         if label is not None and not unlabelled:
-            _refuse_boxes(cells, image, label)
+            _refuse_boxes(cells, image, label, is_chosen=choice.label is not None)
         used, classes = [] if label is None else [label], None
         targets = (None for _ in cells.lines) if label is None else cells.column(label)
-    reader = LabelReader(choice.separator, keep_missing=choice.keep_missing)
+    reader = LabelReader(choice.separator if targets else None, keep_missing=choice.keep_missing)
     rows = [
         TableRow(
             str(line[image] or ""),
@@ -467,14 +467,18 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     return Table(path, rows, classes, column or "", splits, notes, text is not None)
 
 
-def _refuse_boxes(cells: _Cells, image: int, label: int) -> None:
-    """Raise `DataError` if the rows describe objects and not images. This is so if a label is a JSON object, or if
-    there are columns of boxes and several rows name the same image."""
-    inner = next((line for _, line in cells.lines if isinstance(line[label], dict)), None)
-    boxes = [name for name in cells.header if name.lower() in BOXES]
-    if inner is None and not (boxes and len(set(cells.column(image))) < len(cells.lines)):
+def _refuse_boxes(cells: _Cells, image: int, label: int, *, is_chosen: bool) -> None:
+    """Raise `DataError` if the rows describe objects and not images. This is so if a label is a JSON object or holds
+    objects or lists, if the labels are in a column of boxes that the user did not choose, or if there are columns of
+    boxes and several rows name the same image."""
+    name = cells.header[label]
+    parts = (part for cell in cells.column(label) for part in (cell if isinstance(cell, list) else [cell]))
+    inner = next((part for part in parts if isinstance(part, dict | list)), None)
+    boxes = [column for column in cells.header if column.lower() in BOXES]
+    is_of_boxes = name in boxes and not is_chosen
+    if inner is None and not is_of_boxes and not (boxes and len(set(cells.column(image))) < len(cells.lines)):
         return
-    what = f"the columns {listed(boxes)} are boxes" if inner is None else f"{cells.header[label]!r} is a JSON object"
+    what = f"the columns {listed(boxes)} are boxes" if inner is None else f"{name!r} holds JSON objects or lists"
     raise DataError(f"{cells.path}: {what}, and boxes are not read from tables; write them as COCO, YOLO or Pascal VOC")
 
 

@@ -29,6 +29,7 @@ from vitrail.data.formats.annotated import (
     fault_at,
     holds_masks,
     lines_of,
+    names_in,
     object_splits,
 )
 from vitrail.data.objects import box_around
@@ -130,7 +131,7 @@ def _class_names(folder: Path, description: Path | None, values: Mapping[str, An
                 f"{folder} has YOLO's labels but no names of classes; add a classes.txt with a name on each line, or a "
                 "data.yaml"
             )
-        read = {name: [line.strip() for line in lines_of(folder / name) if line.strip()] for name in lists}
+        read = {name: names_in(folder / name) for name in lists}
         names = read[lists[0]]
         if other := next((name for name, found in read.items() if found != names), None):
             raise DataError(
@@ -139,7 +140,7 @@ def _class_names(folder: Path, description: Path | None, values: Mapping[str, An
             )
     if not isinstance(names, list) or not names:
         raise DataError(f"{description or folder}: names are a list of the names of the classes, and not {names!r}")
-    if "nc" in values and values["nc"] != len(names):
+    if "nc" in values and str(values["nc"]) != str(len(names)):
         raise DataError(f"{description} has {len(names)} names, but states nc: {values['nc']}; correct one of them")
     return [str(name) for name in names]
 

@@ -456,7 +456,11 @@ class Opened:
             picture = _as_grey_of_16_bits(loaded)
             # The orientation is read after loading, because Pillow turns a TIFF upright when it loads the pixels.
             turn = UPRIGHT.get(orientation_of(loaded))
-            return _plain(picture if turn is None else picture.transpose(turn), channels)
+            if turn is None:
+                return _plain(picture, channels)
+            upright = _plain(picture.transpose(turn), channels)
+            upright.info = {}  # it would say that the picture has to be turned
+            return upright
 
 
 @functools.cache

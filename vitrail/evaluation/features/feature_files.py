@@ -124,14 +124,15 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
     """Write a Parquet file with the columns key (string), label and feature (a list of float32 of fixed length).
 
     For single labels, `label` is an int64, or null for an unlabelled image. For several labels, `label` is a list of
-    int64. For regression, the column `numbers` replaces `label`. `numbers` is a list of float64, with null for an
-    unknown number. Class names are in the schema's metadata, as JSON under "classes". Raise `SaveError`, and
-    `DataError` if pyarrow is not installed.
+    int64, and for texts a list of strings. For regression, the column `numbers` replaces `label`. `numbers` is a list
+    of float64, with null for an unknown number. Class names are in the schema's metadata, as JSON under "classes".
+    Raise `SaveError`, and `DataError` if pyarrow is not installed.
     """
     arrow = pyarrow("writing")
     truth = features.truth
     value_types = {
         "class": arrow.int64(), "classes": arrow.list_(arrow.int64()), "numbers": arrow.list_(arrow.float64()),
+        "texts": arrow.list_(arrow.string()),
     }  # fmt: skip
     kinds = {
         "key": arrow.string(),

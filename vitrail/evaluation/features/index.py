@@ -158,11 +158,11 @@ def _path(folder: Any, key: str) -> str:
 
 
 def _label(features: FeatureSet, row: int) -> Any:
-    """Return the class, the classes or the numbers of a stored image by their names, or None."""
+    """Return the class, the classes or the numbers of a stored image by their names, its texts, or None."""
     value: Any = features.truth.plain(row)
     names = features.classes
-    if value is None:
-        return None
+    if value is None or features.truth.kind == "texts":
+        return value
     if features.truth.kind == "numbers":
         return dict(zip(names, value, strict=True))
     return [names[number] for number in value] if isinstance(value, list) else names[value]
