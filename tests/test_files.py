@@ -136,6 +136,17 @@ def test_leftovers_of_a_process_that_was_killed(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_second_writer_of_a_folder_is_refused_and_loses_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with replacing_folder("the test", target, OURS) as partial:
+        (partial / "a").write_text("1")
+        with pytest.raises(DestinationError, match="model is being written by another process"):
+            write(target, a="2")
+    assert content(target) == {"a": "1"}
+    write(target, a="3")
+    assert content(target) == {"a": "3"}
+
+
 def limited(script: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process whose files may not exceed 100 bytes."""
 

@@ -313,6 +313,7 @@ def _target(options: Embed, split: str) -> Path:
 
 
 def _save(features: FeatureSet, target: Path, bundle: Bundle, split: str, source: Source, options: Embed) -> None:
+    _target(options, split)  # another command may have written features there in the meantime
     if options.format == "parquet":
         save_parquet(features, target)
     else:
