@@ -17,15 +17,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import DestinationError, SaveError
+from vitrail.errors import ConfigError, DestinationError, SaveError
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home folder in place of ~ at its beginning. If there is no such user, ~ stays."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (the method raises an error if there is no such user)
 
 
 def cache_folder(name: str) -> Path:
     """Return a cache folder for files that can be made or downloaded again. The folder may not exist yet.
 
-    The parent of the folder is `$VITRAIL_DATA` if this variable is set, else ~/.cache/vitrail.
+    The parent of the folder is `$VITRAIL_DATA` if this variable is set, else ~/.cache/vitrail. Raise `ConfigError` if
+    the user has no home folder.
     """
-    return Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail").expanduser() / name
+    named = os.environ.get("VITRAIL_DATA")
+    folder = expanded(named or "~/.cache/vitrail")
+    if not named and not folder.is_absolute():
+        raise ConfigError(
+            "HOME is not set, and this user has no home folder for the cache; set VITRAIL_DATA to a folder that can be "
+            "written"
+        )
+    return folder / name
 
 
 @contextmanager
@@ -40,8 +53,10 @@ def saving(what: str, path: Path, *, is_replaced: bool = False) -> Iterator[None
     try:
         yield
     except OSError as error:
-        in_cache = path.absolute().is_relative_to(cache_folder(".").absolute())
-        advice = "; set VITRAIL_DATA to a folder that can be written and has room" if in_cache else ""
+        advice = ""
+        with suppress(ConfigError):  # without a home folder
+            if path.absolute().is_relative_to(cache_folder(".").absolute()):
+                advice = "; set VITRAIL_DATA to a folder that can be written and has room"
         raise SaveError(f"could not save {what} to {path}: {error.strerror or error}{intact}{advice}") from error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from contextlib import suppress
 from functools import cache, reduce
 from numbers import Integral
 from operator import or_
+from pathlib import Path
 from typing import (
     Any,
     Literal,
@@ -228,7 +230,7 @@ def from_word(kind: Any, word: str) -> Any:
                 return choice
         if get_origin(one) is not Literal:
             with suppress(ValueError):
-                return one(word)
+                return one(os.path.expanduser(word) if one is Path else word)  # noqa: PTH111 (raises no error)
     raise ValueError(f"{word!r} is not {_noun(kind, str)}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vitrail.errors import BundleError, ConfigError, nearest
-from vitrail.files import check_new_file, check_new_folder
+from vitrail.files import check_new_file, check_new_folder, expanded
 from vitrail.machine import pick_device
 from vitrail.registry import Registry
 from vitrail.weights.adapt import adapted
@@ -82,7 +82,7 @@ def load(
     missing, damaged or does not fit, and `SaveError` if a download cannot be written to the cache.
     """
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
-    source = download(str(path)) if looks_like_hub_name(path) else shipped_folder(path) or Path(path)
+    source = download(str(path)) if looks_like_hub_name(path) else shipped_folder(path) or expanded(path)
     exported = exported_file(source) if layout is None else None
     if exported is not None:
         if device != "auto" and target.type != "cpu":
@@ -107,7 +107,7 @@ def load(
         bundle = load_bundle(source, device="cpu")
         check_heads(hints, bundle.network.config, source)
     else:
-        bundle = _read(source, layout, hints, None if tokenizer is None else Path(tokenizer).expanduser())
+        bundle = _read(source, layout, hints, None if tokenizer is None else expanded(tokenizer))
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
     preprocess = replace(bundle.preprocess, **colours)
     if preprocess != bundle.preprocess:
