@@ -49,7 +49,6 @@ class Browser:
         self.process.wait(30)
 
     def open(self, url: str) -> None:
-        """Open a page, and wait until it is loaded."""
         self.events.clear()
         self._send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
@@ -61,7 +60,6 @@ class Browser:
         return answer["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Wait until a script is true."""
         deadline = time.monotonic() + 60
         while not self.value(condition):
             assert time.monotonic() < deadline, (condition, self.value("document.body.innerText"))
@@ -108,7 +106,6 @@ class Browser:
         self._send("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
 
     def screenshot(self) -> bytes:
-        """Return the whole page as PNG."""
         return base64.b64decode(self._send("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
     def requests(self) -> list[str]:

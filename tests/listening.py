@@ -40,17 +40,3 @@ class Display(ConsoleDisplay):
 
     def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
         """Keep nothing."""
-
-
-class Shown(Display):
-    """Keeps the metrics of the reports of a run, and the forecasts of the seconds that are left, with their steps."""
-
-    def __init__(self) -> None:
-        self.reports: list[tuple[int, Mapping[str, float]]] = []
-        self.ticks: list[tuple[int, float]] = []
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.reports.append((step, metrics))
-
-    def tick(self, step: int, seconds_left: float) -> None:
-        self.ticks.append((step, seconds_left))

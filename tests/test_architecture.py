@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -80,10 +79,6 @@ def test_imports_run_downward(trees: dict[Path, ast.Module]) -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_every_part_has_a_layer() -> None:
-    assert {part_of(path) for path in MODULES} - {"__init__"} == set(LAYER)
-
-
 def test_a_module_only_defines(trees: dict[Path, ast.Module]) -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, *functions, ast.ClassDef)
@@ -141,19 +136,6 @@ sys.exit(", ".join(name for name in sys.modules if re.fullmatch(other, name)) or
 """
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
-
-
-def test_only_packages_name_what_is_public(trees: dict[Path, ast.Module]) -> None:
-    faults = []
-    for path, tree in trees.items():
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
-                if path.name != "__init__.py":
-                    faults.append(f"{path}: a leading underscore already says what is private")
-                    continue
-                module = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).parent.parts))
-                faults += [f"{path}: no {name}" for name in ast.literal_eval(node.value) if not hasattr(module, name)]
-    assert not faults, "\n".join(faults)
 
 
 def test_the_front_offers_what_it_says() -> None:

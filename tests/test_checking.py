@@ -55,11 +55,6 @@ def test_types_and_dimensions_are_checked(left: Any, right: Any) -> None:
         joined(left, right)
 
 
-def test_dimensions_of_one_call_say_nothing_of_the_next() -> None:
-    assert joined(torch.ones(2, 3), torch.ones(3, 4)).shape == (2, 4)
-    assert joined(torch.ones(4, 1), torch.ones(1, 2)).shape == (4, 2)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [lambda: repeated(torch.ones(2), 4), lambda: counted("2"), lambda: Point("3")],

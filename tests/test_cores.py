@@ -120,7 +120,6 @@ def test_the_system_reports_what_this_process_uses() -> None:
 
 @contextmanager
 def _other_programs() -> Iterator[None]:
-    """Twice as many busy programs as cores run in the `with` block."""
     with ExitStack() as programs:
         for _ in range(2 * CORES):
             program = programs.enter_context(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]))

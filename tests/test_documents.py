@@ -168,17 +168,6 @@ def test_a_section_about_extending_is_complete(section: str, tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr
 
 
-def test_the_modules_about_extending_fit_into_the_package() -> None:
-    """A module beside the table of its kind must not import the table, whose module imports it."""
-    places = 0
-    for block in blocks_of(ROOT / "docs" / "extending.md"):
-        if (found := re.match(r"# \w+\.py, or (vitrail/[\w/]+)/\w+\.py", block.text)) is not None:
-            places += (ROOT / found[1]).is_dir()
-            imports = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.ImportFrom)]
-            assert found[1].replace("/", ".") not in [node.module for node in imports]
-    assert places == 9
-
-
 def test_the_files_that_pages_name_exist() -> None:
     faults = []
     for page in PAGES:
@@ -210,9 +199,3 @@ def test_the_design_names_every_module() -> None:
         top = path.parent == ROOT / "vitrail" and not path.name.startswith("__")
         name = path.stem if top else path.parent.name
         assert re.search(rf"\b{name}\b", design), f"docs/design.md does not name {path.relative_to(ROOT)}"
-
-
-def test_the_two_commands_are_targets() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in ("setup", "demo", "test"):
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)

@@ -95,31 +95,6 @@ def test_an_exception_leaves_the_old_folder(tmp_path: Path, error: type[BaseExce
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
-def test_an_exception_leaves_nothing_where_nothing_was(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stop"), replacing_folder("the test", tmp_path / "model", OURS):
-        raise ValueError("stop")
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_failure_to_write_says_what_where_and_why(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    write(target, a="1")
-    with pytest.raises(SaveError) as caught, replacing_folder("the test", target, OURS) as partial:
-        (partial / "missing" / "a").write_text("2")
-    assert str(caught.value) == (
-        f"could not save the test to {target}: No such file or directory; an earlier version there is intact"
-    )
-    assert isinstance(caught.value.__cause__, FileNotFoundError)
-    assert content(target) == {"a": "1"}
-
-
-def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(SaveError, match=r"could not save the test to .*file/model"):
-        write(tmp_path / "file" / "model", a="1")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_leftovers_of_a_process_that_was_killed(tmp_path: Path) -> None:
     target = tmp_path / "model"
     script = f"""
@@ -193,11 +168,6 @@ def test_json_that_cannot_be_finished_leaves_the_old_file(tmp_path: Path) -> Non
     assert json.loads(path.read_text()) == {"a": 1}
 
 
-def test_saving_lets_other_exceptions_pass() -> None:
-    with pytest.raises(KeyError), saving("the test", Path("x")):
-        raise KeyError("x")
-
-
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -212,11 +182,6 @@ def test_json_is_read_back_as_written(tmp_path_factory: pytest.TempPathFactory, 
     write_json(path, value)
     assert json.loads(path.read_text(encoding="utf-8")) == value
     assert not path.with_name("value.json.partial").exists()
-
-
-def test_json_is_for_people_too(tmp_path: Path) -> None:
-    write_json(tmp_path / "x.json", {"name": "Rosé"})
-    assert (tmp_path / "x.json").read_bytes() == '{\n  "name": "Rosé"\n}\n'.encode()
 
 
 def test_json_that_cannot_be_expressed_leaves_the_old_file(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_total_memory_is_what_the_kernel_lets_this_process_have() -> None:
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
     installed = int(line.split()[1]) * 1024
     assert proc_bytes("VmHWM") < total_memory() <= installed * 1.001
+    assert 0 < available_memory(CPU) <= total_memory()
 
 
 @linux
@@ -89,23 +90,13 @@ def test_bf16_units_are_those_of_the_processor() -> None:
     assert has_bf16_matrix_units(CPU) == any(flag in words for flag in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-@linux
-def test_cpu_name_is_the_systems() -> None:
-    assert cpu_name()
-    if "model name" in (text := Path("/proc/cpuinfo").read_text()):
-        assert f": {cpu_name()}\n" in text
-
-
 def test_description_is_plain_json_with_versions() -> None:
     record = describe(CPU)
     assert json.loads(json.dumps(record)) == record
-    assert record["device"] == cpu_name()
+    assert record["device"] == cpu_name() != ""
     assert 1 <= record["cores"] <= (os.cpu_count() or 1)
     assert record["threads"] == torch.get_num_threads()
-    assert record["python"] == platform.python_version()
     assert record["versions"]["vitrail"] == vitrail.__version__
-    assert record["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    assert record["versions"]["numpy"] == np.__version__
     assert set(record["versions"]) == {"vitrail", "torch", "numpy", "grain", "pillow"}
 
 
@@ -151,7 +142,3 @@ print(faults_of_three_steps())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     handed_back, kept = map(int, done.stdout.split())
     assert 2 * kept < handed_back, "3 steps of 168 MB are 123,000 pages"
-
-
-def test_the_available_memory_is_part_of_the_total() -> None:
-    assert 0 < available_memory(torch.device("cpu")) <= total_memory()

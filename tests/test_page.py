@@ -59,17 +59,6 @@ def test_any_name_is_text(read_page: Callable[[str], Any], name: str) -> None:
     text.encode("utf-8")
 
 
-def test_long_file_names_break_behind_separators_and_stay_whole_when_copied(read_page: Callable[[str], Any]) -> None:
-    name = "birds/photo_0001_final-version.png"
-    text = part("figure", None, [name, "73.1%", "short_name.png"], "x")
-    assert "birds/<wbr>photo_<wbr>0001_<wbr>final-<wbr>version.<wbr>png<br>73.1%<br>short_name.png" in text
-    assert name in read_page(text).text
-
-
-def test_tables_wrap_on_a_phone() -> None:
-    assert "@media (max-width: 30rem) { table { font-size: .9rem; } th, td { white-space: normal;" in STYLE
-
-
 def test_names_keep_their_letters() -> None:
     for name in ("naïve café", "漢字", "שלום", "a\\b", "🙂"):
         assert printable(name) == name
@@ -88,13 +77,6 @@ def test_a_page_is_light_and_dark_and_fits_a_telephone(read_page: Callable[[str]
     light, dark = STYLE.split("@media")[:2]
     for name in names:
         assert f"{name}: #" in light and f"{name}: #" in dark.split("} }")[0]
-
-
-def test_tables_have_heads_and_scroll(read_page: Callable[[str], Any]) -> None:
-    page = read_page(part("table", ("class", "images"), [("rose", "12"), ("tulip", "3")]))
-    assert page.names == ["div", "table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td", "tr", "td", "td"]
-    assert page.tags[0] == ("div", {"class": "scroll"}) and page.tags[4] == ("th", {"scope": "col"})
-    assert [text for text in page.text if text.strip()] == ["class", "images", "rose", "12", "tulip", "3"]
 
 
 @pytest.mark.parametrize(

@@ -148,13 +148,11 @@ class TakesAnyChannels(Whole):
         return super().features(images[:, :3])
 
 
-class EmbedsAnyChannels(Whole):
-    def embed(self, images: Tensor) -> Tensor:
-        return super().embed(images[:, :3])
-
-    def forward(self, images: Tensor) -> Tensor:
-        pooled = super().embed(images)
-        return pooled if self.head is None else self.head(pooled)
+class OtherError(Whole):
+    def features(self, images: Tensor) -> Features:
+        if images.shape[1] != self.config.channels:
+            raise RuntimeError("not for me")
+        return super().features(images)
 
 
 class TakesNothing(Whole):
@@ -162,29 +160,19 @@ class TakesNothing(Whole):
         return super().forward(images) if images.shape[2] else torch.zeros(len(images), 7)
 
 
-class WithExtra(Whole):
-    """A network with one more parameter. `use` is a function that uses it."""
+def with_extra(use: Callable[[nn.Parameter], Tensor | float]) -> type[Whole]:
+    """Return a class with one more parameter, whose use is added to the logits."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.extra = nn.Parameter(torch.ones(1))
+    class Changed(Whole):
+        def __init__(self, num_classes: int) -> None:
+            super().__init__(num_classes)
+            self.extra = nn.Parameter(torch.ones(1))
 
-    def use(self) -> Tensor | float:
-        return 0.0
+        def forward(self, images: Tensor) -> Tensor:
+            logits = super().forward(images)
+            return logits if self.head is None else logits + use(self.extra)
 
-    def forward(self, images: Tensor) -> Tensor:
-        logits = super().forward(images)
-        return logits if self.head is None else logits + self.use()
-
-
-class UsedForNothing(WithExtra):
-    def use(self) -> Tensor:
-        return self.extra * 0
-
-
-class GradientNotFinite(WithExtra):
-    def use(self) -> Tensor:
-        return (self.extra * 0).sqrt()
+    return Changed
 
 
 class BufferLeftOut(Whole):
@@ -199,48 +187,27 @@ class BufferLeftOut(Whole):
 BROKEN: list[tuple[Callable[[int], Any], str]] = [
     (lambda _: torch.sigmoid, "the network must be an nn.Module, not builtin_function_or_method"),
     (with_features(lambda found: tuple(vars(found).values())), r"features\(\) must return Features, not tuple"),
-    (
-        with_features(lambda found: replace(found, grid=found.grid[::-1])),
-        r"features\(\)\.grid is \(2, 3\) for images of \(12, 10\), but grid_of\(\) returns \(3, 2\)",
-    ),
-    (
-        with_features(lambda found: replace(found, patches=found.patches[:, 1:])),
-        r"features\(\)\.patches has the shape \(3, 5, 12\), not \(3, 6, 12\)",
-    ),
-    (
-        with_features(lambda found: replace(found, registers=found.registers[:, :, 1:])),
-        r"features\(\)\.registers has the shape \(3, 1, 11\)",
-    ),
+    (with_features(lambda found: replace(found, grid=found.grid[::-1])), r"features\(\)\.grid is \(2, 3\)"),
+    (with_features(lambda found: replace(found, patches=found.patches[:, 1:])), r"features\(\)\.patches has the shape"),
+    (with_features(lambda found: replace(found, registers=found.registers[:, :, 1:])), r"features\(\)\.registers has"),
     (with_features(lambda found: replace(found, cls=found.cls[:, None])), r"the class token must have the shape \(3, "),
     (WideEmbed, r"embed has the shape \(3, 24\), not \(3, 12\), for images of \(12, 10\)"),
-    (
-        with_logits(lambda logits: logits.repeat(1, 2)),
-        r"logits has the shape \(3, 14\), not \(3, 7\), for images of \(12, 10\)",
-    ),
+    (with_logits(lambda logits: logits.repeat(1, 2)), r"logits has the shape \(3, 14\), not \(3, 7\)"),
     (with_logits(lambda logits: logits.log()), r"logits has numbers that are not finite, for images of \(12, 10\)"),
     (HeadThatStays, "the head of a network with 0 classes must be None"),
-    (
-        with_logits(lambda logits: logits.tanh(), headless=True),
-        r"without a head, the network must return the same as embed\(\)",
-    ),
+    (with_logits(lambda logits: logits.tanh(), headless=True), "without a head, the network must return the same"),
     (TakesAnyChannels, "images with another number of channels must be refused with ConfigError"),
-    (EmbedsAnyChannels, "images with another number of channels must be refused with ConfigError"),
+    (OtherError, "images with .* must be refused with ConfigError, but RuntimeError was raised"),
     (TakesNothing, "images with a height of 0 must be refused with ConfigError"),
-    (
-        with_logits(lambda logits: logits + 1e-3 * torch.rand_like(logits)),
-        "the same images must give the same logits in every call",
-    ),
-    (
-        with_logits(lambda logits: logits - logits.mean(0)),
-        r"the logits of an image change by [\d.e-]+ with the other images in its batch",
-    ),
+    (with_logits(lambda logits: logits + 1e-3 * torch.rand_like(logits)), "the same images must give"),
+    (with_logits(lambda logits: logits - logits.mean(0)), "the logits of an image change by"),
     (
         with_logits(lambda logits: logits * (1.2 if torch.is_autocast_enabled("cpu") else 1.0)),
         r"the logits in bfloat16 differ from those in float32 by (19|20|21)\.\d% of their norm",
     ),
-    (WithExtra, "no gradient reaches extra"),
-    (UsedForNothing, "the gradient of extra is zero"),
-    (GradientNotFinite, "the gradient of extra is not finite"),
+    (with_extra(lambda extra: 0.0), "no gradient reaches extra"),
+    (with_extra(lambda extra: extra * 0), "the gradient of extra is zero"),
+    (with_extra(lambda extra: (extra * 0).sqrt()), "the gradient of extra is not finite"),
     (BufferLeftOut, "a network loaded from the state gives other logits"),
 ]
 
@@ -290,18 +257,6 @@ def test_square_images_are_not_enough() -> None:
 def test_each_size_is_tried() -> None:
     with pytest.raises(ConfigError, match=r"image_size=\(12, 11\) is not a multiple"):
         check_network(Whole, image_sizes=[(12, 10), (12, 11)])
-
-
-class OtherError(Whole):
-    def features(self, images: Tensor) -> Features:
-        if images.shape[1] != self.config.channels:
-            raise RuntimeError("not for me")
-        return super().features(images)
-
-
-def test_another_error_than_ours_is_named() -> None:
-    with pytest.raises(AssertionError, match="must be refused with ConfigError, but RuntimeError was raised"):
-        check_network(OtherError, image_sizes=SIZES)
 
 
 @pytest.fixture
@@ -419,28 +374,16 @@ def test_tasks_of_boxes_and_masks_fulfil_the_contract(task: Any, make: Callable[
     ("task", "message"),
     [
         (int, "int must be a Task"),
-        (
-            type("Task", (Classification,), {"loss_metric": "error"}),
-            "loss_metric='error' is not one of the",
-        ),
-        (
-            type("Task", (Classification,), {"objective": lambda *_: nn.Identity()}),
-            r"objective\(\) must return an Objective, not Identity",
-        ),
+        (type("Task", (Classification,), {"loss_metric": "error"}), "loss_metric='error' is not one of the"),
+        (type("Task", (Classification,), {"objective": lambda *_: nn.Identity()}), "must return an Objective"),
         (type("Task", (Classification,), {"evaluator": lambda *_: counted}), "does not measure 'cross_entropy'"),
-        (
-            type("Task", (Classification,), {"main_metric": lambda *_: "error"}),
-            "which is not one of the task's metrics",
-        ),
+        (type("Task", (Classification,), {"main_metric": lambda *_: "error"}), "not one of the task's metrics"),
         (broken(lambda objective, batch: 3.0), "an objective must return a LossOutput, not float"),
-        (
-            broken(lambda objective, batch: LossOutput(batch.images.mean((1, 2, 3)), {})),
-            "loss must be one finite",
-        ),
+        (broken(lambda objective, batch: LossOutput(batch.images.mean((1, 2, 3)), {})), "loss must be one finite"),
         (broken(lambda objective, batch: LossOutput(objective.network.norm.weight.sum(), {})), "no gradient reaches"),
         (
             type("Task", (Classification,), {"objective": lambda self, network, splits: Centred(network)}),
-            r"features\(\) must compute 'outputs' of each row by itself",
+            "'outputs' of each row",
         ),
         (broken(all_pixels), "an image that cannot be decoded must not change the loss"),
     ],

@@ -45,9 +45,8 @@ def test_curves_hide_patches_in_the_order_of_the_map(output: OutputKind) -> None
                     logits = network(picture[None])
                 expected = (logits.softmax(dim=1) if output == "softmax" else logits.sigmoid())[0, targets[image]]
                 assert curve[0, image, step] == pytest.approx(float(expected), rel=1e-4)
-    area = (found.deletion[0, :, 0] / 2 + found.deletion[0, :, 1:3].sum(axis=1) + found.deletion[0, :, 3] / 2) / 3
-    np.testing.assert_allclose(found.deletion_auc()[0], area)
-    np.testing.assert_allclose(found.insertion_auc()[:, 0].shape, (2,))
+    for curve, auc in ((found.deletion, found.deletion_auc()), (found.insertion, found.insertion_auc())):
+        np.testing.assert_allclose(auc, (curve[..., 0] / 2 + curve[..., 1:3].sum(axis=2) + curve[..., 3] / 2) / 3)
 
 
 def test_the_best_order_beats_a_random_one() -> None:
@@ -93,13 +92,16 @@ def test_rank_correlation_is_scipys() -> None:
     assert rank_correlation(np.ones(3), second[:3]) == 0.0
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(types_unchecked: None) -> None:
     network, images = make(), images_of(2)
     own: Any = maps_of(np.ones((2, 3, 4)))
     with pytest.raises(ConfigError, match="maps has the name 'random', which stands for a random order"):
         saliency_curves(network, images, {"random": own})
     with pytest.raises(ConfigError, match=r"maps\['own'\] has the shape \(2, 4, 3\), but these images have patches"):
         saliency_curves(network, images, {"own": maps_of(np.ones((2, 4, 3)))})
+    for targets, rule in ((torch.tensor([1]), "one whole number for each of 2"), (torch.tensor([0, 9]), "targets=9")):
+        with pytest.raises(ConfigError, match=rule):
+            saliency_curves(network, images, {}, targets)
     with pytest.raises(ConfigError, match="steps=0 is less than 1"):
         saliency_curves(network, images, {"own": own}, steps=0)
     with pytest.raises(ConfigError, match=r"^a model that predicts numbers cannot be measured by these curves"):

@@ -51,6 +51,12 @@ def test_what_vitrail_wrote_is_neither_predicted_nor_data(
     assert "all.csv, said.jsonl, two.csv" in notes and "that Vitrail wrote: runs" in notes
 
 
+def test_an_empty_path_is_not_the_current_folder(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["predict", str(model), ""], ["data", "check", ""]):  # such as an unset variable of the shell
+        assert main(words) == 2
+    assert "'' is not a path" in (errors := capsys.readouterr().err) and "names nothing" in errors
+
+
 def test_a_table_of_a_run_shows_the_likeliest(trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
     example = trained.examples[0]
     assert main(["predict", str(trained.folder), str(example.path), "--top", "2"]) == 0

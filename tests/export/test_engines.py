@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,16 +16,16 @@ import torch
 
 import vitrail
 from tests.make import dense_bundle, make_bundle, small_config
+from tests.serving.conftest import make_samples
 from vitrail import with_engine
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.export import engines
+from vitrail.export.export import export
 from vitrail.export.formats import FORMATS
 from vitrail.models.predictor import EngineName
 from vitrail.models.vit import VisionTransformer
-from vitrail.serving.service import Service
-from vitrail.serving.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
 pytest.importorskip("openvino")
@@ -69,8 +69,6 @@ def pictures(count: int = 5) -> list[np.ndarray]:
 
 
 def times(monkeypatch: pytest.MonkeyPatch, found: Mapping[str, float]) -> None:
-    """Let the runtimes take these seconds for each batch."""
-
     def seconds(runs: Any, image: np.ndarray, sizes: Any) -> dict[str, tuple[float, ...]]:
         for run in runs.values():
             run(np.repeat(image, 2, axis=0))
@@ -196,7 +194,7 @@ def test_what_cannot_be_computed(model: Bundle, tmp_path: Path, monkeypatch: pyt
         with_engine(model, "onnxruntime", precision="bf16")
     with pytest.raises(ConfigError, match="exported file already"):
         path = tmp_path / "model.onnx"
-        vitrail_export(model, path)
+        export(model, path, "onnx", make_samples())
         with_engine(vitrail.load(path), "openvino")
     monkeypatch.setenv("VITRAIL_DATA", "/proc/nothing")
     notes: list[str] = []
@@ -204,11 +202,12 @@ def test_what_cannot_be_computed(model: Bundle, tmp_path: Path, monkeypatch: pyt
     assert "VITRAIL_DATA" in notes[0]
 
 
-def vitrail_export(model: Bundle, path: Path) -> None:
-    from tests.serving.conftest import make_samples
-    from vitrail.export.export import export
-
-    export(model, path, "onnx", make_samples())
+def test_a_network_that_was_changed_is_not_computed_from_the_cache(model: Bundle) -> None:
+    changed = copy.deepcopy(model)
+    changed.network.blocks[0].register_forward_hook(lambda module, given, found: -found)
+    with pytest.raises(ConfigError, match="network was changed"):
+        with_engine(changed, "onnxruntime")
+    assert with_engine(changed, images=MANY).engine is None
 
 
 def test_missing_packages_are_named_only_if_asked_for(model: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,15 +235,3 @@ def test_the_command(model: Bundle, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert answers[1]["probabilities"] == pytest.approx(answers[0]["probabilities"], abs=1e-5)
     assert main(["predict", str(tmp_path / "model"), str(tmp_path / "one.png"), "--engine", "tensorrt"]) == 2
     assert "openvino" in capsys.readouterr().err
-
-
-def test_a_server_keeps_the_runtime_when_a_model_is_replaced(model: Bundle) -> None:
-    service = Service({"m": with_engine(model, "onnxruntime")}, ServeSettings(max_batch=4, batch_threads=1))
-    other = replace(model, network=VisionTransformer(model.network.config))
-    made = asyncio.run(service.replace("m", other))
-    assert made.bundle.engine is not None and made.bundle.engine.name == "onnxruntime"
-    pixels = np.stack([model.preprocess.pixels(one) for one in pictures()])
-    found = made.computed.run("classes")(pixels)["probabilities"]
-    wanted = torch.softmax(other.predictor().logits(other.inputs(pixels)), 1).numpy()
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
-    asyncio.run(service.stop())

@@ -22,7 +22,7 @@ from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.export.export import Exporter, export
 from vitrail.export.formats import FORMATS
 from vitrail.export.parity import usual_texts
-from vitrail.export.program import describe, trace
+from vitrail.export.program import describe
 from vitrail.models.text import TextConfig, TextPool, TextTower
 from vitrail.settings import to_plain
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -110,17 +110,6 @@ def test_every_tower_in_every_format(model: Bundle, pool: TextPool, is_causal: b
         torch.testing.assert_close(
             file.embed_texts(TEXTS[:count]), bundle.embed_texts(TEXTS[:count]), atol=1e-5, rtol=0
         )
-
-
-@pytest.mark.parametrize(("pool", "is_causal"), [("eot", True), ("last", False), ("cls", False), ("map", False)])
-def test_the_program_takes_any_number_of_texts(model: Bundle, pool: TextPool, is_causal: bool) -> None:
-    words = words_of(model, pool, is_causal=is_causal)
-    bundle = replace(model, words=words)
-    program = trace(bundle, describe(bundle, "text_embedding"))
-    tokens = torch.from_numpy(words.tokenizer.encode(TEXTS).tokens)
-    for rows in (tokens, tokens[:1]):
-        (found,) = program.module()(rows)
-        torch.testing.assert_close(found, words.embed(TEXTS[: len(rows)]).vectors, atol=1e-5, rtol=0)
 
 
 def test_a_file_of_texts_refuses_everything_else(model: Bundle, onnx: Path, tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ def make_bundle(config: AnyConfig | None = None, *, output: Any = "softmax", **p
 
 
 def probabilities(bundle: Bundle, images: Sequence[Any]) -> torch.Tensor:
-    """Return the probability of every class for images."""
     inputs = bundle.inputs([bundle.preprocess.pixels(image) for image in images])
     return bundle.probabilities(Predictor(bundle.network).logits(inputs))
 
@@ -105,11 +104,7 @@ def bundles(bundle: Bundle) -> dict[str, Bundle]:
     """A model of classes, the model of a regression, and a model without a head."""
     config: Any = bundle.network.config
     features = ViTConfig(**{**vars(config), "num_classes": 0})
-    return {
-        "flowers": bundle,
-        "numbers": make_bundle(output="numbers"),
-        "features": make_bundle(features),
-    }
+    return {"flowers": bundle, "numbers": make_bundle(output="numbers"), "features": make_bundle(features)}
 
 
 @pytest.fixture(scope="session")

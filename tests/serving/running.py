@@ -37,8 +37,6 @@ class Answer:
 
 @dataclass
 class Running:
-    """A server that listens."""
-
     service: Service
     port: int
 
@@ -72,15 +70,14 @@ class Running:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
-    def metric(self, line: str) -> float:
+    def metric(self, line: str, **headers: str) -> float:
         """The value of a metric, by its name with its labels."""
-        lines = self.ask("GET", "/metrics").body.decode().splitlines()
+        lines = self.ask("GET", "/metrics", **headers).body.decode().splitlines()
         return next(float(one.split()[-1]) for one in lines if one.startswith(f"{line} "))
 
 
 @contextmanager
 def serving(bundles: dict[str, Bundle], index: FeatureIndex | None = None, **settings: Any) -> Iterator[Running]:
-    """Run a server in a thread."""
     made = ServeSettings(**{"port": 0, "max_batch": 4, "drain_seconds": 0.0, **settings})
     service = Service(bundles, made, overlays=Overlays(), index=index)
     started = threading.Event()
@@ -99,7 +96,6 @@ def serving(bundles: dict[str, Bundle], index: FeatureIndex | None = None, **set
 
 
 def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
-    """An image file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind)
     return file.getvalue()

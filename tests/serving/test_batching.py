@@ -171,21 +171,6 @@ def test_workers_compute_a_short_queue_one_by_one_and_a_long_one_in_batches(gate
     assert batches(14) == [[1, 2, 3], [4, 5], [6, 7], [8], [9], [10], [11], [12], [13], [14]]
 
 
-def test_images_of_clients_that_have_gone_are_not_computed(batcher: Batcher, gate: Gate) -> None:
-    async def work() -> None:
-        first = asyncio.ensure_future(batcher.compute([image(1)]))
-        await until(gate.begun.is_set)
-        gone, stays = (asyncio.ensure_future(batcher.compute([image(value)])) for value in (2, 3))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        gate.open.set()
-        await asyncio.gather(first, stays)
-
-    asyncio.run(work())
-    assert gate.batches == [[1], [3]]
-
-
 def test_an_image_that_waits_too_long_is_dropped(gate: Gate) -> None:
     async def work() -> None:
         compute = Compute(1, 1)
@@ -216,47 +201,44 @@ def test_a_fault_of_the_network_fails_its_batch_only(batcher: Batcher, gate: Gat
     assert asyncio.run(work()) == 28
 
 
-def test_the_largest_batch_is_the_smallest_that_is_nearly_as_fast_as_the_best() -> None:
-    def chosen(seconds: Callable[[int], float]) -> int:
-        """Return the chosen batch size. `seconds` returns the time for a batch of some number of images."""
-        now = 0.0
+def chosen(choose: Callable[..., int], seconds: Callable[[int], float], *most: int) -> tuple[int, int]:
+    """Return a choice, and the number of measurements. `seconds` returns the time for a size of batches or for a number
+    of threads."""
+    now, trials = 0.0, 0
 
-        def run(batch: np.ndarray) -> dict[str, np.ndarray]:
-            nonlocal now
-            now += seconds(len(batch))
-            return {}
+    def run(batch: np.ndarray) -> dict[str, np.ndarray]:
+        nonlocal now, trials
+        trials += 1
+        now += seconds(len(batch) if choose is choose_batch else torch.get_num_threads())
+        return {}
 
-        return choose_batch(run, np.zeros((1, 2, 2)), lambda: now)
+    return choose(run, np.zeros((1, 2, 2)), *most, lambda: now), trials
 
-    assert chosen(lambda images: 0.01 * max(images, 4)) == 4
-    assert chosen(lambda images: 0.01 * images) == 1
-    assert chosen(lambda images: 0.01 * (images + 0.1)) == 2  # 1 reaches 91 % of the best
-    assert chosen(lambda images: 0.1) == 16
-    assert chosen(lambda images: 0.2 * (images + 1)) == 1  # 2 images would take longer than half a second
-    assert chosen(lambda images: 9.0) == 1
+
+@pytest.mark.parametrize(("seconds", "size"), [
+    (lambda images: 0.01 * max(images, 4), 4),
+    (lambda images: 0.01 * images, 1),
+    (lambda images: 0.01 * (images + 0.1), 2),  # 1 reaches 91 % of the best
+    (lambda images: 0.1, 16),
+    (lambda images: 0.2 * (images + 1), 1),  # 2 images would take longer than half a second
+    (lambda images: 9.0, 1),
+])  # fmt: skip
+def test_the_largest_batch_is_the_smallest_that_is_nearly_as_fast_as_the_best(
+    seconds: Callable[[int], float], size: int
+) -> None:
+    assert chosen(choose_batch, seconds)[0] == size
 
 
 def test_the_number_of_threads_is_measured() -> None:
-    def chosen(seconds: Callable[[int], float], most: int) -> tuple[int, int]:
-        """Return the chosen number of threads, and the number of measurements."""
-        now, trials = 0.0, 0
-
-        def run(batch: np.ndarray) -> dict[str, np.ndarray]:
-            nonlocal now, trials
-            trials += 1
-            now += seconds(torch.get_num_threads())
-            return {}
-
-        return choose_threads(run, np.zeros((1, 2, 2)), most, lambda: now), trials
-
     cores = len(os.sched_getaffinity(0))
     many = min(2, cores)
-    assert chosen(lambda threads: 0.08 / threads, 2) == (many, 16)
-    assert chosen(lambda threads: 0.05 / threads, 1) == (1, 0)
-    assert chosen(lambda threads: 0.001, 2) == (1, 16)
-    assert chosen(lambda threads: 0.1 * threads, 2) == (1, 2 * (5 if cores > 1 else 8))  # 1.5 seconds are over
-    assert chosen(lambda threads: 9.0 / threads, 2) == (many, 4)
-    assert chosen(lambda threads: {1: 0.1, 2: 0.088}[threads], 2)[0] == 1  # two threads save less than 15 %
+    assert chosen(choose_threads, lambda threads: 0.08 / threads, 2) == (many, 16)
+    assert chosen(choose_threads, lambda threads: 0.05 / threads, 1) == (1, 0)
+    assert chosen(choose_threads, lambda threads: 0.001, 2) == (1, 16)
+    tries = 2 * (5 if cores > 1 else 8)  # 1.5 seconds are over
+    assert chosen(choose_threads, lambda threads: 0.1 * threads, 2) == (1, tries)
+    assert chosen(choose_threads, lambda threads: 9.0 / threads, 2) == (many, 4)
+    assert chosen(choose_threads, lambda threads: {1: 0.1, 2: 0.088}[threads], 2)[0] == 1, "less than 15 % are saved"
 
 
 def test_a_batch_alone_has_the_chosen_threads_and_others_their_part() -> None:

@@ -128,14 +128,18 @@ def test_what_does_not_fit_is_refused(dense_server: Running, images: list[bytes]
     assert answer.status == 400 and words in answer.json["error"]
 
 
+@pytest.mark.parametrize(("model", "name", "value"), [
+    ("boxes", "top_k", 2), ("masks", "threshold", 0.5), ("boxes", "threshold", True),
+])  # fmt: skip
+def test_parameters_that_do_not_fit_are_refused(
+    dense_server: Running, images: list[bytes], model: str, name: str, value: Any
+) -> None:
+    sent = {"inputs": base64.b64encode(images[0]).decode(), "parameters": {name: value}}
+    answer = dense_server.ask_json(f"/?model={model}", sent)
+    assert answer.status == 400 and name in answer.json["error"]
+
+
 def test_the_attention_is_shown(dense_server: Running, images: list[bytes]) -> None:
     for model in ("boxes", "masks"):
         answer = dense_server.ask("POST", f"/explain?model={model}", images[0])
         assert answer.status == 200 and answer.json["map"] == "rollout", answer.body
-
-
-def test_parameters_that_do_not_fit_are_refused(dense_server: Running, images: list[bytes]) -> None:
-    for model, parameters in (("boxes", {"top_k": 2}), ("masks", {"threshold": 0.5}), ("boxes", {"threshold": True})):
-        sent = {"inputs": base64.b64encode(images[0]).decode(), "parameters": parameters}
-        answer = dense_server.ask_json(f"/?model={model}", sent)
-        assert answer.status == 400 and next(iter(parameters)) in answer.json["error"]

@@ -14,7 +14,6 @@ import uvicorn
 from starlette.requests import Request
 
 from tests.serving.running import Running
-from vitrail.errors import ConfigError
 from vitrail.serving.ray import ModelDeployment
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -75,10 +74,3 @@ def test_the_token_of_the_environment(model: Path, monkeypatch: pytest.MonkeyPat
     with running(ModelDeployment(str(model), max_batch=4)) as server:
         assert server.ask("GET", "/metrics").status == 401
         assert server.ask("GET", "/metrics", Authorization="Bearer secret").status == 200
-
-
-def test_wrong_settings(model: Path) -> None:
-    with pytest.raises(ConfigError, match="two models are called 'flowers'"):
-        ModelDeployment(str(model), str(model))
-    with pytest.raises(ConfigError, match="max_batch=0 is less than 1"):
-        ModelDeployment(str(model), max_batch=0)

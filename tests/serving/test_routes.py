@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.serving.conftest import make_bundle, probabilities
+from tests.serving.conftest import make_bundle
 from tests.serving.running import Running, data_uri, encoded, serving
 from vitrail import load
 from vitrail.errors import BundleError
@@ -31,21 +31,11 @@ from vitrail.serving.settings import ServeSettings
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 
-def test_hugging_face_shape(server: Running, bundle: Bundle, images: list[bytes]) -> None:
-    answer = server.ask("POST", "/", images[0], Content_Type="image/png")
-    (wanted,) = bundle.predict([images[0]])
-    assert [item["label"] for item in answer.json] == [label for label, _ in wanted.ranking]
-    assert [item["score"] for item in answer.json] == pytest.approx([value for _, value in wanted.ranking], abs=1e-6)
-    assert answer.headers["x-model"] == "flowers"
-    assert answer.headers["x-model-sha256"] == weights_sha256(bundle.network)
-    text = base64.b64encode(images[0]).decode()
-    assert server.ask_json("/", {"inputs": text, "parameters": {"top_k": 2}}).json == answer.json[:2]
-
-
 def test_models_are_chosen_by_name(server: Running, bundles: dict[str, Bundle], images: list[bytes]) -> None:
-    found = server.ask("POST", "/?model=numbers", images[1]).json
+    answer = server.ask("POST", "/?model=numbers", images[1])
+    assert answer.headers["x-model"] == "numbers"
     (wanted,) = bundles["numbers"].predict([images[1]])
-    assert {item["label"]: item["score"] for item in found} == pytest.approx(
+    assert {item["label"]: item["score"] for item in answer.json} == pytest.approx(
         dict(zip(wanted.names, wanted.values, strict=True)), abs=1e-5
     )
     (row,) = server.ask("POST", "/?model=features", images[1]).json
@@ -84,28 +74,16 @@ def infer(server: Running, message: Any, binary: bytes = b"", path: str = "/v2/m
     return server.ask("POST", path, text + binary, **headers)
 
 
-def test_inference_protocol_with_json(server: Running, bundle: Bundle, images: list[bytes]) -> None:
-    pixels = np.stack([bundle.preprocess.pixels(image).transpose(1, 2, 0) for image in images[:2]])
-    tensor = {"name": "images", "shape": list(pixels.shape), "datatype": "UINT8", "data": pixels.tolist()}
-    answer = infer(server, {"id": 0, "inputs": [tensor], "outputs": [{"name": "probabilities"}]}).json
-    (output,) = answer["outputs"]
-    assert (answer["id"], answer["model_name"], answer["model_version"]) == (
-        "0", "flowers", weights_sha256(bundle.network),
-    )  # fmt: skip
-    assert (output["name"], output["datatype"], output["shape"]) == ("probabilities", "FP32", [2, 3])
-    wanted = probabilities(bundle, images[:2])
-    np.testing.assert_allclose(np.reshape(output["data"], (2, 3)), wanted, atol=1e-6)
-
-
 def test_inference_protocol_with_files_in_binary(server: Running, bundle: Bundle, images: list[bytes]) -> None:
     binary = b"".join(struct.pack("<I", len(image)) + image for image in images)
     tensor = {
         "name": "images", "shape": [6], "datatype": "BYTES", "parameters": {"binary_data_size": len(binary)},
     }  # fmt: skip
     outputs = [{"name": name, "parameters": {"binary_data": True}} for name in ("embedding", "logits")]
-    answer = infer(server, {"inputs": [tensor], "outputs": outputs}, binary)
+    answer = infer(server, {"id": 0, "inputs": [tensor], "outputs": outputs}, binary)
     length = int(answer.headers[HEADER])
     message = json.loads(answer.body[:length])
+    assert message["id"] == "0"
     embedding, logits = message["outputs"]
     size = embedding["parameters"]["binary_data_size"]
     values = np.frombuffer(answer.body[length : length + size], "<f4").reshape(embedding["shape"])
@@ -248,7 +226,6 @@ TENSOR = {"name": "images", "shape": [1, 12, 10, 3], "datatype": "UINT8", "data"
         ({"datatype": "INT8"}, 400, "'INT8' is not one of BYTES, UINT8, FP32"),
         ({"shape": [1, 10, 12, 3]}, 400, "uint8 of [1, 10, 12, 3] does not fit model 'flowers'"),
         ({"shape": [2, 12, 10, 3]}, 400, "[2, 12, 10, 3] has 720 values, but 360 were sent"),
-        ({"shape": [-1, 12, 10, 3]}, 400, "is not a list of whole numbers"),
         ({"shape": [0, 12, 10, 3], "data": []}, 400, "the request has no images"),
         ({"shape": [float("inf")]}, 400, "is not a list of whole numbers"),
         ({"data": [256] * 360}, 400, "whole numbers from 0 to 255"),
@@ -273,7 +250,6 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
         ("/v2/models/flowers/infer", {"inputs": [TENSOR], "outputs": [{"name": "x"}]},
          "'x' does not exist; choose from logits, probabilities, embedding"),
         ("/v2/models/flowers/infer", [], "not a request of the Open Inference Protocol"),
-        ("/", {"inputs": "x"}, "inputs: the image is not base64"),
         ("/", {"inputs": "é"}, "inputs: the image is not base64"),
         ("/", {"inputs": None}, "inputs: this must be the text of one image in base64 and is missing"),
         ("/", {"inputs": ["eA=="]}, "inputs: this must be the text of one image in base64"),
@@ -283,8 +259,6 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
          "binary_data_output: 'false' is not true or false"),
         ("/", {"inputs": "data:;base64," * 100_000}, "inputs: the image is not base64"),
         ("/", {"inputs": "", "parameters": {"top_k": -1}}, "top_k: -1 is not a number of classes"),
-        ("/", {"inputs": "", "parameters": {"top_k": 0}}, "top_k: 0 is not a number of classes"),
-        ("/", {"inputs": "", "parameters": {"top_k": 1.5}}, "top_k: 1.5 is not a number of classes"),
         ("/", {"inputs": "", "parameters": {"top_k": True}}, "top_k: True is not a number of classes"),
         ("/", {"inputs": "", "parameters": {"function_to_apply": "tanh"}}, "'tanh' is not one of softmax, sigmoid"),
         ("/", {"inputs": "", "parameters": {"threshold": 0.5}}, "threshold: the server does not act on this name"),

@@ -140,10 +140,7 @@ def test_features_of_a_model_that_was_replaced_are_not_searched(words: Bundle, i
 
 
 def test_an_index_of_no_served_model_is_refused(index: FeatureIndex, words: Bundle) -> None:
-    with (
-        pytest.raises(ConfigError, match="other weights"),
-        serving({"flowers": make_bundle()}, index),
-    ):
+    with pytest.raises(ConfigError, match="other weights"), serving({"flowers": make_bundle()}, index):
         pass
     other = replace(words, preprocess=replace(words.preprocess, crop_share=0.5))
     with pytest.raises(ConfigError, match="other preprocessing"), serving({"words": other}, index):

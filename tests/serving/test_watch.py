@@ -19,7 +19,7 @@ import torch
 
 from tests.serving.conftest import make_bundle
 from tests.words import square_model_with_words
-from vitrail.errors import BundleError, ConfigError
+from vitrail.errors import BundleError
 from vitrail.export.engines import with_engine
 from vitrail.models.predictor import EngineChoice
 from vitrail.models.text import TextTower
@@ -192,8 +192,6 @@ def test_the_files_that_are_watched(folder: Path, tmp_path: Path, bundle: Bundle
     assert [name for name, *_ in state] == [f"flowers/model/{WEIGHTS}", f"flowers/model/{DESCRIPTION}"]
     (folder / "journal.jsonl").write_text("another step of training")
     assert files.state() == state
-    with pytest.raises(ConfigError, match="watch=True needs files, but 'google/vit' is a name on the hub"):
-        ModelFiles.of("google/vit")
     missing = ModelFiles.of(str(tmp_path / "nowhere"))
     assert missing.state() == ()
     with pytest.raises(BundleError, match="nowhere"):

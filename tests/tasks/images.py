@@ -49,7 +49,6 @@ class Labels(Pictures):
 
 
 def images_of(count: int, *, size: tuple[int, int] = (21, 28), channels: int = 3) -> Tensor:
-    """Return normalised random images."""
     generator = torch.Generator().manual_seed(1)
     levels = torch.randint(0, 256, (count, channels, *size), generator=generator, dtype=torch.uint8)
     return Preprocess(image_size=size, channels=channels).normalise(levels)

@@ -46,6 +46,23 @@ class Fixed(nn.Module):
         return self.outputs
 
 
+def batch_of_boxes(images: int, objects: int, *, classes: int = 3, seed: int = 0) -> Batch:
+    """Return images with objects, of which some are crowds or missing."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(images, objects, 2, generator=generator) * 20
+    boxes = torch.cat([starts, starts + 1 + torch.rand(images, objects, 2, generator=generator) * 12], dim=2)
+    pixels = torch.rand(images, 3, 24, 40, generator=generator)
+    labels = torch.randint(-2, classes, (images, objects), generator=generator)
+    return replace(batch_of(pixels), boxes=boxes, box_labels=labels, target_kind="boxes")
+
+
+@torch.no_grad()
+def shrink(module: nn.Module) -> None:
+    """Make a module unlike the one that it was copied from."""
+    for weight in module.parameters():
+        weight.mul_(0.9)
+
+
 def check_parts(
     objective: Objective, batch: Batch | None = None, *, parts: int = 2, all_are_trained: bool = True
 ) -> LossOutput:
@@ -78,15 +95,3 @@ def measured(objective: Any) -> tuple[dict[str, float], Tensor, Tensor]:
     images = preprocess.normalise(levels)
     assert (found["images"], found["skipped"]) == (7, 0)
     return found, torch.stack(fixed_views(images, torch.arange(7)), dim=1).flatten(0, 1), images
-
-
-def overfit(objective: Objective, batch: Batch, *, steps: int, lr: float) -> tuple[float, LossOutput]:
-    """Train an objective on one batch. Return the first loss, and the last output."""
-    optimizer = torch.optim.Adam(objective.parameters(), lr=lr)
-    first = objective(batch).loss.item()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        output = objective(batch)
-        output.loss.backward()
-        optimizer.step()
-    return first, output

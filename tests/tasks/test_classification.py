@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.tasks.images import Labels, batch_of
 from tests.tasks.objectives import Fixed
@@ -50,16 +51,24 @@ def sigmoid_loss(row: np.ndarray, label: int, smoothing: float) -> float:
 FORMULAS = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
 
 
-@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0])
+
+
+@pytest.mark.parametrize(("loss", "weights"), [("softmax", None), ("softmax", WEIGHTS), ("sigmoid", None)], ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
-def test_loss_is_the_formulas(loss: str, smoothing: float) -> None:
+def test_loss_is_the_formulas_and_each_image_weighs_as_its_class_does(
+    loss: str, weights: Tensor | None, smoothing: float
+) -> None:
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)) * 3
     labels = [0, 4, 2, 2, 1, 3]
-    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing)
-    expected = np.mean(
-        [FORMULAS[loss](row, label, smoothing) for row, label in zip(logits.double().numpy(), labels, strict=True)]
-    )
-    assert objective(make_batch(labels)).loss.item() == pytest.approx(expected, rel=1e-5)
+    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing, class_weights=weights)
+    shares = [1.0] * 5 if weights is None else weights.tolist()
+    rows = zip(logits.double().numpy(), labels, strict=True)
+    expected = np.mean([shares[label] * FORMULAS[loss](row, label, smoothing) for row, label in rows])
+    batch = make_batch(labels)
+    assert objective(batch).loss.item() == pytest.approx(expected, rel=1e-5)
+    sure = replace(batch, targets=torch.nn.functional.one_hot(torch.tensor(labels), 5).float())
+    assert objective(sure).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
@@ -108,35 +117,34 @@ def test_the_loss_of_bf16_logits_is_computed_in_float32() -> None:
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_of_a_mixture_is_the_mixture_of_losses(loss: str, smoothing: float) -> None:
-    """Both losses are linear in their targets, and smoothing is too."""
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["plain", "weighted"])
+def test_the_loss_of_a_mixture_is_the_mixture_of_losses(loss: str, smoothing: float, weights: Tensor | None) -> None:
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(3)) * 3
-    labels, others, shares = [0, 4, 2, 2], [4, 1, 2, 0], [1.0, 0.75, 0.4, 0.5]
-    targets = torch.zeros(4, 5)
+    labels, others, shares = [0, 4, 2, 2], [4, 1, 3, 0], [1.0, 0.75, 0.4, 0.5]
+
+    def objective_of(rows: Tensor) -> ClassificationObjective:
+        return ClassificationObjective(Fixed(rows), loss=loss, label_smoothing=smoothing, class_weights=weights)
+
+    expected, targets = [], torch.zeros(4, 5)
     for row, (label, other, share) in enumerate(zip(labels, others, shares, strict=True)):
         targets[row, label] += share
         targets[row, other] += 1 - share
-    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing)
-    found = objective(replace(make_batch(labels), targets=targets))
-    rows = logits.double().numpy()
-    expected = np.mean([
-        share * FORMULAS[loss](row, label, smoothing) + (1 - share) * FORMULAS[loss](row, other, smoothing)
-        for row, label, other, share in zip(rows, labels, others, shares, strict=True)
-    ])  # fmt: skip
-    assert found.loss.item() == pytest.approx(expected, rel=1e-5)
-    plain = objective(make_batch(labels))
-    assert torch.equal(found.metrics["accuracy"], plain.metrics["accuracy"]), "measured against the labels"
-    sure = replace(make_batch(labels), targets=torch.nn.functional.one_hot(torch.tensor(labels), 5).float())
-    torch.testing.assert_close(objective(sure).loss, plain.loss)
+        one, two = (objective_of(logits[row : row + 1])(make_batch([each])).loss.item() for each in (label, other))
+        expected.append(share * one + (1 - share) * two)
+    batch, objective = make_batch(labels), objective_of(logits)
+    found = objective(replace(batch, targets=targets))
+    assert found.loss.item() == pytest.approx(np.mean(expected), rel=1e-5)
+    assert torch.equal(found.metrics["accuracy"], objective(batch).metrics["accuracy"]), "measured against the labels"
 
 
-def test_several_labels_an_image_are_questions_of_their_own() -> None:
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 2.0, 3.0])], ids=["plain", "weighted"])
+def test_several_labels_an_image_are_questions_of_their_own_whose_true_answers_weigh(weights: Tensor | None) -> None:
     logits = torch.tensor([[2.0, -1, 0.5], [0, 3, -2], [1, 1, 1]])
     targets = torch.tensor([[1.0, 0, 1], [0, 0, 0], [1, 1, 0]])
     batch = replace(make_batch([-1, -1, -1], [True, True, False]), targets=targets)
-    output = ClassificationObjective(Fixed(logits), loss="sigmoid")(batch)
-    p = 1 / (1 + np.exp(-logits.double().numpy()))
-    each = -np.log(np.where(targets.numpy() == 1, p, 1 - p)).sum(1)
+    output = ClassificationObjective(Fixed(logits), loss="sigmoid", class_weights=weights)(batch)
+    p, factors = 1 / (1 + np.exp(-logits.double().numpy())), np.ones(3) if weights is None else weights.numpy()
+    each = np.where(targets.numpy() == 1, -factors * np.log(p), -np.log(1 - p)).sum(1)
     assert output.loss.item() == pytest.approx(each[:2].mean(), rel=1e-5)
     assert output.metrics["accuracy"].item() == 0.5, "the likeliest class of the first is one of its labels"
 
@@ -164,57 +172,6 @@ def test_a_mixture_counts_by_the_shares_that_are_drawn() -> None:
     torch.testing.assert_close(balanced_weights(mixture), 1 / (3 * drawn))
 
 
-WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0])
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_each_image_weighs_as_its_class_does(smoothing: float) -> None:
-    logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)) * 3
-    labels = [0, 4, 2, 2, 1, 3]
-    objective = ClassificationObjective(Fixed(logits), label_smoothing=smoothing, class_weights=WEIGHTS)
-    rows = logits.double().numpy()
-    each = [
-        float(WEIGHTS[label]) * softmax_loss(row, label, smoothing) for row, label in zip(rows, labels, strict=True)
-    ]
-    assert objective(make_batch(labels)).loss.item() == pytest.approx(np.mean(each), rel=1e-5)
-    sure = replace(make_batch(labels), targets=torch.nn.functional.one_hot(torch.tensor(labels), 5).float())
-    assert objective(sure).loss.item() == pytest.approx(np.mean(each), rel=1e-5)
-
-
-@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_weighted_loss_of_a_mixture_is_the_mixture_of_weighted_losses(loss: str, smoothing: float) -> None:
-    logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(3)) * 3
-    labels, others, shares = [0, 4, 2, 2], [4, 1, 3, 0], [1.0, 0.75, 0.4, 0.5]
-    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing, class_weights=WEIGHTS)
-    alone = []
-    for row in range(4):
-        pair = []
-        for label in (labels[row], others[row]):
-            network = Fixed(logits[row : row + 1])
-            one = ClassificationObjective(network, loss=loss, label_smoothing=smoothing, class_weights=WEIGHTS)
-            pair.append(one(make_batch([label])).loss.item())
-        alone.append(shares[row] * pair[0] + (1 - shares[row]) * pair[1])
-    targets = torch.zeros(4, 5)
-    for row in range(4):
-        targets[row, labels[row]] += shares[row]
-        targets[row, others[row]] += 1 - shares[row]
-    found = objective(replace(make_batch(labels), targets=targets)).loss.item()
-    assert found == pytest.approx(np.mean(alone), rel=1e-5)
-
-
-def test_with_sigmoid_the_true_answers_weigh() -> None:
-    logits = torch.tensor([[2.0, -1, 0.5], [0, 3, -2]])
-    targets = torch.tensor([[1.0, 0, 1], [0, 0, 0]])
-    weights = torch.tensor([0.5, 2.0, 3.0])
-    objective = ClassificationObjective(Fixed(logits), loss="sigmoid", class_weights=weights)
-    p = 1 / (1 + np.exp(-logits.double().numpy()))
-    each = np.where(targets.numpy() == 1, -weights.numpy() * np.log(p), -np.log(1 - p)).sum(1)
-    found = objective(replace(make_batch([-1, -1]), targets=targets)).loss.item()
-    assert found == pytest.approx(each.mean(), rel=1e-5)
-
-
-def test_class_weights_go_with_the_module_and_not_into_its_state() -> None:
+def test_class_weights_are_no_part_of_the_state() -> None:
     objective = ClassificationObjective(Fixed(torch.zeros(1, 5)), class_weights=WEIGHTS)
     assert set(objective.state_dict()) == {"network.outputs"}
-    assert objective.double().class_weights is not None and objective.class_weights.dtype == torch.float64

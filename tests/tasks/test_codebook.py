@@ -86,14 +86,6 @@ def test_codes_are_the_running_means_of_the_paper() -> None:
         assert book.counts.tolist() == pytest.approx(counts, rel=1e-5)
 
 
-def test_a_code_that_is_never_nearest_becomes_0() -> None:
-    book = make(3, 2)
-    book.codes[2] = torch.tensor([50.0, -50.0])
-    book(torch.randn(1, 30, 2), counted_of(True))
-    book.update(ALONE, decay=0.9)
-    assert not book.codes[2].any() and book.counts[2] == 0
-
-
 def test_codes_begin_with_a_variance_of_one_over_their_width() -> None:
     codes = make(4000, 12).codes
     assert codes.abs().max() <= 0.5 and abs(codes.var() * 12 - 1) < 0.02

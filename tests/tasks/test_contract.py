@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -41,60 +40,17 @@ def test_tasks_without_labels_keep_the_contract(name: str, settings: dict[str, A
     check_task(made(name, **settings), SPLITS)
 
 
-OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
-    "classification": {"label_smoothing": (1.0, -0.1, math.nan), "loss": ("hinge",)},
-    "regression": {"loss": ("cube",)},
-    "distillation": {"teacher_weight": (0.0, math.nan), "teacher_temperature": (0.0,)},
-    "simclr": {"contrast_temperature": (0.0, math.nan), "projection_width": (1,), "projection_hidden": (0,)},
-    "moco": {"contrast_temperature": (0.0,), "projection_width": (1,), "teacher_momentum": (1.0,)},
-    "dino": {
-        "student_temperature": (0.0,), "target_temperature": (math.nan,), "local_views": (-1,), "prototypes": (1,),
-        "teacher_momentum": (1.0,), "local_crop_area": ((0.4, 0.1),),
-    },
-    "mae": {"remove_fraction": (0.0,), "decoder_width": (3,), "decoder_depth": (0,), "decoder_heads": (0,)},
-    "masked-patches": {"corrupt_fraction": (0.0,), "mask_fraction": (1.2,), "swap_fraction": (-0.1,)},
-    "vqvae": {
-        "codes": (1,), "code_width": (0,), "commitment": (-0.1,), "code_decay": (1.0,), "restart_below": (1.0,),
-        "decoder_depth": (0,),
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("task", "name", "value"),
-    [
-        (task, name, value)
-        for task, settings in OUT_OF_RANGE.items()
-        for name, values in settings.items()
-        for value in values
-    ],
-)
-@pytest.mark.usefixtures("types_unchecked")
-def test_a_value_out_of_range_is_named_with_its_rule(task: str, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        made(task, **{name: value})
-    assert str(caught.value).startswith((f"{name}={value!r} is not ", f"{name}={value!r} is less than "))
-
-
 @pytest.mark.parametrize(
     ("task", "settings", "message"),
     [
         ("classification", {"select": "acuracy"}, "select='acuracy' is not a metric of the task classification; nea"),
         ("regression", {"select": "accuracy"}, "select='accuracy' is not a metric of the task regression; choices: r2"),
-        ("regression", {"loss": "huber", "delta": 0.0}, "delta=0.0 is not above 0"),
         ("regression", {"delta": 2.0}, "delta=2.0 needs loss='huber'"),
-        ("distillation", {"loss": "sigmoid"}, "loss='sigmoid' cannot be distilled"),
         ("distillation", {"teacher_weight": 1.0, "class_weights": "balanced"}, "class_weights='balanced' .*teacher_we"),
         ("clip", {"initial_bias": -2.0}, "initial_bias=-2.0.* clip"),
-        *(
-            (task, {"select": "accuracy"}, f"select='accuracy' is not a metric of the task {task}")
-            for task in ("simclr", "dino", "vqvae")
-        ),
         ("masked-patches", {"mask_fraction": 0.8, "swap_fraction": 0.3}, "mask_fraction=0.8 and swap_fraction=0.3 add"),
         ("masked-patches", {"select": "token_accuracy"}, ".* needs tokens, but patch_target='mean-colour' predicts no"),
         ("masked-patches", {"patch_target": "pixels", "select": "colour_accuracy"}, ".* needs colours, but patch_targ"),
-        ("masked-patches", {"patch_target": "tokens"}, "tokenizer: patch_target='tokens' needs a trained tokenizer; n"),
-        ("masked-patches", {"tokenizer": "runs/x"}, "tokenizer='runs/x' is not used with patch_target='mean-colour'"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(task: str, settings: dict[str, Any], message: str) -> None:

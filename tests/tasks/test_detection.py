@@ -12,8 +12,7 @@ import torch
 
 import vitrail
 from tests.make import dense_bundle, make_outlines_folder, tiny_config
-from tests.tasks.objectives import check_parts
-from vitrail.data.batch import Batch
+from tests.tasks.objectives import batch_of_boxes, check_parts
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError
 from vitrail.evaluation.detection import ByDetection
@@ -64,31 +63,19 @@ def test_an_object_smaller_than_a_cell_is_learned() -> None:
     assert int((found.quality > 0).sum()) == 1
 
 
-def batch_of(images: int, seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.rand(images, 3, 2, generator=generator) * 20
-    boxes = torch.cat([starts, starts + 4 + torch.rand(images, 3, 2, generator=generator) * 12], dim=2)
-    labels = torch.randint(-2, 2, (images, 3), generator=generator)
-    pixels = torch.rand(images, 3, 24, 40, generator=generator)
-    numbers = torch.arange(images)
-    return Batch(
-        pixels, torch.full((images,), -1), torch.arange(images) != 1, numbers, torch.zeros_like(numbers),
-        boxes=boxes, box_labels=labels, target_kind="boxes",
-    )  # fmt: skip
-
-
 def test_parts_of_a_batch_have_the_loss_of_the_whole() -> None:
     torch.manual_seed(0)
     network: Any = vitrail.create("ViT-Pico/8", num_classes=2, image_size=(24, 40), head_kind="pyramid", depth=1)
     objective = DetectionObjective(network.eval().double(), Detection())
-    batch = replace(batch_of(5), images=batch_of(5).images.double())
+    batch = batch_of_boxes(5, 3, classes=2)
+    batch = replace(batch, images=batch.images.double(), valid=torch.arange(5) != 1)
     check_parts(objective, batch, parts=3, all_are_trained=False)
     assert int(objective.counted(batch)[1]) == 0, "an image that cannot be decoded does not count"
 
 
 def test_tokens_of_a_frozen_network_are_computed_once() -> None:
     network: Any = vitrail.create("ViT-Pico/8", num_classes=2, image_size=(24, 40), head_kind="pyramid", depth=2)
-    batch, calls = batch_of(3), []
+    batch, calls = batch_of_boxes(3, 3, classes=2), []
     plain = DetectionObjective(network, Detection()).train()
     expected = plain(batch)
     network.requires_grad_(False).head.requires_grad_(True)

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.tasks.images import batch_of, images_of
-from tests.tasks.objectives import measured, small_network
+from tests.tasks.objectives import measured, shrink, small_network
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
@@ -21,7 +20,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 from vitrail.processes.group import Processes
 from vitrail.recipes import RECIPES
-from vitrail.tasks.dino import Dino, DinoHead, DinoObjective, draw_masks, view_losses
+from vitrail.tasks.dino import Dino, DinoHead, DinoObjective, draw_masks
 from vitrail.tasks.task import Position
 from vitrail.tasks.views import effective_rank, momentum_at, uniformity
 from vitrail.training.config import TrainConfig
@@ -87,9 +86,7 @@ def formula(objective: DinoObjective, batch: Batch, samples: list[int], temperat
 def test_the_loss_is_the_formula(local: int) -> None:
     objective = make_objective(student_temperature=0.2, target_temperature=0.05, local_views=local)
     objective.centre.value.copy_(torch.linspace(-0.3, 0.3, 24))
-    with torch.no_grad():
-        for weight in objective.teacher.parameters():
-            weight.mul_(0.9)
+    shrink(objective.teacher)
     batch = make_batch(4, local, invalid=1)
     output = objective(batch)
     expected = formula(objective, batch, [0, 2, 3], 0.05)
@@ -176,31 +173,9 @@ def test_the_teacher_stays_in_evaluation_mode_and_is_what_is_saved() -> None:
     assert {"centre.value"} <= objective.state_dict().keys() and "centre.sums" not in objective.state_dict()
 
 
-@pytest.mark.slow
-def test_a_batch_is_overfitted() -> None:
-    """The teacher hardly moves here, because a teacher of 6 images that follows its student collapses."""
-    objective = make_objective(teacher_momentum=0.999, target_temperature=0.003)
-    batch = make_batch(6, 0)
-    optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=5e-3)
-    divergences = []
-    for step in range(200):
-        position = Position(step, 200, 1.0)
-        objective.before_step(position)
-        optimizer.zero_grad()
-        output = objective(batch)
-        output.loss.backward()
-        optimizer.step()
-        objective.after_step(position, Processes())
-        divergences.append(output.metrics["divergence"].item())
-    assert divergences[-1] < 0.1 < 1 < divergences[0]
-    assert output.metrics["teacher_entropy"].item() < 0.7 * math.log(24), "the targets are not uniform"
-
-
 def test_metrics_of_held_out_images_are_the_formulas() -> None:
     objective = make_objective(target_temperature=0.07, target_temperature_start=0.04).eval()
-    with torch.no_grad():
-        for weight in objective.teacher.parameters():
-            weight.mul_(0.9)
+    shrink(objective.teacher)
     found, views, images = measured(objective)
     with torch.no_grad():
         whole = objective.teacher.embed(images)
@@ -209,16 +184,6 @@ def test_metrics_of_held_out_images_are_the_formulas() -> None:
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     assert found["uniformity"] == pytest.approx(uniformity(whole), rel=1e-3)
     assert found["feature_rank"] == pytest.approx(effective_rank(whole), rel=1e-3)
-
-
-def test_monitors_see_both_kinds_of_collapse() -> None:
-    """Equal outputs have the largest entropy, and one dominating output has none. Neither has a divergence."""
-    objective = make_objective()
-    for taught, entropy in ((torch.zeros(3, 2, 24), math.log(24)), (100 * F.one_hot(torch.zeros(3, 2).long(), 24), 0)):
-        targets = objective.softmax(taught.float(), objective.centre.value, 0.1)
-        _, found, divergence = view_losses(targets, (taught / objective.task.student_temperature).log_softmax(dim=2))
-        torch.testing.assert_close(found, torch.full((3,), float(entropy)))
-        torch.testing.assert_close(divergence, torch.zeros(3), atol=1e-5, rtol=0)
 
 
 def test_sizes_follow_the_network_unless_they_are_given() -> None:
@@ -251,9 +216,8 @@ def test_settings_of_a_run_that_do_not_fit_are_refused() -> None:
             TrainConfig().override(task="dino", **fields)
 
 
-@pytest.mark.parametrize("variant", ["BiT-Pico", "ViT-Pico/7"])
-def test_resnets_and_transformers_are_trained(variant: str) -> None:
-    objective = make_objective(variant)
+def test_resnets_are_trained_too() -> None:
+    objective = make_objective("BiT-Pico")
     objective(make_batch(2)).loss.backward()
     assert all(weight.grad.isfinite().all() for weight in objective.parameters() if weight.requires_grad)
 
@@ -317,9 +281,7 @@ def test_the_loss_of_masked_patches_is_the_formula(fields: dict[str, Any]) -> No
     task = {"target_temperature": 0.05, "target_temperature_start": 0.05, "local_views": 0, **MASKED, **fields}
     objective, batch = make_objective(**task), make_batch(5, 0, invalid=1)
     torch.nn.init.normal_(objective.mask_embedding, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for weight in objective.teacher.parameters():
-            weight.mul_(0.9)
+    shrink(objective.teacher)
     objective.patch_centre.value.copy_(torch.linspace(-0.3, 0.3, 24))
     objective.before_step(Position(0, 10, 5.0))
     output, rows = objective(batch), [0, 1, 4, 5, 6, 7, 8, 9]
@@ -359,5 +321,6 @@ def test_masked_patches_need_the_tokens_of_a_transformer() -> None:
     for variant, fields in (("BiT-Pico", {}), ("ViT-Pico/7", {"pool": "gap"}), ("ViT-Pico/7", {"patch_dropout": 0.5})):
         with pytest.raises(ConfigError, match=r"patch_weight=0.7 needs the class token"):
             Dino(**SMALL, **MASKED).check_network(variant_config(variant, image_size=28, **fields))
-    with pytest.raises(ConfigError, match="mask_fraction"):
-        Dino(mask_fraction=(0.5, 0.1))
+    for name in ("mask_fraction", "local_crop_area"):
+        with pytest.raises(ConfigError, match=name):
+            Dino(**{name: (0.5, 0.1)})

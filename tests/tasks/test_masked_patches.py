@@ -12,15 +12,11 @@ import torch.nn.functional as F
 
 from tests.tasks.books import make_tokenizer
 from tests.tasks.images import Pictures, batch_of, images_of
-from tests.tasks.objectives import check_parts, overfit, pixels_of, small_network
+from tests.tasks.objectives import check_parts, small_network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError
-from vitrail.tasks.classification import Classification
 from vitrail.tasks.masked_patches import MaskedPatches, draw_corruption
-from vitrail.tasks.own_model import load_beside, write_beside
 from vitrail.testing import check_task
-from vitrail.training.config import TrainConfig
 
 TARGETS = ("mean-colour", "colours", "pixels")
 
@@ -160,17 +156,6 @@ def test_predicted_tokens_are_restored_among_the_right_ones(tokenizer: str) -> N
     assert table.title == "Restored patches" and len(table.rows) == 3
 
 
-def test_the_pixels_of_masked_patches_are_hidden_from_the_network() -> None:
-    objective = make_objective(MaskedPatches(mask_fraction=1.0, swap_fraction=0.0)).eval()
-    images = images_of(2)
-    corruption = draw_corruption(objective.task, batch_of(images), (3, 4), seed=3)
-    pixels = pixels_of(corruption.masked)
-    replace_tokens = corruption.replacing(objective.mask_embedding)
-    tokens = objective.network.encode(images, replace=replace_tokens).patches
-    changed = objective.network.encode(torch.where(pixels, -images, images), replace=replace_tokens).patches
-    assert torch.equal(tokens, changed)
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradients_of_parts_add_up_to_those_of_the_batch(target: Any) -> None:
     check_parts(make_objective(MaskedPatches(patch_target=target)))
@@ -183,36 +168,3 @@ def test_tokens_fulfil_the_contract_of_a_task(tmp_path: Path) -> None:
     check_parts(
         make_objective(MaskedPatches(patch_target="tokens", tokenizer=str(make_tokenizer().save(tmp_path / "wide"))))
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", [*TARGETS, "tokens"])
-def test_a_batch_is_overfitted(target: Any, tokenizer: str) -> None:
-    if target == "tokens":
-        objective, images = make_objective(MaskedPatches(patch_target=target, tokenizer=tokenizer)), images_of(4)
-    else:
-        objective = make_objective(MaskedPatches(patch_target=target), size=(14, 21), channels=1)
-        images = images_of(4, size=(14, 21), channels=1)
-    first, output = overfit(objective, batch_of(images), steps=300, lr=1e-2)
-    assert output.loss.item() < 0.02 * first
-
-
-def test_weights_beside_the_network_are_written_and_loaded(tmp_path: Path) -> None:
-    objective = make_objective(MaskedPatches())
-    before = {name: tensor.clone() for name, tensor in objective.state_dict().items()}
-    write_beside(objective, tmp_path / "beside.safetensors")
-    with torch.no_grad():
-        for parameter in objective.parameters():
-            parameter.add_(1)
-    load_beside(objective, tmp_path / "beside.safetensors")
-    for name, tensor in objective.state_dict().items():
-        assert torch.equal(tensor, before[name] + name.startswith("network."))
-    load_beside(objective, tmp_path / "nothing")
-    write_beside(Classification().objective(objective.network, Splits(Pictures(2), None, None)), tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-
-
-def test_mixed_images_are_refused() -> None:
-    for name in ("mixup", "cutmix"):
-        with pytest.raises(ConfigError, match=f"{name}=0.5 mixes the labels of images, which the task masked-patches"):
-            TrainConfig().override(task="masked-patches", **{name: 0.5})

@@ -66,17 +66,6 @@ def test_blocks_have_the_published_sizes() -> None:
     assert min(height / width for height, width in found) < 0.6 and max(height / width for height, width in found) > 1.6
 
 
-def test_neighbours_are_hidden_together() -> None:
-    batch, places = batch_of(torch.zeros(50, 1, 1, 1)), np.zeros((50, 196), bool)
-    pairs = []
-    for draw in (draw_block_order(batch, (14, 14), 75, seed=0), draw_order(batch, 196, seed=0)):
-        places[:] = False
-        np.put_along_axis(places, draw[:, :75], True, axis=1)
-        grids = places.reshape(50, 14, 14)
-        pairs.append((grids[:, :, 1:] & grids[:, :, :-1]).mean())
-    assert pairs[0] > 2 * pairs[1]
-
-
 def corrupted(batch: Batch, grid: tuple[int, int], count: int, *, seed: int) -> np.ndarray:
     found = draw_corruption(MaskedPatches(corrupt_fraction=count / math.prod(grid)), batch, grid, seed=seed)
     return torch.cat([found.patches, found.sources], dim=1).numpy()

@@ -18,7 +18,7 @@ from vitrail.tasks.contrast import SimClr
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches, colour_classes, colour_levels
 from vitrail.tasks.patches import PatchTask
-from vitrail.tasks.pictures import ROWS, neighbour_table, paste_patches, picture_of, spread
+from vitrail.tasks.pictures import ROWS, neighbour_table, paste_patches
 
 PREPROCESS = Preprocess(image_size=(21, 28), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
 SPLITS = Splits(Pictures(9), Pictures(5), None)
@@ -107,15 +107,3 @@ def test_the_nearest_images_are_equal_ones() -> None:
         equal = [picture for picture in row[1:] if picture.lines[0] == "similarity 1.000"]
         assert len(equal) >= 2 and {picture.lines[1] for picture in row[1:3]} == {label}
     assert neighbour_table(objective.network.eval(), PREPROCESS, Repeated(2), torch.device("cpu")) is None
-
-
-def test_places_are_spread_evenly() -> None:
-    assert spread(10, 4) == [0, 2, 5, 7] and spread(3, 8) == [0, 1, 2] and spread(0, 8) == []
-
-
-@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
-def test_levels_become_pictures(channels: int, mode: str) -> None:
-    levels = torch.arange(channels * 6).view(channels, 2, 3)
-    picture = picture_of(levels)
-    assert picture.mode == mode and picture.size == (3, 2)
-    assert np.array_equal(np.asarray(picture).reshape(2, 3, channels), levels.permute(1, 2, 0).numpy())

@@ -170,8 +170,6 @@ def test_the_metrics_of_a_model_have_one_unit_each() -> None:
 
 
 def test_settings_of_another_task_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"^delta: the task of this run, classification, .* regression"):
-        TrainConfig().override(delta=1.0)
     with pytest.raises(ConfigError, match=r"^numbers=\('age',\) are targets of a regression, but the task is clas"):
         TrainConfig().override(numbers=("age",))
     with pytest.raises(ConfigError, match=r"^cutmix=1.0 cannot be used for regression"):

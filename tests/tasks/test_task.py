@@ -9,9 +9,8 @@ from tests.tasks.images import Labels
 from vitrail.data.source import mixed
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
-from vitrail.tasks import TASKS
 from vitrail.tasks.classification import Classification
-from vitrail.tasks.task import TaskMetric, drawn_samples, mean_of_counted
+from vitrail.tasks.task import drawn_samples, mean_of_counted
 
 ONE, SEVERAL = Splits(Labels(0, 2, 1), None, None), Splits(Labels((0, 1), (), (2,)), None, None)
 
@@ -34,23 +33,10 @@ def test_data_that_the_task_cannot_learn_is_refused() -> None:
         Classification().check_data(Splits(Labels(None, None, classes=()), None, None))
 
 
-def test_metrics_are_shown_with_their_names() -> None:
-    assert TaskMetric("mean_average_precision", is_fraction=True).text(0.12345) == "mean average precision 12.35%"
-    assert TaskMetric("accuracy", is_fraction=True).text(0.12345, 1) == "accuracy 12.3%"
-    assert TaskMetric("r2", label="R²").text(0.98765) == "R² 0.9877"
-
-
 def test_a_summary_has_the_metrics_that_describe_the_model() -> None:
     result = {"accuracy": 0.5, "cross_entropy": 2.0, "images": 4.0, "skipped": 0.0}
     assert Classification().summary(result) == {"accuracy": 0.5}
     assert Classification().summary({**result, "images": 0.0}) == {}
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_tasks_are_known_by_their_names(name: str) -> None:
-    task = TASKS[name]()
-    assert task.name == name and task.loss_metric in [metric.name for metric in task.metrics]
-    assert all(task.selection(splits) in task.metrics for splits in (ONE, SEVERAL))
 
 
 def test_samples_of_a_mixture_are_drawn_by_its_fractions() -> None:

@@ -132,24 +132,6 @@ def test_pictures_show_images_and_what_is_restored() -> None:
     assert image.image.size == restored.image.size == (28, 21) and "different tokens" in restored.lines[1]
 
 
-@pytest.mark.slow
-def test_a_batch_is_overfitted() -> None:
-    torch.manual_seed(0)
-    objective = make_objective(size=(14, 21), channels=1, codes=32, restart_below=0.3, decoder_width=32, code_decay=0.8)
-    batch = batch_of(images_of(4, size=(14, 21), channels=1))
-    optimizer = torch.optim.Adam(objective.parameters(), lr=5e-3)
-    losses = []
-    for _ in range(250):
-        objective.before_step(START)
-        optimizer.zero_grad()
-        output = objective(batch)
-        output.loss.backward()
-        optimizer.step()
-        objective.after_step(START, Processes())
-        losses.append(output.metrics["reconstruction_loss"].item())
-    assert losses[-1] < 0.1 * losses[0], losses[::50]
-
-
 @pytest.mark.parametrize(
     ("variant", "fields", "message"),
     [

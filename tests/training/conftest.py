@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.listening import Display, Shown
 from tests.make import idx_bytes
 from tests.training.curves import events_of, values_of
-from tests.training.jobs import Finished, StopAt
+from tests.training.jobs import Finished
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
@@ -29,7 +28,6 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import Job
 from vitrail.training.job import prepare as prepare_run
-from vitrail.training.log import Log
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
 from vitrail.training.state import Average, TrainState
@@ -108,8 +106,6 @@ def from_model(tmp_path: Path) -> Callable[..., TrainConfig]:
 
 @pytest.fixture
 def folder_config(tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Makes configs of a tiny network for a folder of images."""
-
     def make(data: Path, **fields: object) -> TrainConfig:
         defaults = {
             "data": str(data), "run": str(tmp_path / "run"), "variant": "ViT-Pico/7", "image_size": (28, 28),
@@ -196,20 +192,13 @@ def outcome(flat: Callable[[Any], dict[str, Any]]) -> Callable[[Path], dict[str,
 @pytest.fixture(scope="session")
 def finished(small: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of 24 steps, of which 10 are an epoch, that never stopped."""
-    config, shown = small(tmp_path_factory.mktemp("straight") / "run"), Shown()
-    return Finished(config, train(config, log=Log(shown)), shown)
+    config = small(tmp_path_factory.mktemp("straight") / "run")
+    return Finished(config, train(config))
 
 
 @pytest.fixture(scope="session")
 def straight(finished: Finished, outcome: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The outcome of the finished run."""
     return outcome(finished.result.folder)
-
-
-@pytest.fixture(scope="session")
-def stop_at() -> Callable[[int], Display]:
-    """A display that stops the run it is shown, at a step of runs of at most 100 steps."""
-    return StopAt
 
 
 @pytest.fixture(scope="session")

@@ -12,17 +12,14 @@ from vitrail.training.log import read_journal
 
 
 def events_of(run: Path, kind: str = "step") -> list[dict[str, Any]]:
-    """Return the events of a kind in the journal of a run."""
     return [event for event in read_journal(run / "journal.jsonl") if event["event"] == kind]
 
 
 def steps_of(run: Path, kind: str = "step") -> list[int]:
-    """Return the steps of the events of a kind."""
     return [event["step"] for event in events_of(run, kind)]
 
 
 def values_of(run: Path, *names: str) -> list[list[float]]:
-    """Return values of every step."""
     return [[event[name] for name in names] for event in events_of(run)]
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.listening import Display, Shown
+from tests.listening import Display
 from tests.several import in_processes
-from vitrail.data.source import Sample
+from tests.tasks.images import Pictures
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
@@ -23,11 +23,8 @@ from vitrail.training.run import RunResult, train
 
 
 class Finished(NamedTuple):
-    """A finished run that tests only read."""
-
     config: TrainConfig
     result: RunResult
-    shown: Shown
 
 
 Make = Callable[..., TrainConfig]
@@ -69,32 +66,11 @@ class CrashAt(Display):
             raise MemoryError
 
 
-class Blank:
-    """A source of samples without classes, which nobody reads."""
-
-    classes = ()
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Sample:
-        raise NotImplementedError
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def target(self, index: int) -> None:
-        return None
-
-
 def job_of(config: TrainConfig, images: int, **fields: Any) -> Job:
     """Return the job of a config that sets the number of steps, with this number of training images."""
     steps = config.total_steps(images)
     phase = Phase(0, steps, config.images.image_size, patch_dropout=0.0, batch_size=config.run.batch_size)
-    known = {"device": torch.device("cpu"), "splits": Splits(Blank(images), None, None), "phases": (phase,)}
+    known = {"device": torch.device("cpu"), "splits": Splits(Pictures(images), None, None), "phases": (phase,)}
     return Job(config=config, steps=steps, **{**known, **fields})
 
 

@@ -23,8 +23,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source
 from vitrail.data.targets import Target
 from vitrail.errors import Stopped
-from vitrail.evaluation import frozen, predictions
-from vitrail.evaluation.evaluators import evaluators_of, measure
+from vitrail.evaluation import predictions
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes, whole
@@ -32,9 +31,7 @@ from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
 from vitrail.tasks.classification import Accuracy
 from vitrail.training import checkpoint, loop
-from vitrail.training import clock as limit
 from vitrail.training import job as forecast
-from vitrail.training import linear_start as linear_head
 from vitrail.training import run as execution
 from vitrail.training.after_step import Run
 from vitrail.training.build import make_network, make_state
@@ -60,14 +57,7 @@ def config_of(data: Path, run: Path, **fields: Any) -> TrainConfig:
 
 
 def trained(config: TrainConfig) -> dict[str, float]:
-    """Train, and return the metrics."""
     return train(config).metrics
-
-
-def trained_with_limits(config: TrainConfig) -> dict[str, float]:
-    """Train as if each process computed 1e9 FLOP/s faster than the one before."""
-    limit._measured = lambda precision, device, threads: (launch().rank + 1) * 1e12  # type: ignore[assignment]
-    return trained(config)
 
 
 def trained_on_machines(config: TrainConfig, processes: int) -> dict[str, float]:
@@ -87,12 +77,10 @@ def trained_and_stopped(config: TrainConfig, rank: int, step: int) -> str:
 
 
 def resumed(folder: Path) -> dict[str, float]:
-    """Resume a run, and return the metrics."""
     return resume(folder).metrics
 
 
 def killed(config: TrainConfig, rank: int, step: int) -> None:
-    """Train, and kill one process after a step."""
     at_step(rank, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
     train(config)
 
@@ -110,7 +98,6 @@ def killed_in_a_save(config: TrainConfig, rank: int, step: int) -> None:
 
 
 def hanging(config: TrainConfig, rank: int, step: int, seconds: float) -> None:
-    """Train, and let one process hang after a step."""
     at_step(rank, step, lambda: time.sleep(seconds))
     train(config)
 
@@ -283,41 +270,15 @@ def on_other_machines(config: TrainConfig, folders: list[Path]) -> None:
     train(config)
 
 
-def fitted(model: Path, data: Path) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the metrics of all evaluators of frozen features, and the number of fits of this process by name."""
-    calls = _counted_fits()
-    source, processes = read_folder(data).samples, join_processes()
-    evaluators = evaluators_of("linear,fewshot,knn", {"fewshot": {"shots": [1, 3]}})
-    outputs = Outputs(load(str(model)), batch_size=4, processes=processes)
-    return measure(evaluators, outputs, source, source), calls
-
-
-def _counted_fits() -> dict[str, int]:
-    """Count the fits of evaluators in this process from now on."""
-    calls: dict[str, int] = {}
-
-    def counting(name: str, plain: Any) -> Any:
-        def fit(*args: Any, **options: Any) -> Any:
-            calls[name] = calls.get(name, 0) + 1
-            return plain(*args, **options)
-
-        return fit
-
-    for name in ("linear_probe", "few_shot", "knn"):
-        setattr(frozen, name, counting(name, getattr(frozen, name)))
-    return calls
-
-
-def busy(timeout: float, seconds: float, *, ends: bool) -> tuple[float, float]:
-    """Let the first process compute for longer than the time-out, and end at once if `ends`. Return its result, and the
-    CPU time of this process meanwhile."""
+def busy(timeout: float, seconds: float) -> tuple[float, float]:
+    """Let the first process compute for longer than the time-out. Return its result, and the CPU time of this process
+    meanwhile."""
     processes = join_processes(timeout)
 
     def compute() -> float:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if ends:
-                os.kill(os.getpid(), signal.SIGKILL)
+            pass
         return 1.5
 
     with processes.reporting():
@@ -325,19 +286,6 @@ def busy(timeout: float, seconds: float, *, ends: bool) -> tuple[float, float]:
         begin = time.process_time()
         found = processes.on_first(compute, is_long=True)
         return found, time.process_time() - begin
-
-
-def with_linear_head(config: TrainConfig) -> dict[str, int]:
-    """Train from a linear model of features, and return the number of fits of this process."""
-    calls, plain = {"fit_linear": 0}, linear_head.fit_linear
-
-    def fit(*args: Any, **options: Any) -> Any:
-        calls["fit_linear"] += 1
-        return plain(*args, **options)
-
-    linear_head.fit_linear = fit  # type: ignore[assignment]
-    train(config)
-    return calls
 
 
 def streamed(config: TrainConfig, batch: int) -> tuple[dict[str, float], list[int], str]:
@@ -364,15 +312,6 @@ def streamed(config: TrainConfig, batch: int) -> tuple[dict[str, float], list[in
     StreamedCopy._gather, StreamedCopy._free = gathering, freeing  # type: ignore[method-assign]
     result = train(config)
     return result.metrics, [held["most"], sum(sizes.values())], str(result.bundle.device)
-
-
-def evaluated(model: Path, data: Path) -> tuple[dict[str, float], list[str]]:
-    """Return the metrics of a model, and the keys of the images that were skipped."""
-    source, skipped = read_folder(data).samples, list[str]()
-    outputs = Outputs(
-        load(str(model)), batch_size=4, processes=join_processes(), on_skip=lambda item: skipped.append(item.key)
-    )
-    return Accuracy()(outputs, source, source), skipped
 
 
 def trained_on_unequal_machines(config: TrainConfig) -> dict[str, float]:

@@ -53,8 +53,6 @@ class Messages(TorchDispatchMode):
 
 
 class Step(nn.Module):
-    """A network with its loss."""
-
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network

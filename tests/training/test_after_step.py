@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.listening import Display
 from tests.training.curves import events_of, steps_of
-from tests.training.jobs import CrashAt, Finished, Make
+from tests.training.jobs import Finished, Make
 from vitrail.analysis.tracing import trace
 from vitrail.data.pipeline import default_threads
 from vitrail.errors import ConfigError, NonFiniteLoss
@@ -21,8 +21,8 @@ from vitrail.recipes import RECIPES
 from vitrail.training.after_step import Health, Meter, ReaderTrials, RunningMeans
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.log import Log, read_journal
-from vitrail.training.run import resume, train
+from vitrail.training.log import Log
+from vitrail.training.run import train
 
 
 def test_means_since_the_last_reading() -> None:
@@ -101,16 +101,6 @@ def shorten(monkeypatch: pytest.MonkeyPatch, **settings: float) -> None:
         monkeypatch.setattr(ReaderTrials, name, value)
 
 
-def curve_of(run: Path) -> list[dict[str, Any]]:
-    """Return the events of steps, evaluations and skipped images, without what depends on the machine. They tell at
-    which step two runs part, and if an image was skipped."""
-    names = ("event", "step", "loss", "accuracy", "gradient_norm", "parameter_norm", "cross_entropy", "best", "key")
-    kept = [
-        event for event in read_journal(run / "journal.jsonl") if event["event"] in ("step", "evaluation", "skipped")
-    ]
-    return [{name: event[name] for name in names if name in event} for event in kept]
-
-
 @pytest.mark.slow
 def test_a_run_records_its_choice_and_computes_the_same(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,24 +115,6 @@ def test_a_run_records_its_choice_and_computes_the_same(
     assert (event["step"], event["threads"]) == (12, count) and set(event["seconds_per_step"]) == {"0", str(count)}
     assert sum(line.startswith("images are read by ") and "with the main thread" in line for line in display.said) == 1
     assert read_record(tmp_path / "auto").config.run.threads == count
-
-
-@pytest.mark.slow
-def test_a_resumed_run_reads_as_the_run_chose(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, GAIN=-99.0, TURNS=1)  # so that the faster one wins by any margin
-    times = iter([*[9.0] * 3, *[1.0] * 3])
-    plain = ReaderTrials.add
-    monkeypatch.setattr(ReaderTrials, "add", lambda self, seconds, work: plain(self, next(times), work))
-    config = small(tmp_path / "run", threads="auto", steps=14, checkpoints=14)
-    with pytest.raises(MemoryError):
-        train(config, log=Log(CrashAt(8)))
-    assert read_record(tmp_path / "run").config.run.threads == 0
-    display = Display()
-    resume(tmp_path / "run", log=Log(display))
-    assert not [line for line in display.said if line.startswith("images are read by")]
-    train(small(tmp_path / "whole", threads=1, steps=14, checkpoints=14))
-    assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
-    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
 
 
 def test_threads_beside_worker_processes_are_not_compared() -> None:

@@ -16,16 +16,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
 from tests.training.jobs import Make, Outcome
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import RunError, SaveError
-from vitrail.models.variants import create
-from vitrail.tasks.masked_patches import MaskedPatches, MaskedPatchesObjective
-from vitrail.tasks.own_model import BESIDE
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job
@@ -33,8 +28,6 @@ from vitrail.training.log import Log
 from vitrail.training.loop import train_step
 from vitrail.training.run import resume, train
 from vitrail.training.state import Best, TrainState
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.load import load
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
 
@@ -48,7 +41,6 @@ def moving(
 
 @pytest.fixture(scope="module")
 def tensors_of(flat: Callable[..., dict[str, Any]]) -> Callable[[TrainState], dict[str, Any]]:
-    """Copies the tensors of a state, by their names."""
     return lambda state: {
         name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)
     }
@@ -90,24 +82,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.slow
-def test_everything_comes_back(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any]
-) -> None:
-    state, job = moving
-    tensors, values, following = saved(5), state.values(), next(state.batches)
-    state.batches.restore(values["batches"])
-    train_step(job, state, next(state.batches))
-    state.step, state.best, state.skipped = 77, Best(), set()
-    torch.rand(3)
-    assert Checkpoints(tmp_path / "checkpoints").restore(state) == []
-    assert_same(tensors_of(state), tensors)
-    assert len(tensors) > 50
-    assert (state.step, state.best, state.skipped) == (5, Best(0.05, 5), {"bad 5"})
-    assert torch.equal(next(state.batches).images, following.images)
-    assert {path.name for path in (tmp_path / "checkpoints" / "step-5").iterdir()} == set(FILES)
-
-
 def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
     moving: tuple[TrainState, Job], flat: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +115,6 @@ def test_the_same_step_can_be_saved_again(
 
 
 def flip(path: Path, bit: int) -> None:
-    """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[bit // 8 % len(data)] ^= 1 << bit % 8
     path.write_bytes(data)
@@ -288,17 +261,6 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(
     assert checkpoints.steps() == [5, 3]
 
 
-def test_the_manifest_states_every_file(saved: Callable[..., Any], tmp_path: Path) -> None:
-    saved(3)
-    folder = tmp_path / "checkpoints" / "step-3"
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    assert set(manifest) == set(FILES) - {"manifest.json"}
-    for name, recorded in manifest.items():
-        assert recorded["bytes"] == (folder / name).stat().st_size
-        shown = subprocess.run(["sha256sum", folder / name], capture_output=True, text=True, check=True).stdout
-        assert shown.split()[0].removeprefix("\\") == recorded["sha256"]
-
-
 @pytest.fixture
 def lock() -> Iterator[Callable[[Path], None]]:
     """Return a function that makes a folder from which nothing can be deleted, even by root."""
@@ -379,17 +341,6 @@ def test_models_to_which_no_checkpoint_refers_are_deleted(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.glob(".best-*")) == [".best-5", ".best-7"]
     best.forget()
     assert not list(tmp_path.glob(".best-*"))
-
-
-def test_a_model_is_saved_with_the_weights_beside_it(tmp_path: Path) -> None:
-    sizes = {"width": 16, "depth": 1, "heads": 2, "mlp_width": 16}
-    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=0, **sizes)
-    preprocess = Preprocess(image_size=(14, 21))
-    objective = MaskedPatchesObjective(network, MaskedPatches())
-    BestModel(tmp_path).save(Bundle(network, (), preprocess), objective)
-    saved = load(str(tmp_path / "model")).network.state_dict()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in network.state_dict().items())
-    assert set(load_file(tmp_path / BESIDE)) == {"mask_embedding", "decoder.weight", "decoder.bias"}
 
 
 class CrashAtBest(Display):

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.listening import Display
-from tests.training import ranks
+from tests.tasks.images import Pictures
 from tests.training.curves import events_of
-from tests.training.jobs import Blank, Finished, Initial, Make, job_of, results_of
+from tests.training.jobs import Make, job_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.variants import variant_config
-from vitrail.tasks.classification import Classification
 from vitrail.training import clock as clock_module
 from vitrail.training.clock import SmoothedRate, TimeLeft, Timing
 from vitrail.training.config import RunConfig, TrainConfig
@@ -127,14 +125,6 @@ def test_the_start_up_is_dropped_when_more_is_known() -> None:
     assert rate.add(300, 3.0) == pytest.approx(100)
 
 
-def test_short_reports_change_the_rate_little() -> None:
-    rate = SmoothedRate()
-    for _ in range(10):
-        rate.add(1000, 10.0)
-    assert rate.add(9, 0.01) == pytest.approx(100, rel=0.02)  # 900 per second for a hundredth of a second
-    assert rate.add(1, 0.04) == pytest.approx(100, rel=0.02)  # 25 per second
-
-
 def test_a_lasting_change_is_shown_after_minutes() -> None:
     rate = SmoothedRate()
     rate.add(1, 1.0)
@@ -146,17 +136,6 @@ def test_a_lasting_change_is_shown_after_minutes() -> None:
     assert shown == pytest.approx(50 + 50 * math.exp(-1))
 
 
-def test_the_display_shows_the_smoothed_rate_and_the_journal_that_of_each_report(finished: Finished) -> None:
-    rate, last = SmoothedRate(), 0
-    events = events_of(finished.result.folder)
-    assert len(events) == len(finished.shown.reports) > 3
-    for event, (step, shown) in zip(events, finished.shown.reports, strict=True):
-        images, last = 20 * (step - last), step
-        assert shown["images_per_second"] == pytest.approx(rate.add(images, images / event["images_per_second"]))
-    assert [step for step, _ in finished.shown.ticks] == list(range(2, 25)), "the first step contains the start-up"
-    assert all(left > 0 for _, left in finished.shown.ticks)
-
-
 def left_of(steps: int, evaluations: int = 0, checkpoints: int = 1, **fields: Any) -> TimeLeft:
     """Return the forecast of a run with batches of 20 images."""
     config = TrainConfig().override(
@@ -166,7 +145,7 @@ def left_of(steps: int, evaluations: int = 0, checkpoints: int = 1, **fields: An
 
 
 def test_the_time_left_counts_steps_and_all_pauses() -> None:
-    splits = Splits(Blank(2000), Blank(30), Blank(20))
+    splits = Splits(Pictures(2000), Pictures(30), Pictures(20))
     left = left_of(steps=100, evaluations=10, checkpoints=3, splits=splits)
     assert left.seconds(0) is None
     left.add(1, 20.0)
@@ -181,21 +160,6 @@ def test_the_time_left_counts_steps_and_all_pauses() -> None:
     # 9 more evaluations, checkpoints after steps 34, 68 and 100, and the last 50 images
     assert left.seconds(10) == pytest.approx(90 * 3 + 9 * 6 + 3 * 2 + 50 * 6 / 30)
     assert left.seconds(100) == pytest.approx(50 * 6 / 30)
-
-
-def test_without_evaluations_the_steps_alone_are_left() -> None:
-    left = left_of(steps=7)
-    left.add(1, 9.0)
-    left.add(2, 3.0)
-    assert left.seconds(3) == pytest.approx(4 * 1.5)
-
-
-def test_the_time_left_weighs_steps_by_their_cost() -> None:
-    cheap = Phase(0, 50, (28, 28), patch_dropout=0.0, batch_size=20, cost=0.25)
-    left = left_of(steps=100, phases=(cheap, replace(cheap, first=50, cost=1.0)))
-    for _ in range(2):
-        left.add(0.25, 0.25)
-    assert left.seconds(2) == pytest.approx(0.25 * 48 + 50)
 
 
 LIMIT = 3e12
@@ -238,43 +202,6 @@ def test_measuring_draws_no_random_number_and_is_short(
     before = torch.get_rng_state()
     assert 1e8 < clock_module.product_limit(precision, CPU) < 1e15
     assert torch.equal(before, torch.get_rng_state())
-    left, right = clock_module._factors(8, precision, CPU)
-    for multiply in clock_module._kernels(precision, CPU):
-        expected = left.double() @ (right if multiply is torch.mm else right.t()).double()
-        torch.testing.assert_close(multiply(left, right).double(), expected, rtol=0.02, atol=0.05)
-
-
-def limit_of(monkeypatch: pytest.MonkeyPatch, *measured: float) -> tuple[clock_module.MachineLimit, list[str]]:
-    """Return a limit whose measurements have these results in turn, and the calls that it makes."""
-    left, calls = list(measured), list[str]()
-
-    def measure(*rest: Any, again: bool) -> float:
-        calls.append("again" if again else "first")
-        return left.pop(0)
-
-    monkeypatch.setattr(clock_module, "product_limit", measure)
-    job, state = job_of(TrainConfig().override(steps=1), images=1), SimpleNamespace(step=0)
-    log = Log(lambda event: calls.append("too low") if event["event"] == "limit too low" else None)
-    return clock_module.MachineLimit(job, log, state), calls  # type: ignore[arg-type]
-
-
-def test_steps_that_are_faster_than_the_limit_measure_it_again(
-    monkeypatch: pytest.MonkeyPatch, types_unchecked: None
-) -> None:
-    found, calls = limit_of(monkeypatch, 100.0, 160.0)
-    found.check(99.0)
-    assert found.flops_per_second == 100.0 and calls == ["first"]
-    found.check(150.0)
-    assert found.flops_per_second == 160.0 and calls == ["first", "again"]
-    found.check(161.0)
-    found.check(1.0)
-    assert found.flops_per_second is None and calls == ["first", "again", "too low"], "measured twice at most"
-
-
-def test_a_slower_second_measurement_does_not_count(monkeypatch: pytest.MonkeyPatch, types_unchecked: None) -> None:
-    found, calls = limit_of(monkeypatch, 100.0, 20.0)
-    found.check(101.0)
-    assert found.flops_per_second is None and calls == ["first", "again", "too low"]
 
 
 @pytest.mark.slow
@@ -290,8 +217,6 @@ def test_no_fraction_is_above_one(small: Make, tmp_path: Path, monkeypatch: pyte
 
 
 class Fractions(Display):
-    """A display that keeps the fractions of the limit."""
-
     def __init__(self) -> None:
         self.fractions: list[float | None] = []
 
@@ -320,50 +245,3 @@ def test_the_fraction_is_that_of_the_closed_form(
     for event, flops in zip(steps, each, strict=True):
         assert event["limit_fraction"] == pytest.approx(flops * event["images_per_second"] / LIMIT, rel=1e-9)
     assert display.fractions[0] == steps[0]["limit_fraction"] and None not in display.fractions
-
-
-@pytest.mark.slow
-def test_frozen_blocks_have_no_backward_pass(
-    initial: Initial, from_model: Make, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clock_module, "product_limit", lambda *_, **__: LIMIT)
-    config = from_model(initial(), colour_folder, train_blocks=1, steps=1)
-    result = train(config)
-    (event,) = events_of(result.folder)
-    network = result.bundle.network.config
-    flops = network.training_flops(trained_blocks=1)
-    assert flops < 0.8 * network.training_flops() and network.num_classes == 3
-    assert event["limit_fraction"] == pytest.approx(flops * event["images_per_second"] / LIMIT, rel=1e-9)
-
-
-@pytest.mark.slow
-def test_unknown_flops_are_left_out(
-    initial: Initial, from_model: Make, small: Make, colour_folder: Path, tmp_path: Path
-) -> None:
-    adapted = train(from_model(initial(), colour_folder, lora_rank=2, steps=2)).folder
-    plain = small(tmp_path / "own", steps=2, variant=None, width=None, depth=None, heads=None, mlp_width=None)
-    own = train(plain, network=nn.Sequential(nn.Flatten(), nn.Linear(784, 10))).folder
-    for run in (adapted, own):
-        steps = events_of(run)
-        assert events_of(run, "limit") == [] and steps and not any("limit_fraction" in event for event in steps)
-
-
-@pytest.mark.slow
-def test_processes_add_their_limits(three_splits: Path, tmp_path: Path) -> None:
-    results_of(2, ranks.trained_with_limits, ranks.config_of(three_splits, tmp_path / "run"))
-    (event,) = events_of(tmp_path / "run", "limit")
-    assert event["flops_per_second"] == 3e12, "1e12 of the first process, and 2e12 of the second"
-    flops = network_of().training_flops()
-    for step in events_of(tmp_path / "run"):
-        assert step["limit_fraction"] == pytest.approx(flops * step["images_per_second"] / 3e12, rel=1e-9)
-
-
-@pytest.mark.slow
-def test_the_task_decides_about_its_views(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "product_limit", lambda *_, **__: LIMIT)
-    cost = Classification.step_cost
-    monkeypatch.setattr(Classification, "step_cost", lambda *given: cost(*given)._replace(flops=1000))  # per image
-    train(small(tmp_path / "run", steps=1))
-    (event,) = events_of(tmp_path / "run")
-    flops = network_of().training_flops() + 1000
-    assert event["limit_fraction"] == pytest.approx(flops * event["images_per_second"] / LIMIT, rel=1e-9)

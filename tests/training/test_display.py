@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +20,6 @@ RESULT = {"best": False, "accuracy": 0.5, "cross_entropy": 1.25, "images": 40.0,
 
 
 class Screen:
-    """A display on a terminal or a file, with a clock that tests set."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, terminal: bool = False, width: int = 120) -> None:
         self.file, self.now = io.StringIO(), 0.0
         monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
@@ -63,32 +60,6 @@ def test_lines_are_ten_seconds_apart_and_the_first_comes_soon(monkeypatch: pytes
     ]
 
 
-def test_a_terminal_shows_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = re.findall(r"(\d):(\d\d):(\d\d) left", shown(Screen(monkeypatch, terminal=True)))
-    times = [int(hours) * 3600 + int(minutes) * 60 + int(seconds) for hours, minutes, seconds in found]
-    assert tuple(dict.fromkeys(times)) == (80, 245, 233)
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_notes_wrap_at_words_on_a_terminal_and_are_one_line_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, *, terminal: bool
-) -> None:
-    screen = Screen(monkeypatch, terminal=terminal, width=31)
-    note = "the folder of photographs has images that nobody can read; " * 5
-    screen.display.note(note)
-    assert " ".join(line.strip() for line in screen.lines) == note.strip(), "no word is divided"
-    assert max(map(len, screen.lines)) <= 31 if terminal else len(screen.lines) == 1
-
-
-def test_waiting_and_the_fraction_of_the_limit_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(monkeypatch)
-    screen.begin().step(100, METRICS | {"limit_fraction": 0.384, "waiting_share": 0.37})
-    expected = (
-        "accuracy 50.0%  waiting for images 37%  894 images/s  38% of the speed of matrix products  learning rate"
-    )
-    assert expected in screen.text
-
-
 @pytest.mark.parametrize(("width", "shown"), [(100, 5), (80, 4), (60, 3), (44, 2), (30, 1)])
 def test_a_narrow_terminal_shows_what_is_most_important(
     width: int, shown: int, monkeypatch: pytest.MonkeyPatch
@@ -101,36 +72,6 @@ def test_a_narrow_terminal_shows_what_is_most_important(
     texts = ("step 1,000/1,200", "loss 1.250", "accuracy 50.0%", "2:03:04 left", "waiting", "images/s", "products")
     assert [one in screen.text for one in texts] == [number < shown for number in range(len(texts))]
     assert "…" not in screen.text
-
-
-@pytest.mark.slow
-def test_a_week_has_some_hundred_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(monkeypatch)
-    display = screen.begin(10**6)
-    for step in range(1, 60_481):
-        screen.now = 10.0 * step
-        display.tick(step, 60.0)
-    assert 650 < len(screen.lines) < 780
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_the_time_left_is_shown_before_the_first_report(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> None:
-    screen = Screen(monkeypatch, terminal=terminal)
-    display = screen.begin()
-    screen.now = 4.0
-    display.tick(2, 196.0)
-    screen.refresh()
-    display.end()
-    expected = ("step 2/100", "0:03:16 left") if terminal else ("step 2/100  196 s left\n",)
-    assert all(text in screen.text for text in expected)
-
-
-def test_slow_features_are_counted_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(monkeypatch)
-    calls = ((0.0, 8, 40), (5.0, 16, 40), (10.1, 24, 40), (20.3, 32, 40), (31.0, 40, 40), (32.0, 8, 16), (43.0, 16, 16))
-    for screen.now, done, total in calls:
-        screen.display.extracting(done, total)
-    assert screen.lines == ["features of 24 of 40 images", "features of 32 of 40 images"]
 
 
 def test_evaluations_show_training_beside_validation_and_count_skipped_images(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.training.jobs import Finished, Make
+from tests.training.jobs import Make
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.errors import ConfigError
 from vitrail.models.cost import prediction_bytes, training_bytes
-from vitrail.models.variants import ModelConfig
 from vitrail.training import job as forecast
-from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job, check_run_memory, evaluation_batch, prepare, run_bytes
 from vitrail.training.run import train
 
 
 @pytest.fixture
 def setup(small: Make, tmp_path: Path) -> Callable[..., Job]:
-    """Prepare a run of the small configs."""
     return lambda **fields: prepare(small(tmp_path / "run", **fields))
 
 
@@ -40,43 +35,6 @@ def test_the_need_is_the_sum_of_its_parts(setup: Callable[..., Job]) -> None:
     assert run_bytes(copied, network) == run_bytes(made.config, network) + 12 * network.parameters()
     assert queue_bytes(images, 60, Readers(0)) == 2 * 60 * 28 * 28
     assert run_bytes(made.config, None) == queue
-
-
-def test_the_outputs_of_a_decoder_are_counted(setup: Callable[..., Job]) -> None:
-    small = {"batch_size": 60, "threads": 3, "task": "masked-patches", "average": 0.9}
-    needed = {}
-    for target, outputs in (("pixels", 49), ("colours", 16 * 8)):
-        made = setup(**small, patch_target=target)
-        network, images = made.network, made.config.images
-        assert network is not None
-        cost = made.config.task.step_cost(network, "float32")
-        assert cost.image_bytes == 12 * 8 * outputs or target == "colours"
-        assert cost.parameters == 16 + 17 * outputs and cost.flops == 6 * 8 * 16 * outputs
-        queue, read = queue_bytes(images, 60, Readers(3)), queue_bytes(images, 256, Readers(3))
-        evaluation = prediction_bytes(network, 256, (28, 28)) + 256 * cost.image_bytes + read
-        step = training_bytes(cost.network, 60, (28, 28), "float32") + 60 * cost.image_bytes + 20 * cost.parameters
-        step += 4 * network.parameters()
-        held = 16 * (network.parameters() + cost.parameters) + evaluation
-        needed[target] = run_bytes(made.config, network)
-        assert needed[target] == queue + max(step, held)
-    assert needed["pixels"] < needed["colours"]
-
-
-def test_larger_images_and_batches_need_more_and_frozen_weights_less(setup: Callable[..., Job]) -> None:
-    made = setup(batch_size=200)
-    network = made.network
-    assert network is not None
-
-    def needed(config: TrainConfig, **start: Any) -> int:
-        from_model = replace(config, model=ModelConfig(), start=replace(config.start, init="model", **start))
-        return forecast._step_bytes(from_model, network)
-
-    assert needed(made.config.override(accumulation=2)) < needed(made.config)
-    assert needed(made.config) < needed(made.config.override(batch_size=201))
-    assert needed(made.config) < needed(made.config.override(average=0.9))
-    frozen = [needed(made.config, train_blocks=count) for count in (0, 1, 2)]
-    assert frozen[0] < frozen[1] < frozen[2] == needed(made.config)
-    assert needed(made.config, lora_rank=2) < needed(made.config)
 
 
 def test_batches_of_evaluations_shrink_with_the_memory(
@@ -98,12 +56,6 @@ def test_a_run_beyond_the_machine_is_refused_before_it_writes_anything(small: Ma
     assert str(caught.value).startswith("training with 28000 x 28000 pixels and batches of 64 images needs about ")
     assert all(option in str(caught.value) for option in ("--image-size", "--batch-size", "--accumulation"))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_the_first_lines_of_a_run_state_the_memory(finished: Finished) -> None:
-    (line,) = (text for text in finished.shown.said[:6] if text.startswith("memory: about "))
-    assert line.endswith(" are free")
 
 
 def test_other_devices_are_never_refused(setup: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

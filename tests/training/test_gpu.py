@@ -116,8 +116,6 @@ def test_float8_trains_or_is_refused(
 
 
 class Attention(TorchDispatchMode):
-    """Names of the attention kernels that are called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.kernels: list[str] = []

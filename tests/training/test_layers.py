@@ -79,12 +79,6 @@ def test_the_last_blocks_are_trained_and_what_is_above_them(kind: str, data: st.
         assert parameter.requires_grad == wanted, name
 
 
-def test_without_a_choice_all_weights_move() -> None:
-    network = network_of("class token", dropout=0.3)
-    choose_weights(network, StartConfig(init="m"))
-    assert len(moving(network)) == len(list(network.parameters())) and network.dropout.p == 0.3
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1])
 def test_what_is_not_trained_keeps_nothing_for_backward(kind: str, count: int) -> None:

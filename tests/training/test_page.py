@@ -26,16 +26,6 @@ from vitrail.training.run import resume, train
 from vitrail.weights.bundle import Bundle
 
 
-def headings(page: str) -> list[str]:
-    return re.findall(r"<h[12]>(.*?)</h[12]>|<figcaption>(?!\d\d-)(.*?)</figcaption>", page)
-
-
-CURVES = [
-    "Validation accuracy", "Training loss", "Learning rate, in 10⁻³", "Norm of the gradients", "Norm of the weights",
-    "Update of the weights", "Largest attention logit", "Images per second", "Time spent waiting for images",
-]  # fmt: skip
-
-
 @pytest.mark.slow
 def test_the_page_grows_with_the_run(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, versions = tmp_path / "a <run>", []
@@ -56,10 +46,8 @@ def test_the_page_grows_with_the_run(small: Make, tmp_path: Path, monkeypatch: p
     assert any("The run is in progress: " in version for version in versions[versions.index(stopped) + 1 :])
     page = (run / "progress.html").read_text(encoding="utf-8")
     assert page == versions[-1] and "The run is finished, after 24 of 24 steps." in page
-    found = [heading or caption for heading, caption in headings(page) if "<br>" not in caption]
-    assert found == ["Run a &lt;run&gt;", "Held-out images", "Curves", *CURVES, "Settings"]
+    assert re.findall(r"<h2>(.*?)</h2>", page) == ["Held-out images", "Curves", "Settings"]
     assert "<td>learning rate</td><td>0.005</td>" in page and "<td>weight decay rule</td>" not in page
-    assert "<td>label smoothing</td><td>0.1</td>" in page and "<td>loss</td>" not in page
     *_, tested = events_of(run, "evaluation")
     assert tested["split"] == "test" and f"<td>test</td><td>accuracy {tested['accuracy']:.2%}</td>" in page
     pairs = re.findall(r"true: (.*?)<br>predicted: (.*?)<br>[\d.]+%", page)

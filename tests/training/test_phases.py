@@ -140,26 +140,6 @@ def test_stopping_in_any_phase_changes_no_bit(
 
 
 @pytest.mark.slow
-def test_the_order_of_samples_does_not_depend_on_the_phases(small: Make, tmp_path: Path) -> None:
-    samples = []
-    for fields in (ALL, {}):
-        setup = prepare(small(tmp_path / "run", **fields))
-        batches = make_state(setup, make_network(setup, None)[0]).batches
-        taken = [next(batches) for _ in range(20)]
-        batches.close()
-        samples.append([index for batch in taken for index in batch.samples.tolist()])
-        if fields:
-            assert [(len(batch), *batch.images.shape[2:]) for batch in taken] == [
-                *[(7, 7, 14)] * 6, *[(7, 14, 21)] * 6, *[(20, 28, 28)] * 8,
-            ]  # fmt: skip
-            batches.restore({"batches": 11})
-            assert torch.equal(next(batches).images, taken[11].images)
-            assert torch.equal(next(batches).images, taken[12].images)
-            batches.close()
-    assert samples[0] == samples[1][: len(samples[0])] and len(samples[0]) == 12 * 7 + 8 * 20
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("local_size", "expected"), [(None, [(7, 7), (14, 7)]), ((7, 14), [(7, 14), (7, 14)])])
 def test_local_views_have_half_the_size_of_the_phase(
     local_size: tuple[int, int] | None, expected: list[tuple[int, int]], small: Make, tmp_path: Path

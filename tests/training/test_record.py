@@ -17,7 +17,6 @@ from tests.several import server
 from tests.training import ranks
 from tests.training.jobs import Finished, Make, train_until
 from vitrail.errors import RunError
-from vitrail.settings import bare_names
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.folder import (
@@ -154,15 +153,6 @@ def test_runs_are_found_in_folders_but_not_in_runs(tmp_path: Path) -> None:
     assert found == ["a", "checkpoints/e", "deep/er/b", "model"]
     assert list(find_runs(tmp_path / "a")) == [tmp_path / "a"]
     assert list(find_runs(tmp_path, depth=0)) == list(find_runs(tmp_path / "nowhere")) == []
-
-
-def test_every_section_of_a_config_can_differ(tiny: Make) -> None:
-    usual = tiny(steps=3)
-    settings = settings_of(usual)
-    for section in (usual.early, usual.faults):
-        assert bare_names(type(section)).keys() <= settings.keys()
-    changed = usual.override(on_non_finite="skip", max_faults=7)
-    assert differing_settings([usual, usual, changed])[2] == {"on_non_finite": "skip", "max_faults": 7}
 
 
 def test_values_of_presets_and_variants_are_compared(tiny: Make) -> None:

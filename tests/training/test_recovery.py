@@ -30,7 +30,6 @@ PLAIN = {"steps": 10, "evaluations": 1, "checkpoints": 3, "shift": 0, "erase": 0
 
 @pytest.fixture(scope="module")
 def batches(three_splits: Path) -> list[list[int]]:
-    """The samples of the batches of the first epoch."""
     return ranks.batches_of(three_splits)
 
 
@@ -66,19 +65,6 @@ def test_a_step_with_a_fault_moves_nothing(
     assert len(before) == len(after) > 20
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert all(parameter.grad is None for parameter in state.objective.parameters())
-
-
-@pytest.mark.parametrize("fault", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
-def test_a_batch_with_a_fault_is_left_out(
-    fault: str, three_splits: Path, batches: list[list[int]], tmp_path: Path
-) -> None:
-    run, marked = tmp_path / "run", batches[4][7]
-    config = ranks.config_of(three_splits, run, on_non_finite="skip", **PLAIN | {"checkpoints": 10})
-    ranks.with_faults(config, [marked], fault)
-    source = config.data.open().train
-    name = "loss" if fault == "loss" else "gradient_norm"
-    assert left_out(run) == {5: (f"{name} is nan", {source.key(sample) for sample in batches[4]})}
-    assert steps_of(run) == [1, 2, 3, 4, 6, 7, 8, 9, 10]
 
 
 @pytest.mark.slow

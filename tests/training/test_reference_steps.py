@@ -75,8 +75,6 @@ RUNS: dict[tuple[str, str], dict[str, Any]] = {
 
 @dataclass
 class Reference:
-    """A run of the original code."""
-
     run: dict[str, Any]
     setup: dict[str, Any]
     is_big_vision: bool
@@ -187,7 +185,6 @@ def test_steps_are_those_of_the_original_code(
 
 
 def steps_of_run(per_step: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """The values of each step."""
     for number in range(len(per_step["loss"])):
         yield {name: values[number] for name, values in per_step.items()}
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.training.curves import events_of
 from tests.training.jobs import Make
-from vitrail.errors import ConfigError, DataError
-from vitrail.training.config import TrainConfig
+from vitrail.errors import DataError
 from vitrail.training.run import train
 from vitrail.weights.load import load
 
@@ -33,70 +30,23 @@ def bars(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def number_config(folder_config: Make, bars: Path) -> Make:
-    """Makes configs that learn the table's numbers."""
-
-    def make(**fields: Any) -> TrainConfig:
-        defaults: dict[str, Any] = {
-            "task": "regression", "numbers": ("height", "light"), "image_size": (14, 21), "channels": 1, "flip": True,
-            "shift": 0, "batch_size": 16, "steps": 150, "learning_rate": 3e-3, "evaluations": 3, "depth": 2,
-        }  # fmt: skip
-        return folder_config(bars, **{**defaults, **fields})
-
-    return make
-
-
 @pytest.mark.slow
-def test_a_run_learns_numbers_in_the_units_of_the_data(number_config: Make, bars: Path) -> None:
-    result = train(number_config())
-    assert set(result.metrics) == {
-        "validation_r2", "validation_standardised_error", "validation_height:mean_absolute_error",
-        "validation_light:mean_absolute_error",
-    }  # fmt: skip
-    assert result.metrics["validation_r2"] > 0.8
-    bundle = load(result.folder / "model")
-    assert (bundle.output, bundle.classes) == ("numbers", ("height", "light"))
-    (first,) = bundle.predict([bars.parent / "03.png"])
-    row = bars.read_text(encoding="utf-8").splitlines()[4].split(",")
-    assert first.values == pytest.approx((float(row[1]), float(row[2])), abs=6)
-    assert all("height" in example.label for example in result.examples)
-
-
-@pytest.mark.slow
-def test_the_lowest_error_can_choose_the_weights(number_config: Make) -> None:
-    config = number_config(select="standardised_error", steps=12, evaluations=6)
-    result = train(config)
-    events = [event for event in events_of(result.folder, "evaluation") if "best" in event]
-    errors = [event["standardised_error"] for event in events]
-    assert [event["best"] for event in events] == [error == min(errors[: at + 1]) for at, error in enumerate(errors)]
-    assert result.metrics["validation_standardised_error"] == pytest.approx(min(errors), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_model_of_numbers_is_trained_further(number_config: Make, tmp_path: Path) -> None:
-    first = train(number_config(steps=5, evaluations=1))
-    fields = {"init": str(first.folder), "variant": None, "position_std": None, "width": None, "heads": None}
-    again = number_config(
-        **fields, depth=None, mlp_width=None, run=str(tmp_path / "again"), steps=1, learning_rate=1e-9, evaluations=1
-    )
-    second = train(again)
-    assert second.metrics["validation_r2"] == pytest.approx(first.metrics["validation_r2"], abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"numbers": ("name",)}, DataError, "'bar 0'"),
-        ({"numbers": ("width",)}, DataError, "width"),
-        ({"numbers": ()}, ConfigError, "^numbers: the task regression needs the names of numeric columns"),
-    ],
-)
-def test_regression_on_other_columns_is_refused(
-    fields: dict[str, Any], error: type[Exception], message: str, number_config: Make
+def test_a_run_learns_numbers_in_the_units_of_the_data_and_is_trained_further(
+    folder_config: Make, bars: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=message):
-        train(number_config(**fields))
+    config = folder_config(
+        bars, task="regression", numbers=("height", "light"), image_size=(14, 21), channels=1, flip=True, shift=0,
+        batch_size=16, steps=150, learning_rate=3e-3, depth=2,
+    )  # fmt: skip
+    first = train(config)
+    assert first.metrics["validation_r2"] > 0.8
+    (found,) = load(first.folder / "model").predict([bars.parent / "03.png"])
+    row = bars.read_text(encoding="utf-8").splitlines()[4].split(",")
+    assert found.values == pytest.approx((float(row[1]), float(row[2])), abs=6)
+    of_model = dict.fromkeys(("variant", "position_std", "width", "depth", "heads", "mlp_width"))
+    short = {"run": str(tmp_path / "again"), "steps": 1, "learning_rate": 1e-9, "evaluations": 1}
+    second = train(config.override(init=str(first.folder), **of_model, **short))
+    assert second.metrics["validation_r2"] == pytest.approx(first.metrics["validation_r2"], abs=1e-3)
 
 
 def test_classes_are_not_numbers(folder_config: Make, colour_folder: Path) -> None:

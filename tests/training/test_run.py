@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 import vitrail.training.build as making_module
 import vitrail.training.run as run_module
 from tests.listening import Display
+from tests.make import make_colour_folder
 from tests.training.curves import events_of, same_weights, steps_of, values_of
 from tests.training.jobs import Finished, Make, Outcome, train_until
 from vitrail.data.batch import Batch
@@ -46,7 +46,7 @@ def test_everything_is_in_its_place(finished: Finished) -> None:
 
 
 def test_the_journal_tells_the_run(finished: Finished) -> None:
-    config, result, _ = finished
+    config, result = finished
     events = read_journal(result.folder / "journal.jsonl")
     assert [event["event"] for event in (events[0], events[-1])] == ["started", "finished"]
     assert events[0]["steps"] == 24
@@ -87,15 +87,8 @@ def test_two_views_of_an_image_are_one_image(tiny: Make) -> None:
     assert summary["images_per_second"] == pytest.approx(2 * 6 / summary["training_seconds"])
 
 
-@pytest.mark.slow
-def test_seconds_count_from_when_the_user_began_to_wait(tiny: Make) -> None:
-    result = train(tiny(steps=1), started=time.perf_counter() - 100)
-    assert 100 < result.summary["seconds_to_first_step"] < result.summary["seconds"] < 200
-    assert result.summary["training_seconds"] < 100
-
-
 def test_the_model_on_disk_is_the_one_returned(finished: Finished) -> None:
-    config, result, _ = finished
+    config, result = finished
     bundle = load(result.folder)
     assert set(result.metrics) == {"validation_accuracy", "test_accuracy"}
     assert bundle.metrics == result.metrics == result.bundle.metrics
@@ -254,16 +247,6 @@ def test_runs_that_choose_leave_the_test_split_alone(tiny: Make, tmp_path: Path)
     assert same_weights(*(result.folder / "model" / "model.safetensors" for result in (first, second)))
 
 
-def test_an_existing_folder_is_left_alone(tiny: Make, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with pytest.raises(RunError, match=r"^run folder '.*run' exists; choose another --run, continue it with --resume "):
-        train(tiny())
-    assert not list((tmp_path / "run").iterdir())
-    (tmp_path / "my run").mkdir()
-    with pytest.raises(RunError, match=r"continue it with --resume '.*/my run', or replace it"):
-        train(tiny(run=str(tmp_path / "my run")))
-
-
 @pytest.mark.slow
 def test_overwrite_replaces_a_run_and_nothing_else(tiny: Make, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -345,6 +328,21 @@ def test_too_many_broken_images_end_the_run(folder_config: Make, colour_folder: 
     run = Path(config.run.folder or "")
     assert {event["key"] for event in events_of(run, "skipped")} == broken and not events_of(run, "finished")
     train(folder_config(colour_folder, steps=10, validation_share=0.0, keep="last", max_skipped=0.1, overwrite=True))
+
+
+@pytest.mark.slow
+def test_broken_images_of_held_out_splits_are_named_once(folder_config: Make, tmp_path: Path) -> None:
+    for name in ("train", "val", "test"):
+        make_colour_folder(tmp_path / "data" / name, images=8)
+        if name != "train":
+            (tmp_path / "data" / name / "red" / "01.png").write_bytes(b"")
+    display = Display()
+    result = train(folder_config(tmp_path / "data", steps=4), log=Log(display))
+    assert sorted(note for note in display.notes if "skipped" in note) == [
+        f"skipped red/01.png of the {split} split: is empty (0 bytes)" for split in ("test", "validation")
+    ]
+    events = {(event["split"], event["key"]) for event in events_of(result.folder, "skipped")}
+    assert events == {("validation", "red/01.png"), ("test", "red/01.png")}
 
 
 def test_a_file_that_vanishes_is_named(folder_config: Make, colour_folder: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.training.jobs import Make
 from vitrail.data.augment.draws import tensorflow_crop
@@ -38,14 +37,6 @@ def test_training_crops_as_the_original_code(small: Make, tmp_path: Path) -> Non
 def test_the_original_crop_excludes_averaging_while_decoding() -> None:
     with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
         TrainConfig().override(preset="augreg-light1", scaled_decode=True)
-
-
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_the_number_of_threads_is_kept_in_the_run(small: Make, tmp_path: Path, precision: str) -> None:
-    def fixed(**fields: Any) -> int | None:
-        return prepare(small(tmp_path / "run", precision=precision, **fields)).config.run.compute_threads
-
-    assert fixed() == torch.get_num_threads() and fixed(compute_threads=3) == 3
 
 
 @pytest.mark.slow

@@ -110,13 +110,6 @@ def test_a_terminal_that_closes_does_not_end_the_process_before_it_saves(tmp_pat
     assert (tmp_path / "state").read_text() == "saved"
 
 
-def test_without_a_signal_the_handlers_come_back() -> None:
-    before = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(RuntimeError), StopRequest():
-        raise RuntimeError
-    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
-
-
 @pytest.mark.slow
 def test_a_run_works_outside_the_main_thread(tiny: Make) -> None:
     results = []
@@ -127,7 +120,6 @@ def test_a_run_works_outside_the_main_thread(tiny: Make) -> None:
 
 
 def await_event(process: subprocess.Popen[str], journal: Path, event: str, seconds: float = 60) -> None:
-    """Wait until the run has written such an event."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if journal.exists() and any(item["event"] == event for item in read_journal(journal)):

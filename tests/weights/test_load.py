@@ -437,6 +437,31 @@ def test_heads_that_contradict_the_file(bundle: Bundle, tmp_path: Path) -> None:
         load(ours, device="cpu", heads=2)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("classes", "rose"), ("classes", (1, 2)), ("num_classes", 2.0), ("num_classes", True), ("image_size", 48),
+        ("heads", "3"), ("mean", 0.5), ("std", "0.5"),
+    ],
+)  # fmt: skip
+def test_options_of_other_types_are_refused(
+    option: str, value: Any, bundle: Bundle, tmp_path: Path, types_unchecked: None
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{option}={re.escape(repr(value))} is not "):
+        load(bundle.save(tmp_path / "model"), **{option: value})
+
+
+def test_lists_are_read_as_tuples(bundle: Bundle, tmp_path: Path, types_unchecked: None) -> None:
+    path, size = bundle.save(tmp_path / "model"), bundle.preprocess.image_size
+    loaded = load(path, image_size=[*size], mean=[*bundle.preprocess.mean], heads=np.int64(3))  # type: ignore[arg-type]
+    assert loaded.preprocess == bundle.preprocess and loaded.notes == () and loaded.metrics == bundle.metrics
+
+
+def test_a_hidden_layer_that_is_not_there_cannot_be_dropped(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="drop_head_hidden=True does not fit"):
+        load(bundle.save(tmp_path / "model"), drop_head_hidden=True)
+
+
 def test_heads_that_do_not_divide_the_width(tmp_path: Path) -> None:
     path = write_file(golden("timm_vit").tensors, tmp_path / "x.safetensors")
     with pytest.raises(BundleError, match=r"x\.safetensors: width=64 is not divisible by heads=5"):
@@ -593,6 +618,8 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
         load(tmp_path / "nowhere", device="cpu")
     with pytest.raises(BundleError, match=r"model '\S+x\.npz' does not exist"):
         load(tmp_path / "x.npz", device="cpu")
+    with pytest.raises(BundleError, match="weights '/dev/null' do not exist"):
+        load("/dev/null")
 
 
 def test_a_folder_without_weights_and_one_with_several(tmp_path: Path) -> None:
