@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import pwd
 import re
 import resource
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.errors import DestinationError, SaveError
+from vitrail.errors import ConfigError, DestinationError, SaveError
 from vitrail.files import (
     cache_folder,
     check_new_file,
@@ -109,6 +110,17 @@ def test_leftovers_of_a_process_that_was_killed(tmp_path: Path) -> None:
     write(target, a="1")
     assert content(target) == {"a": "1"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_second_writer_of_a_folder_is_refused_and_loses_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with replacing_folder("the test", target, OURS) as partial:
+        (partial / "a").write_text("1")
+        with pytest.raises(DestinationError, match="model is being written by another process"):
+            write(target, a="2")
+    assert content(target) == {"a": "1"}
+    write(target, a="3")
+    assert content(target) == {"a": "3"}
 
 
 def limited(script: str) -> subprocess.CompletedProcess[str]:
@@ -246,3 +258,15 @@ def test_saving_names_the_variable_of_the_cache(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(SaveError, match="Permission denied") as caught, saving("it", path):
             raise PermissionError(13, "Permission denied")
         assert ("VITRAIL_DATA" in str(caught.value)) == is_named
+
+
+def test_a_user_without_a_home_folder_names_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("VITRAIL_DATA", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="set VITRAIL_DATA"):
+        cache_folder("features")
+    with pytest.raises(SaveError, match="could not save it"), saving("it", tmp_path / "x"):
+        raise PermissionError(13, "Permission denied")
+    monkeypatch.setenv("VITRAIL_DATA", "cache")
+    assert cache_folder("features") == Path("cache/features")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
 import fnmatch
 import glob
 import hashlib
@@ -16,15 +17,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import DestinationError, SaveError
+from vitrail.errors import ConfigError, DestinationError, SaveError
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home folder in place of ~ at its beginning. If there is no such user, ~ stays."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (the method raises an error if there is no such user)
 
 
 def cache_folder(name: str) -> Path:
     """Return a cache folder for files that can be made or downloaded again. The folder may not exist yet.
 
-    The parent of the folder is `$VITRAIL_DATA` if this variable is set, else ~/.cache/vitrail.
+    The parent of the folder is `$VITRAIL_DATA` if this variable is set, else ~/.cache/vitrail. Raise `ConfigError` if
+    the user has no home folder.
     """
-    return Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail").expanduser() / name
+    named = os.environ.get("VITRAIL_DATA")
+    folder = expanded(named or "~/.cache/vitrail")
+    if not named and not folder.is_absolute():
+        raise ConfigError(
+            "HOME is not set, and this user has no home folder for the cache; set VITRAIL_DATA to a folder that can be "
+            "written"
+        )
+    return folder / name
 
 
 @contextmanager
@@ -39,8 +53,10 @@ def saving(what: str, path: Path, *, is_replaced: bool = False) -> Iterator[None
     try:
         yield
     except OSError as error:
-        in_cache = path.absolute().is_relative_to(cache_folder(".").absolute())
-        advice = "; set VITRAIL_DATA to a folder that can be written and has room" if in_cache else ""
+        advice = ""
+        with suppress(ConfigError):  # without a home folder
+            if path.absolute().is_relative_to(cache_folder(".").absolute()):
+                advice = "; set VITRAIL_DATA to a folder that can be written and has room"
         raise SaveError(f"could not save {what} to {path}: {error.strerror or error}{intact}{advice}") from error
 
 
@@ -116,22 +132,46 @@ def replacing_folder(what: str, path: Path, names: Collection[str]) -> Iterator[
 
     If there is an older folder at `path`, entries that match `names` (shell patterns) are deleted. All other entries
     belong to the user and move into the new folder. Everything is flushed to the disk before folders are renamed.
-    Raises `SaveError`.
+    Raises `SaveError`, and `DestinationError` if another process writes this folder.
     """
     path = path.resolve()
     partial = partial_path(path)
+    with saving(what, path, is_replaced=True):
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(None, "it is a file, but a folder must be written there")
+        partial.mkdir(parents=True, exist_ok=True)
+        with only_writer(path, partial):
+            try:
+                for left in partial.iterdir():  # by a process that was killed
+                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                yield partial
+                for entry in (*partial.rglob("*"), partial):
+                    _flush(entry)
+                _swap(partial, path, names)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def only_writer(path: Path, folder: Path) -> Iterator[None]:
+    """Hold a lock on `folder`, in which the content of `path` is written, inside the `with` block.
+
+    Raises `DestinationError` if another process or thread holds the lock. The operating system releases the lock if the
+    process ends. On a file system without locks, nothing is locked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with saving(what, path, is_replaced=True):
-            if path.exists() and not path.is_dir():
-                raise NotADirectoryError(None, "it is a file, but a folder must be written there")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            yield partial
-            for entry in (*partial.rglob("*"), partial):
-                _flush(entry)
-            _swap(partial, path, names)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DestinationError(
+                f"{path} is being written by another process; wait until that process ends, or choose another path"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
 
 
 @contextmanager

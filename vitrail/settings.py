@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -244,7 +245,7 @@ def from_word(kind: Any, word: str) -> Any:
                 return choice
         if get_origin(one) is not Literal and (word or one is not Path):  # Path("") is the current folder
             with suppress(ValueError):
-                return one(word)
+                return one(os.path.expanduser(word) if one is Path else word)  # noqa: PTH111 (raises no error)
     raise ValueError(f"{word!r} is not {_noun(kind, str)}")
 
 

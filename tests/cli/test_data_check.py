@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -66,6 +67,20 @@ def test_the_page_goes_where_it_is_told(colour_folder: Path, here: Path, capsys:
     assert captured.err == "pictures of it: a.html\n"
     assert main(["data", "check", str(colour_folder), "--page", "None"]) == 0
     assert [path.name for path in here.iterdir()] == ["a.html"]
+
+
+def test_a_full_disk_leaves_the_earlier_page(
+    colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "check", str(colour_folder)]) == 0
+    before = (here / "data-check.html").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # no file of this process can grow past it
+    try:
+        assert main(["data", "check", str(colour_folder)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (here / "data-check.html").read_bytes() == before
 
 
 def test_a_sample_is_deterministic(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,6 +151,21 @@ def test_what_is_there_is_kept(embed: Embed, tmp_path: Path) -> None:
     assert embed("--overwrite")[0] == 2, "other programs write files of this name"
 
 
+def test_features_that_appear_while_others_are_computed_are_kept(
+    embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def appear(self: Preprocess, images: torch.Tensor) -> torch.Tensor:
+        (tmp_path / "out" / "test").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / "test" / "features.json").touch()
+        return normalise(self, images)
+
+    normalise = Preprocess.normalise
+    monkeypatch.setattr(Preprocess, "normalise", appear)
+    code, _, errors = embed("--split", "test", "--precision", "float32")
+    assert code == 2 and "out/test" in errors
+    assert [file.name for file in (tmp_path / "out" / "test").iterdir()] == ["features.json"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_command_continues_if_it_is_repeated(

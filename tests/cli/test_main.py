@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vitrail import __version__
 from vitrail.cli import COMMANDS, command_of, main
+from vitrail.cli.streams import Output
 from vitrail.errors import DataError
+from vitrail.training.stop import StopRequest
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,3 +95,64 @@ def test_a_reader_that_leaves_early_is_no_error(
         monkeypatch.setattr("sys.stdout", pipe)
         assert main(["models", "--json"]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def abandoned() -> Iterator[Any]:
+    """A pipe whose reader has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as pipe:
+        yield pipe
+
+
+def test_a_run_whose_output_has_no_reader_is_asked_to_stop(abandoned: Any) -> None:
+    with StopRequest() as stop:
+        print("a line", file=Output(abandoned), flush=True)
+        assert stop.requested
+        print("another line", file=Output(abandoned), flush=True)
+
+
+def test_a_run_under_nohup_goes_on_without_a_reader(abandoned: Any) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            print("a line", file=Output(abandoned), flush=True)
+        assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_messages_without_a_reader_do_not_change_the_exit_code(abandoned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", abandoned)
+    assert main(["no-command"]) == 2
+
+
+def test_a_full_disk_below_the_output_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["--help"]) == 1
+    assert "standard output" in (shown := capsys.readouterr().err) and "Traceback" not in shown
+
+
+def test_a_closed_output_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["--help"]) == 0
+    sys.stdout.close()
+
+
+def test_a_terminal_of_no_columns_has_the_usual_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["recipes"]) == 0
+    assert "fashion-mnist" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["runs {}", "train --steps 1 --run {}"], ids=str)
+def test_a_path_that_the_system_refuses_is_named(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.format("x" * 300).split()) == 2
+    shown = capsys.readouterr().err
+    assert "x" * 300 in shown and "File name too long" in shown

@@ -64,6 +64,7 @@ def test_texts_are_the_docstrings_without_line_ends_and_python() -> None:
     [
         ("count", ["-3"], -3), ("kind", ["b"], "b"), ("kind", ["None"], None), ("size", ["4", "6"], (4, 6)),
         ("names", [], ()), ("names", ["x", "y"], ("x", "y")), ("path", ["a/b"], Path("a/b")),
+        ("path", ["~/b"], Path.home() / "b"), ("path", ["~no-such-user/b"], Path("~no-such-user/b")),
         ("rate", ["auto"], "auto"), ("rate", ["1e-3"], 0.001),
     ],
 )  # fmt: skip

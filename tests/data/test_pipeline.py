@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import multiprocessing
@@ -550,4 +551,15 @@ def test_a_worker_process_that_is_killed_is_named(colour_folder: Path) -> None:
     batches = training(Samples((images,), range(36), Targets.unknown("none", (), 36)))
     batches.use_readers(Readers(1, processes=1))
     with pytest.raises(ProcessError, match=r"exit code -7.*/dev/shm"):
+        next(batches)
+
+
+def test_worker_processes_without_shared_memory_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", full)
+    batches = training(varied(), batch_size=5, seed=2)
+    batches.use_readers(Readers(1, processes=1))
+    with pytest.raises(ProcessError, match=r"No space left on device.*/dev/shm"):
         next(batches)

@@ -236,6 +236,7 @@ def test_a_table_with_a_label_only_in_a_held_out_split(tree: Trees) -> None:
         ),
         ("flowers/bundeld", ""),
         ("./bundeld", ""),
+        ("~no-such-user/flowers", ""),
     ],
 )
 def test_a_path_that_does_not_exist_is_named_with_the_nearest_names(

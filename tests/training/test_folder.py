@@ -20,6 +20,8 @@ def test_names_come_from_the_recipe_or_the_data_and_are_numbered(
     assert [new_folder(demo) for _ in range(3)] == [Path("runs/demo"), Path("runs/demo-2"), Path("runs/demo-3")]
     assert new_folder(folder.override(data="/images/My flowers!/")) == Path("runs/My-flowers")
     assert new_folder(folder.override(data="/")) == Path("runs/run")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert new_folder(demo.override(run="~/mine")) == tmp_path / "mine"
 
 
 LINK = '<p id="inside"><a href="inside/report.html">Look inside the model</a>: '

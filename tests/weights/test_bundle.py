@@ -117,6 +117,10 @@ def test_the_weights_are_plain_safetensors(bundle: Bundle, saved: Path) -> None:
     assert description["format"] == 2 and description["output"] == "softmax"
 
 
+def test_all_files_have_the_same_permissions(saved: Path) -> None:
+    assert len({file.stat().st_mode for file in saved.iterdir()}) == 1
+
+
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     first, second = make_bundle().save(tmp_path / "a"), make_bundle().save(tmp_path / "b")
     assert snapshot(first) == snapshot(second)

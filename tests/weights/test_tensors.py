@@ -405,6 +405,12 @@ def test_a_file_can_be_replaced_by_what_was_read_from_it(path: Path) -> None:
     assert_read(open_tensors(path), {"first": torch.zeros(5000), **TENSORS})
 
 
+def test_others_can_read_a_file_if_they_can_read_new_files(path: Path, tmp_path: Path) -> None:
+    save_tensors(TENSORS, path, SUFFIXES)
+    (new := tmp_path / "new").touch()
+    assert path.stat().st_mode == new.stat().st_mode
+
+
 def test_a_link_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "link.npz").symlink_to(tmp_path / "real.npz")
     save_tensors(TENSORS, tmp_path / "link.npz", (".npz",))

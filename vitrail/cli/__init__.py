@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -13,7 +14,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from vitrail import __version__
-from vitrail.errors import ConfigError, Interrupted, UserError, VitrailError
+from vitrail.cli.streams import Output, open_streams
+from vitrail.errors import ConfigError, Interrupted, SaveError, UserError, VitrailError
 from vitrail.errors import nearest as nearest_names  # a command is called nearest, and its module is in this package
 
 if TYPE_CHECKING:
@@ -95,17 +97,42 @@ HELP = ("-h", "--help", "--help-all")
 SEVERAL = ("train", "evaluate", "embed")
 """Commands that several processes can run together."""
 
+OF_PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+"""Errors of the operating system about a path that a user typed."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vitrail ARGUMENTS...` and return its exit code."""
     started = time.perf_counter()
+    open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # prints the bytes of file names that are not UTF-8
+    if not os.environ.get("COLUMNS", "").strip("0"):
+        os.environ.pop("COLUMNS", None)  # rich prints nothing in lines of 0 columns
     typed = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in typed
     # The C++ messages of processes that lost each other have dozens of stack frames. The next error has the reason.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if debug else "FATAL")
     typed = [word for word in typed if word != "--debug"]
+    with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr, is_error_output=True)):
+        try:
+            code = _main(typed, started, debug)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # `head` and other readers close a pipe early
+            return 0
+        except SaveError as error:  # of the standard output
+            if debug:
+                raise
+            print(f"vitrail: {error}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:  # also while modules are imported
+            print("vitrail: interrupted", file=sys.stderr)
+            return 130
+
+
+def _main(typed: list[str], started: float, debug: bool) -> int:
+    """Run a command without `--debug`, and return its exit code."""
     if not typed or typed[0] in (*HELP, "help"):
         print(USAGE.format(commands=_list_of(COMMANDS)), end="")
         return 0 if typed else 2
@@ -113,13 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"vitrail {__version__}")
         return 0
     name = next((name for name in (" ".join(typed[:2]), typed[0]) if name in COMMANDS), None)
-    if name is None:
-        return _no_command(typed)
-    try:
-        return _run(name, typed[len(name.split()) :], started, debug)
-    except KeyboardInterrupt:  # also while modules are imported
-        print("vitrail: interrupted", file=sys.stderr)
-        return 130
+    return _no_command(typed) if name is None else _run(name, typed[len(name.split()) :], started, debug)
 
 
 @contextmanager
@@ -167,9 +188,7 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
 
             share_cores()
         with _printing_once():
-            code = run(Call(tuple(arguments), given, started))
-        sys.stdout.flush()
-        return code or 0
+            return run(Call(tuple(arguments), given, started)) or 0
     except VitrailError as error:
         if debug:
             raise
@@ -177,13 +196,15 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
         if not error.is_reported:
             print(f"vitrail: {message}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if debug or error.errno not in OF_PATHS or error.filename is None:
+            raise
+        print(f"vitrail: {error.filename} cannot be used: {error.strerror}; correct the path", file=sys.stderr)
+        return UserError.exit_code
     except Interrupted as stop:
         again = shlex.join([*name.split(), *arguments, *stop.options])
         print(f"vitrail: {stop}\nContinue with: vitrail {again}", file=sys.stderr)
         return stop.exit_code
-    except BrokenPipeError:  # `head` and other readers close a pipe early
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _no_command(typed: list[str]) -> int:

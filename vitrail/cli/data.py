@@ -25,7 +25,7 @@ from vitrail.data.source import has_soft_targets
 from vitrail.data.sources import KINDS, open_data
 from vitrail.data.splits import SLICE, Splits
 from vitrail.errors import ConfigError, DataError, DestinationError, Stopped, plural
-from vitrail.files import check_new_file, saving
+from vitrail.files import check_new_file, replacing_file, saving
 from vitrail.report.page import is_our_page
 from vitrail.settings import byte_count, setting, to_plain
 from vitrail.training.stop import StopRequest
@@ -126,8 +126,8 @@ def run_check(call: Call) -> None:
     else:
         _show(report, console)
     if path is not None:
-        with saving("the page", path):
-            path.write_text(page(report, splits, options.data), encoding="utf-8", errors="backslashreplace")
+        with saving("the page", path, is_replaced=True), replacing_file(path.resolve()) as partial:
+            partial.write_text(page(report, splits, options.data), encoding="utf-8", errors="backslashreplace")
         _say(console, f"pictures of it: {path}")
     if report.errors:
         reasons = "; ".join(finding.text for finding in report.errors)

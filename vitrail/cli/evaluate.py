@@ -45,6 +45,7 @@ from vitrail.evaluation.measured_images import CommonImages, common_images, open
 from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.retrieval import METRICS
+from vitrail.files import expanded
 from vitrail.machine import Precision, keep_freed_memory
 from vitrail.processes.group import join_processes
 from vitrail.settings import bare_names, setting, to_plain
@@ -225,7 +226,7 @@ def _suite(options: Evaluate, console: Console) -> None:
         result = run_suite(
             outputs,
             suite,
-            folder=Path(options.data).expanduser() if options.data else None,
+            folder=expanded(options.data) if options.data else None,
             strict=options.strict,
             on_task=lambda task: show(0, description=task.name),
         )
@@ -289,7 +290,7 @@ def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
         return
     if len(options.models) > 1:
         raise ConfigError("--suite measures one model; name only one MODEL")
-    if options.data and not Path(options.data).expanduser().is_dir():
+    if options.data and not expanded(options.data).is_dir():
         raise ConfigError(
             f"data={options.data!r} is not a folder; with --suite, name a folder that can hold a folder of data per "
             "task, or leave --data out"

@@ -40,7 +40,7 @@ from vitrail.evaluation.features.feature_files import (
 )
 from vitrail.evaluation.features.index import FeatureIndex, Similar
 from vitrail.evaluation.predictions import Pass
-from vitrail.files import check_new_file
+from vitrail.files import check_new_file, expanded
 from vitrail.machine import Precision, check_memory, keep_freed_memory
 from vitrail.models.cost import prediction_batch, prediction_bytes
 from vitrail.processes.group import Processes, join_processes
@@ -313,6 +313,7 @@ def _target(options: Embed, split: str) -> Path:
 
 
 def _save(features: FeatureSet, target: Path, bundle: Bundle, split: str, source: Source, options: Embed) -> None:
+    _target(options, split)  # another command may have written features there in the meantime
     if options.format == "parquet":
         save_parquet(features, target)
     else:
@@ -352,7 +353,7 @@ def _about(bundle: Bundle, split: str, source: Source, options: Embed, precision
 
     `vitrail nearest` finds and checks the model by it, and finds the images.
     """
-    model = Path(options.model).expanduser()
+    model = expanded(options.model)
     files = files_of(source)
     root = None if files is None else files.root.absolute()
     return {

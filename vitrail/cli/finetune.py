@@ -30,6 +30,7 @@ from vitrail.cli.run_options import (
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.metrics.report import ClassificationReport, absent_note
+from vitrail.files import expanded
 from vitrail.machine import pick_device
 from vitrail.models.variants import override_fields
 from vitrail.settings import bare_names, setting
@@ -204,13 +205,13 @@ def _suite(given: Mapping[str, Any], console: Console, log: Log) -> None:
             f"--suite {name} decides which images each task uses for training and for testing; leave out "
             f"{', '.join(decided)}"
         )
-    suite, folder = read_suite(name), Path(data).expanduser()
+    suite, folder = read_suite(name), expanded(data)
     if not folder.is_dir():
         raise ConfigError(
             f"data={data!r} is not a folder; with --suite, choose a folder that can hold a folder of data per task, "
             "named like the task"
         )
-    place = Path(given["run"] if "run" in given else Path("runs") / (given.get("name") or suite.name))
+    place = expanded(given["run"] if "run" in given else Path("runs") / (given.get("name") or suite.name))
     explicit = _explicit(given, "data", "name", "run")
     method = Method(given.get("protocol", "rule"), explicit, given.get("learning_rates"), given.get("table_row"))
     check_choices(method.protocol, explicit, rates=method.rates, row=method.row)

@@ -37,7 +37,7 @@ from vitrail.experiments.noisy_student import (
     label_sentence,
     run_rounds,
 )
-from vitrail.files import check_new_folder
+from vitrail.files import check_new_folder, expanded
 from vitrail.machine import Precision
 from vitrail.models.variants import ModelConfig
 from vitrail.recipes.semi_supervised import NOISY_STUDENT_RECIPES
@@ -186,7 +186,7 @@ def _folder(config: NoisyStudentConfig) -> Path:
     """Return the folder of all rounds: that of --run, or runs/NAME."""
     run, data = config.student.run, config.student.data
     if run.folder is not None:
-        return Path(run.folder)
+        return expanded(run.folder)
     name = run.name or f"noisy-student-{Path(data.spec).name}"
     return Path("runs") / "".join(letter if letter.isalnum() or letter in "_.-" else "-" for letter in name)
 

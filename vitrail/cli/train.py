@@ -31,6 +31,7 @@ from vitrail.cli.run_options import (
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
+from vitrail.files import expanded
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
@@ -148,7 +149,7 @@ def _data_like(run: Path, config: TrainConfig, log: Log) -> OpenedData | None:
 
 def _instead_of(name: str, has_data: bool) -> str:
     """Return the advice for an unknown recipe: the nearest recipes, or --data if the name can be that of data."""
-    is_data = Path(name).expanduser().exists() or ":" in name or "/" in name
+    is_data = expanded(name).exists() or ":" in name or "/" in name
     if is_data and not has_data:
         return f"to train on data, name it with --data: vitrail train --data {shlex.quote(name)}"
     close = nearest(name, RECIPES)
@@ -214,7 +215,7 @@ def restarted_run(given: Mapping[str, Any], place: Launch) -> Path | None:
             "--run: the command was started again after a failure, and continues its run only if --run names the "
             "run's folder; give --run, or leave --max-restarts out"
         )
-    return Path(folder) if (Path(folder) / "run.json").is_file() else None
+    return expanded(folder) if (expanded(folder) / "run.json").is_file() else None
 
 
 def main(call: Call) -> None:

@@ -300,7 +300,7 @@ def _read(batches: grain.MapDataset, readers: Readers, ahead: int) -> Any:
 
 
 class _OfWorkers(Iterator[Any]):
-    """The batches of worker processes. Raises `ProcessError` if one of the processes was killed."""
+    """The batches of worker processes. Raises `ProcessError` if they cannot start, or if one of them was killed."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
@@ -308,6 +308,12 @@ class _OfWorkers(Iterator[Any]):
     def __next__(self) -> Any:
         try:
             return next(self._batches)
+        except OSError as error:  # of the locks of multiprocessing
+            raise ProcessError(
+                f"worker processes that read images cannot start: {error.strerror}; they need shared memory in "
+                f"{SHARED_MEMORY}. Use no --processes and more --threads, or start the container with a larger "
+                "--shm-size"
+            ) from error
         except RuntimeError as error:
             code = re.search(r"Worker process .* exit code (-?\d+)", str(error))
             if code is None:

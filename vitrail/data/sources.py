@@ -29,6 +29,7 @@ from vitrail.data.splits import (
 )
 from vitrail.data.targets import TargetKind, similar_names
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
+from vitrail.files import expanded
 from vitrail.report.page import printable
 from vitrail.settings import problem_of, raise_problems, typed
 
@@ -576,7 +577,7 @@ def _without_unlabelled(splits: Splits) -> Splits:
 def absolute_spec(spec: str) -> str:
     """Return the same data with the absolute path if it is on the disk, for a file that is read from any folder."""
     location, _ = choice_in(_amount_of(spec)[0])
-    path = Path(location).expanduser()
+    path = expanded(location)
     if location in ("bundled", "fashion-mnist") or not path.exists():
         return spec
     return f"{path.absolute()}{spec[len(location) :]}"
@@ -600,7 +601,7 @@ def _amount_of(spec: str) -> tuple[str, str]:
     """Split `spec` into the path or name and the amount in brackets. If `spec` as a whole is an existing path, its
     brackets are part of the path, and the amount is empty."""
     match = SUBSET.fullmatch(spec)
-    if match is None or Path(spec).expanduser().exists():
+    if match is None or expanded(spec).exists():
         return spec, ""
     if AMOUNT.fullmatch(match["inside"]) is None:
         raise DataError(

@@ -27,6 +27,7 @@ from vitrail.data.faults import Fault
 from vitrail.data.source import Samples, Source, first_copies, samples_of, subset, target_kind, truth_of
 from vitrail.data.targets import PLACED, Target, TargetKind, class_indices
 from vitrail.errors import ConfigError, DataError, listed, plural
+from vitrail.files import expanded
 
 Split = Literal["train", "validation", "test"]
 
@@ -858,7 +859,7 @@ class Request:
     @property
     def path(self) -> Path:
         is_file = self.location.startswith("file://")
-        return Path(unquote(self.location.removeprefix("file://")) if is_file else self.location).expanduser()
+        return expanded(unquote(self.location.removeprefix("file://")) if is_file else self.location)
 
     @property
     def is_url(self) -> bool:

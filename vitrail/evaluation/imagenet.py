@@ -20,7 +20,7 @@ from vitrail.data import remote
 from vitrail.errors import DataError, listed
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.evaluation.predictions import Predictions
-from vitrail.files import cache_folder, replacing_file, saving
+from vitrail.files import cache_folder, expanded, replacing_file, saving
 
 T = TypeVar("T")
 
@@ -273,7 +273,7 @@ def _unmatched(missing: Sequence[str], whose: str, known: Sequence[str]) -> Data
 
 def _read(what: str, named: str | Path | None, url: str, parse: Callable[[str, bytes], T]) -> T:
     """Return the parsed content of the named file, or of the cached file, which is downloaded if needed."""
-    path = Path(named).expanduser() if named else cache_folder("imagenet") / PurePosixPath(url).name
+    path = expanded(named) if named else cache_folder("imagenet") / PurePosixPath(url).name
     if named or path.exists():
         try:
             return parse(str(path), path.read_bytes())

@@ -15,6 +15,7 @@ from vitrail.data.splits import Splits, Unlimited, cut
 from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.evaluation.imagenet import ClassMap, map_classes
+from vitrail.files import expanded
 from vitrail.weights.answers import DENSE, OUTPUT_NOUNS
 from vitrail.weights.bundle import Bundle
 
@@ -158,7 +159,7 @@ def _trainings(bundle: Bundle) -> Iterator[Mapping[str, Any]]:
         if not isinstance(origin, str) or origin in seen:
             return
         seen.add(origin)
-        known = _provenance_in(Path(origin).expanduser())
+        known = _provenance_in(expanded(origin))
 
 
 def _provenance_in(folder: Path) -> Mapping[str, Any] | None:
@@ -184,15 +185,15 @@ def _keys(source: Source) -> frozenset[str]:
 def _is_same_place(one: str, other: str) -> bool:
     """Return True if two data specifications name the same place, whatever the amount."""
     first, second = _location(one), _location(other)
-    return first == second or Path(first).expanduser().resolve() == Path(second).expanduser().resolve()
+    return first == second or expanded(first).resolve() == expanded(second).resolve()
 
 
 def _location(spec: str) -> str:
     """Return a data specification without an amount such as [:10%], and without a choice of its columns and splits."""
-    is_amount = spec.endswith("]") and "[:" in spec and not Path(spec).expanduser().exists()
+    is_amount = spec.endswith("]") and "[:" in spec and not expanded(spec).exists()
     whole = spec[: spec.rindex("[:")] if is_amount else spec
     base, mark, _ = whole.rpartition("?")
-    is_choice = mark and Path(base).expanduser().exists() and not Path(whole).expanduser().exists()
+    is_choice = mark and expanded(base).exists() and not expanded(whole).exists()
     return base if is_choice else whole
 
 

@@ -38,6 +38,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, DataError, plural
 from vitrail.evaluation.outputs import Outputs
 from vitrail.experiments.runner import complete_run, experiment
+from vitrail.files import expanded
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.report.page import printable
@@ -230,7 +231,7 @@ def label_images(
     skipped = outputs.each_batch(source, predicted.take)
     positions, probabilities = predicted.confident()
     rows = choose_rows(positions, probabilities, labelling, seed)
-    place = Path(teacher).expanduser()
+    place = expanded(teacher)
     info = PseudoLabelInfo(
         pool=pool, fingerprint=fingerprint(source),
         teacher=str(place.absolute()) if place.exists() else teacher, teacher_sha256=facts.sha256,

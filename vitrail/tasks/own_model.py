@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
@@ -17,6 +16,7 @@ from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
 from vitrail.weights.bundle import Bundle, Images, load_bundle, write_bundle
 from vitrail.weights.saved import StoredFormat
+from vitrail.weights.tensors import save_safetensors
 
 WEIGHTS = "model.safetensors"
 
@@ -79,10 +79,7 @@ def write_weights(bundle: Bundle, path: Path) -> None:
         return
     state = {name: tensor.detach().cpu().clone() for name, tensor in bundle.network.state_dict().items()}
     with replacing_folder("the weights", path, (WEIGHTS,)) as partial:
-        try:
-            save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:  # safetensors reports a full disk with this exception
-            raise OSError(None, str(error)) from error
+        save_safetensors(state, partial / WEIGHTS)
 
 
 def write_beside(objective: nn.Module, path: Path) -> None:
@@ -96,10 +93,7 @@ def write_beside(objective: nn.Module, path: Path) -> None:
         return
     with saving("the weights beside the network", path):
         partial = partial_path(path)
-        try:
-            save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, partial)
-        except SafetensorError as error:
-            raise OSError(None, str(error)) from error
+        save_safetensors({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, partial)
         partial.replace(path)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitrail.errors import ConfigError, RunError
-from vitrail.files import check_parent, partial_path, saving, write_json
+from vitrail.files import check_parent, expanded, partial_path, saving, write_json
 from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig
 from vitrail.settings import bare_names, facts
@@ -283,7 +283,7 @@ def place_of(config: TrainConfig) -> Path:
     exist.
     """
     if config.run.folder is not None:
-        return Path(config.run.folder)
+        return expanded(config.run.folder)
     data = Path(config.data.spec.partition("?")[0])  # without the choice of splits or columns
     name = re.sub(r"[^\w.-]+", "-", config.run.name or data.resolve().name).strip("-.") or "run"
     numbers = (f"{name}-{number}" if number > 1 else name for number in range(1, 1_000_000))

@@ -17,7 +17,7 @@ from vitrail.errors import ConfigError, DataError, NonFiniteLoss, UserError, nea
 from vitrail.evaluation.evaluators import Evaluator, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.experiments.runner import check_folder, complete_run
-from vitrail.files import saving, write_json
+from vitrail.files import expanded, saving, write_json
 from vitrail.settings import from_plain
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
@@ -187,7 +187,7 @@ def read_suite(name: str | Path) -> Suite:
     Raise `ConfigError` if the suite does not exist, or if it contains an unknown field, evaluator or setting.
     """
     known = suites()
-    path = known.get(str(name), Path(name).expanduser())
+    path = known.get(str(name), expanded(name))
     if path.suffix != SUFFIX and not path.exists():
         raise ConfigError(
             f"suite {str(name)!r} does not exist ({nearest(str(name), known)}); give the name of a suite or a file "

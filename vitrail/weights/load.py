@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vitrail.errors import BundleError, ConfigError, nearest
-from vitrail.files import check_new_file, check_new_folder
+from vitrail.files import check_new_file, check_new_folder, expanded
 from vitrail.machine import pick_device
 from vitrail.registry import Registry
 from vitrail.settings import typed
@@ -85,7 +85,7 @@ def load(
     heads, image_size = typed(int | None, heads, "heads"), typed(tuple[int, int] | None, image_size, "image_size")
     mean, std = typed(tuple[float, ...], mean, "mean"), typed(tuple[float, ...], std, "std")
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
-    source = download(str(path)) if looks_like_hub_name(path) else shipped_folder(path) or Path(path)
+    source = download(str(path)) if looks_like_hub_name(path) else shipped_folder(path) or expanded(path)
     exported = exported_file(source) if layout is None else None
     if exported is not None:
         if device != "auto" and target.type != "cpu":
@@ -111,7 +111,7 @@ def load(
         bundle = load_bundle(source, device="cpu")
         check_heads(hints, bundle.network.config, source)
     else:
-        bundle = _read(source, layout, hints, None if tokenizer is None else Path(tokenizer).expanduser())
+        bundle = _read(source, layout, hints, None if tokenizer is None else expanded(tokenizer))
     if drop_head_hidden and not getattr(bundle.network.config, "head_hidden", 0):
         raise BundleError(f"drop_head_hidden=True does not fit {source}, which has no hidden layer before its head")
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}

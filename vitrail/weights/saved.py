@@ -22,12 +22,13 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vitrail.data.texts import FILES
 from vitrail.errors import BundleError
 from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
+from vitrail.weights.tensors import save_safetensors
 
 FORMAT = 2
 WEIGHTS = "model.safetensors"
@@ -87,10 +88,7 @@ def write_folder(
     if stored == "bfloat16":
         weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
     with replacing_folder("the model", path, NAMES) as partial:
-        try:
-            save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:  # safetensors reports a full disk with this exception
-            raise OSError(None, str(error)) from error
+        save_safetensors(weights, partial / WEIGHTS)
         written = {"bytes": (partial / WEIGHTS).stat().st_size, "sha256": sha256(partial / WEIGHTS)}
         write_json(partial / DESCRIPTION, {"format": FORMAT, **description, "weights": written})
         for name, content in further.items():

@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import re
+import stat
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -134,7 +135,7 @@ def save_tensors(
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             if path.suffix == ".safetensors":
-                save_file(dict(tensors), partial, metadata={"format": "pt", **(metadata or {})})
+                save_safetensors(tensors, partial, metadata)
             elif path.suffix == ".npz":
                 arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
                 with partial.open("wb") as file:
@@ -143,13 +144,33 @@ def save_tensors(
                 with partial.open("wb") as file:
                     torch.save({name: _alone(tensor) for name, tensor in tensors.items()}, file)
             partial.replace(path)
-        except (SafetensorError, RuntimeError) as error:  # these libraries report a full disk with these exceptions
+        except RuntimeError as error:  # torch.save reports a full disk with this exception
             partial.unlink(missing_ok=True)
-            problem = disk_problem(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
-            raise problem or OSError(None, str(error)) from error
+            raise _write_error(path, tensors, error) from error
         finally:
             if not partial.is_dir():
                 partial.unlink(missing_ok=True)
+
+
+def save_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file that has the permissions of other new files. Raise `OSError`.
+
+    The library safetensors writes a file that only its owner can read, and replaces `path` by it.
+    """
+    path.touch()
+    permissions = stat.S_IMODE(path.stat().st_mode)
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt", **(metadata or {})})
+    except SafetensorError as error:  # safetensors reports a full disk with this exception
+        path.unlink()
+        raise _write_error(path, tensors, error) from error
+    path.chmod(permissions)
+
+
+def _write_error(path: Path, tensors: Mapping[str, Tensor], error: Exception) -> OSError:
+    """Return the error of the operating system because of which a library could not write tensors."""
+    problem = disk_problem(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
+    return problem or OSError(None, str(error))
 
 
 def _open_npz(path: Path) -> TensorFile:

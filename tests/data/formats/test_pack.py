@@ -24,7 +24,7 @@ from vitrail.data.pixels.decode import decode
 from vitrail.data.source import Sample, fingerprint
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, SaveError, Stopped
+from vitrail.errors import ConfigError, DataError, DestinationError, SaveError, Stopped
 from vitrail.testing import check_source
 
 
@@ -248,6 +248,16 @@ def test_a_pack_that_was_killed_goes_on_to_the_same_bytes(folder: Path, tmp_path
     assert list(out.glob("*.tar")) and list(out.glob("*.partial"))
     pack(opened(folder), out, shard_size=9_000)
     assert files_of(out) == files_of(tmp_path / "straight")
+
+
+def test_a_second_pack_into_the_same_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    def again(done: int) -> None:
+        with pytest.raises(DestinationError, match="shards is being written by another process"):
+            pack(opened(folder), tmp_path / "shards", shard_size=8192)
+
+    pack(opened(folder), tmp_path / "shards", shard_size=8192, progress=again)
+    pack(opened(folder), tmp_path / "alone", shard_size=8192)
+    assert files_of(tmp_path / "shards") == files_of(tmp_path / "alone")
 
 
 def test_other_folders_are_left_alone(folder: Path, tmp_path: Path) -> None:

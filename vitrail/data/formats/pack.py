@@ -24,7 +24,7 @@ from vitrail.data.source import Sample, Source, fingerprint
 from vitrail.data.splits import SPLITS, Splits
 from vitrail.data.targets import Target, is_texts
 from vitrail.errors import ConfigError, DataError, Stopped, UndecodableImage, listed
-from vitrail.files import check_parent, saving, write_json
+from vitrail.files import check_parent, only_writer, saving, write_json
 from vitrail.settings import from_plain
 
 FILE = "dataset.json"
@@ -143,8 +143,8 @@ def pack(
     down but cannot be decoded is copied and listed in dataset.json. `progress` is called with the number of samples
     written so far. If `stop` returns True, `Stopped` is raised. A further call continues after the last complete shard.
 
-    Raises `ConfigError` if an argument is invalid or the folder holds other files, `SaveError` if a file cannot be
-    written, and the `DataError` of the source.
+    Raises `ConfigError` if an argument is invalid or the folder holds other files, `DestinationError` if another
+    process writes the folder, `SaveError` if a file cannot be written, and the `DataError` of the source.
     """
     for name, value in (("shard_size", shard_size), ("max_side", max_side), ("workers", workers)):
         if value is not None and value < 1:
@@ -153,23 +153,27 @@ def pack(
     packing = Packing(fingerprint(*sources.values()), shard_size, max_side, JPEG_QUALITY if max_side else None)
     samples = {split: len(source) for split, source in sources.items()}
     state = Manifest(splits.classes, samples, packing, dict.fromkeys(sources, ()))
-    state = replace(state, shards=_begin(destination, state))
-    done = packed_before(state)
-    for split, source in sources.items():
-        start = sum(record.samples for record in state.shards[split])
-        with contextlib.closing(_write(destination, split, source, start, state, workers)) as steps:
-            for finished in steps:
-                if finished is not None:
-                    state = replace(state, shards={**state.shards, split: (*state.shards[split], finished)})
-                    _save(destination, state)
-                else:
-                    done += 1
-                    progress(done)
-                    if stop():
-                        raise Stopped(f"stopped: {packed_before(state):,} of {sum(samples.values()):,} images are in "
-                                      f"complete shards in {destination}", destination)  # fmt: skip
-    with saving("the description of the shards", destination / FILE):
-        (destination / UNFINISHED).replace(destination / FILE)
+    with contextlib.ExitStack() as stack:
+        state = replace(state, shards=_begin(destination, state, stack))
+        done = packed_before(state)
+        for split, source in sources.items():
+            start = sum(record.samples for record in state.shards[split])
+            with contextlib.closing(_write(destination, split, source, start, state, workers)) as steps:
+                for finished in steps:
+                    if finished is not None:
+                        state = replace(state, shards={**state.shards, split: (*state.shards[split], finished)})
+                        _save(destination, state)
+                    else:
+                        done += 1
+                        progress(done)
+                        if stop():
+                            raise Stopped(
+                                f"stopped: {packed_before(state):,} of {sum(samples.values()):,} images are in "
+                                f"complete shards in {destination}",
+                                destination,
+                            )
+        with saving("the description of the shards", destination / FILE):
+            (destination / UNFINISHED).replace(destination / FILE)
     return state
 
 
@@ -178,10 +182,12 @@ def packed_before(manifest: Manifest) -> int:
     return sum(record.samples for records in manifest.shards.values() for record in records)
 
 
-def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, ...]]:
-    """Make the folder, and return the complete shards in it, up to the first incomplete one.
+def _begin(destination: Path, state: Manifest, stack: contextlib.ExitStack) -> dict[str, tuple[ShardRecord, ...]]:
+    """Make the folder, lock it until the stack is closed, and return the complete shards in it, up to the first
+    incomplete one.
 
-    Raises `ConfigError` if the folder holds other files, and `DestinationError` if it cannot be made.
+    Raises `ConfigError` if the folder holds other files, and `DestinationError` if it cannot be made, or if another
+    process writes it.
     """
     shards: dict[str, tuple[ShardRecord, ...]] = dict(state.shards)
     for name in (FILE, UNFINISHED):
@@ -206,6 +212,7 @@ def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, .
             raise ConfigError(f"{destination} is not empty and has no shards to continue; choose another folder")
     with saving("the description of the shards", destination):
         destination.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(only_writer(destination, destination))
     _save(destination, replace(state, shards=shards))  # first, so that there always is a description
     with saving("the description of the shards", destination):
         (destination / FILE).unlink(missing_ok=True)

@@ -35,6 +35,7 @@ from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, by_split, spl
 from vitrail.data.targets import Target, TargetKind, Targets, check_names, class_name, places_of
 from vitrail.data.texts import TextReader
 from vitrail.errors import DataError, nearest, plural
+from vitrail.files import expanded
 
 OPEN_FILES = 64
 """Maximum number of shards that a source has open at once."""
@@ -464,7 +465,7 @@ def looks_like_shards(location: str, chosen: SplitNames | None = None) -> bool:
         return True
     if remote.is_remote(location):
         return not bare.endswith(OTHER_SUFFIXES)
-    root = Path(location).expanduser()
+    root = expanded(location)
     if not root.is_dir():
         return False
     if (root / FILE).is_file() or (root / UNFINISHED).is_file():
@@ -478,7 +479,7 @@ def looks_like_shards(location: str, chosen: SplitNames | None = None) -> bool:
 def locate(location: str, chosen: SplitNames | None = None) -> Located:
     """Return the shards that a location names. `chosen` states the names of the splits. Raises `DataError`."""
     if not remote.is_remote(location):
-        location = str(Path(location).expanduser())
+        location = str(expanded(location))
     if _is_pattern(location) and not Path(location).exists():  # a file may have brackets in its name
         return _pattern(location, chosen)
     if location.partition("?")[0].endswith(SUFFIXES) and not Path(location).is_dir():
