@@ -9,10 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from pytest import CaptureFixture, MonkeyPatch
@@ -20,14 +18,10 @@ from pytest import CaptureFixture, MonkeyPatch
 from tests.weights.hub_server import Hub, cut_off, restart_client, serving
 from tests.words import square_model_with_words
 from vitrail.cli import main
-from vitrail.data.formats.fractals import open_fractals
 from vitrail.errors import BundleError, SaveError
-from vitrail.models.variants import ModelConfig
 from vitrail.recipes import RECIPES
 from vitrail.serving.watch import ModelFiles
-from vitrail.training.config import StartConfig
-from vitrail.training.run import train
-from vitrail.weights.bundle import Bundle, load_bundle
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert, load, model_name
 from vitrail.weights.locate import FOLDER, SHIPPED, download, looks_like_hub_name, shipped_folder
 
@@ -64,22 +58,13 @@ def message(name: str, kind: type[Exception] = BundleError) -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        "google/vit-base-patch16-224",
-        "timm/vit_base_patch16_224.augreg_in21k_ft_in1k",
-        "a/b",
-        "org/name@main",
-        "org/name@v1.0.2",
-        "org/name@refs/pr/4",
-        "org/name@0123456789abcdef0123456789abcdef01234567",
-        "hf:org/name",
-        "hf-hub:timm/vit_tiny_patch16_224@main",
-        "hf:org/name.bin",
-        "hf:no name at all",
+        "google/vit-base-patch16-224", "timm/vit_base_patch16_224.augreg_in21k_ft_in1k", "a/b", "org/name@main",
+        "org/name@v1.0.2", "org/name@refs/pr/4", "org/name@0123456789abcdef0123456789abcdef01234567", "hf:org/name",
+        "hf-hub:timm/vit_tiny_patch16_224@main", "hf:org/name.bin", "hf:no name at all",
     ],
-)
+)  # fmt: skip
 def test_names_of_the_hub(text: str) -> None:
-    assert looks_like_hub_name(text)
-    assert looks_like_hub_name(Path(text))
+    assert looks_like_hub_name(text) and looks_like_hub_name(Path(text))
 
 
 @pytest.mark.parametrize(
@@ -371,15 +356,6 @@ def test_a_name_that_is_none() -> None:
 # --- all of it
 
 
-def test_our_own_model_by_its_name(hub: Hub, bundle: Bundle, tmp_path: Path) -> None:
-    folder = bundle.save(tmp_path / "model")
-    hub.add("org/name", {**OTHERS, **{file.name: file.read_bytes() for file in folder.iterdir()}})
-    again = load_bundle(download("org/name"), device="cpu")
-    assert again.classes == bundle.classes and again.provenance == bundle.provenance
-    for name, tensor in bundle.network.state_dict().items():
-        assert torch.equal(again.network.state_dict()[name], tensor)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["vitrail", "huggingface-clip", "open-clip"])
 def test_a_model_with_a_text_tower_reads_texts(layout: str, hub: Hub, tmp_path: Path) -> None:
@@ -431,17 +407,6 @@ def test_small_is_the_network_of_its_recipe() -> None:
     assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values()), "stored in bfloat16"
 
 
-@pytest.mark.slow
-def test_small_knows_fractals_that_it_was_not_trained_on() -> None:
-    bundle = load("small", device="cpu")
-    unseen = open_fractals(DATA).held_out(0.001)
-    samples = [unseen[index] for index in range(0, len(unseen), 4)]
-    found = [prediction.label for prediction in bundle.predict([sample.image for sample in samples])]
-    assert len(samples) == 50
-    hits = [label == unseen.classes[sample.target] for label, sample in zip(found, samples, strict=True)]
-    assert np.mean(hits) >= 0.95
-
-
 def test_a_folder_of_the_same_name_comes_first(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     bundle = load("small", device="cpu")
@@ -470,20 +435,3 @@ def test_the_stated_accuracy_is_measured_again(capsys: CaptureFixture[str]) -> N
     found = json.loads(capsys.readouterr().out)
     assert found["validation"]["images"] == 2000
     assert found["validation"]["accuracy"] == pytest.approx(load("small").metrics["validation_accuracy"], abs=5e-4)
-
-
-@pytest.mark.slow
-def test_small_learns_more_from_two_hundred_images_than_random_weights(tmp_path: Path) -> None:
-    recipe = RECIPES["fractals"]().override(
-        data="bundled[:213]", validation_share=0.05, steps=100, batch_size=32, flip=False, shift=0, erase=0.0,
-        evaluations=0, checkpoints=1, device="cpu", threads=0,
-    )  # fmt: skip
-    accuracy = {}
-    for name, model, start in (
-        ("random", recipe.model, StartConfig()),
-        ("small", ModelConfig(), StartConfig(init="small", linear_head=True)),
-    ):
-        result = train(replace(recipe, model=model, start=start).override(run=str(tmp_path / name)))
-        accuracy[name] = result.metrics["test_accuracy"]
-    # With the rounding of one processor 76 and 64 %, with that of another 79 and 74 %.
-    assert accuracy["small"] > accuracy["random"] + 0.02

@@ -56,9 +56,7 @@ def test_a_long_text_is_cut_and_said_so(model: Bundle) -> None:
         model.embed_texts(["a bee", "wasp " * 40])
 
 
-def test_a_model_without_a_text_tower_says_so(model: Bundle) -> None:
-    with pytest.raises(ConfigError, match="no text tower"):
-        replace(model, words=None).embed_texts(["a bee"])
+def test_empty_texts_are_refused(model: Bundle) -> None:
     with pytest.raises(ConfigError, match="text 2 of 2 is empty"):
         model.embed_texts(["a bee", " "])
     with pytest.raises(ConfigError, match="at least one"):

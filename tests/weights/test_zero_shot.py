@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,8 +68,6 @@ def test_published_templates_and_those_of_a_file(tmp_path: Path) -> None:
     path.write_text("a photo\n")
     with pytest.raises(ConfigError, match="'a photo'"):
         read_templates(str(path))
-    with pytest.raises(ConfigError, match="nearest: imagenet"):
-        read_templates("imagenet1k")
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(DataError, match="cannot be read"):
         read_templates(str(path))
@@ -78,13 +75,7 @@ def test_published_templates_and_those_of_a_file(tmp_path: Path) -> None:
 
 def test_faults_of_class_names(model: Bundle) -> None:
     with pytest.raises(ConfigError, match="empty"):
-        zero_shot(model, ["a bee", " "])
-    with pytest.raises(ConfigError, match="empty"):
         zero_shot(model, [])
-    with pytest.raises(ConfigError, match="1 name of 500 classes"):
-        zero_shot(model, ["a bee"] * 500)
-    with pytest.raises(ConfigError, match="no text tower"):
-        zero_shot(replace(model, words=None), CLASSES)
     long = zero_shot(model, ["bee " * 50, "wasp"])
     assert any("12 tokens" in note for note in long.notes)
     if model.words is not None and model.words.bias is None:

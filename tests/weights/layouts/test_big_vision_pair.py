@@ -34,24 +34,29 @@ HEADS = 3
 BERT_TEXTS = ["a photo of a bee", "Bees, bees, 2 wasps!", "x", "bee " * 40]
 
 
-def kernel(weight: torch.Tensor, heads: int = HEADS) -> np.ndarray:
-    """Return the kernel of queries, keys or values, which big_vision divides among the heads."""
-    return weight.T.reshape(weight.shape[1], heads, -1).numpy()
+def attention(
+    projections: dict[str, tuple[torch.Tensor, torch.Tensor]], out: tuple[torch.Tensor, torch.Tensor], ours: str
+) -> dict[str, np.ndarray]:
+    """Return the kernels and biases of queries, keys and values, which big_vision divides among the heads, and those of
+    the projection behind them."""
+    place, found = f"{ours}/MultiHeadDotProductAttention_0", {}
+    for part, (weight, bias) in projections.items():
+        found[f"{place}/{part}/kernel"] = weight.T.reshape(weight.shape[1], HEADS, -1).numpy()
+        found[f"{place}/{part}/bias"] = bias.reshape(HEADS, -1).numpy()
+    weight, bias = out
+    found[f"{place}/out/kernel"] = weight.T.reshape(HEADS, -1, len(bias)).numpy()
+    found[f"{place}/out/bias"] = bias.numpy()
+    return found
 
 
 def block(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, np.ndarray]:
-    found = {}
-    for number, name in enumerate(("layer_norm1", "layer_norm2")):
-        found[f"{ours}/LayerNorm_{number}/scale"] = state[f"{theirs}.{name}.weight"].numpy()
-        found[f"{ours}/LayerNorm_{number}/bias"] = state[f"{theirs}.{name}.bias"].numpy()
-    attention = f"{ours}/MultiHeadDotProductAttention_0"
-    for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-        found[f"{attention}/{part}/kernel"] = kernel(state[f"{theirs}.self_attn.{name}_proj.weight"])
-        found[f"{attention}/{part}/bias"] = state[f"{theirs}.self_attn.{name}_proj.bias"].reshape(HEADS, -1).numpy()
-    out = state[f"{theirs}.self_attn.out_proj.weight"]
-    found[f"{attention}/out/kernel"] = out.T.reshape(HEADS, -1, out.shape[0]).numpy()
-    found[f"{attention}/out/bias"] = state[f"{theirs}.self_attn.out_proj.bias"].numpy()
+    def both(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return state[f"{theirs}.self_attn.{name}.weight"], state[f"{theirs}.self_attn.{name}.bias"]
+
+    projections = {part: both(f"{part[0]}_proj") for part in ("query", "key", "value")}
+    found = attention(projections, both("out_proj"), ours)
     for number in (0, 1):
+        found |= norm(state, f"{theirs}.layer_norm{number + 1}", f"{ours}/LayerNorm_{number}")
         found |= dense(state, f"{theirs}.mlp.fc{number + 1}", f"{ours}/MlpBlock_0/Dense_{number}")
     return found
 
@@ -82,16 +87,11 @@ def big_vision_names(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
         found |= block(state, f"{vision}encoder.layers.{layer}", f"img/Transformer/encoderblock_{layer}")
         found |= block(state, f"{text}encoder.layers.{layer}", f"txt/Encoder_0/encoderblock_{layer}")
     pool, head = "img/MAPHead_0", f"{vision}head."
-    attention = f"{pool}/MultiHeadDotProductAttention_0"
     found[f"{pool}/probe"] = state[f"{head}probe"].numpy()
-    weights = state[f"{head}attention.in_proj_weight"].chunk(3)
-    biases = state[f"{head}attention.in_proj_bias"].chunk(3)
-    for part, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
-        found[f"{attention}/{part}/kernel"] = kernel(weight)
-        found[f"{attention}/{part}/bias"] = bias.reshape(HEADS, -1).numpy()
-    out = state[f"{head}attention.out_proj.weight"]
-    found[f"{attention}/out/kernel"] = out.T.reshape(HEADS, -1, out.shape[0]).numpy()
-    found[f"{attention}/out/bias"] = state[f"{head}attention.out_proj.bias"].numpy()
+    thirds = (state[f"{head}attention.in_proj_{part}"].chunk(3) for part in ("weight", "bias"))
+    projections = dict(zip(("query", "key", "value"), zip(*thirds, strict=True), strict=True))
+    out = state[f"{head}attention.out_proj.weight"], state[f"{head}attention.out_proj.bias"]
+    found |= attention(projections, out, pool)
     found |= norm(state, f"{head}layernorm", f"{pool}/LayerNorm_0")
     for number in (0, 1):
         found |= dense(state, f"{head}mlp.fc{number + 1}", f"{pool}/MlpBlock_0/Dense_{number}")
@@ -292,24 +292,17 @@ def test_lit_with_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     with torch.inference_mode():
         hidden = theirs(input_ids=tokens, attention_mask=tokens.ne(0).long()).last_hidden_state
         expected = torch.nn.functional.normalize(head(hidden[:, 0]), dim=-1)
-        for found in (
-            ours,
-            saved.words.embed(BERT_TEXTS).vectors,
-            torch.nn.functional.normalize(saved.words.tower(tokens)),
-        ):
+        tower = torch.nn.functional.normalize(saved.words.tower(tokens))
+        for found in (ours, saved.words.embed(BERT_TEXTS).vectors, tower):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(saved.network.embed(images), image.network.embed(images), rtol=0, atol=1e-6)
     picture = tmp_path / "bee.png"
     Image.new("RGB", (31, 17), (200, 10, 90)).save(picture)
     assert main(["predict", str(tmp_path / "ours"), str(picture), "--classes", "bee", "wasp", "--json"]) == 0
     values = torch.tensor([*json.loads(capsys.readouterr().out)["probabilities"].values()])
-    cosines = (
-        torch.nn.functional.normalize(saved.embed([picture]))
-        @ saved.embed_texts(["a photo of a bee.", "a photo of a wasp."]).T
-    )
-    torch.testing.assert_close(
-        values.sort().values, (math.exp(2.3) * cosines[0]).softmax(0).sort().values, atol=1e-5, rtol=0
-    )
+    texts = saved.embed_texts(["a photo of a bee.", "a photo of a wasp."])
+    wanted = (math.exp(2.3) * torch.nn.functional.normalize(saved.embed([picture]))[0] @ texts.T).softmax(0)
+    torch.testing.assert_close(values.sort().values, wanted.sort().values, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("size", "parameters"), [("B", 195_280_897), ("L", 638_443_521)])

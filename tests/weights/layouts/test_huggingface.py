@@ -20,9 +20,7 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.layouts.huggingface import HUGGINGFACE
-from vitrail.weights.layouts.layout import Checkpoint
-from vitrail.weights.load import convert, load
-from vitrail.weights.tensors import open_tensors
+from vitrail.weights.load import load
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SQUASH = {
@@ -192,21 +190,17 @@ def test_newer_releases_keep_the_gate_apart(tmp_path: Path) -> None:
     assert torch.equal(read.network(images), bundle.network.eval()(images))
 
 
-def test_shards_and_pytorch_files(tmp_path: Path) -> None:
+def test_shards_with_an_index(tmp_path: Path) -> None:
     tensors, images, logits = reference("hf_vit_hub")
     folder = reference_folder(tmp_path / "vit", "hf_vit_hub")
     (folder / "model.safetensors").unlink()
-    torch.save(tensors, folder / "pytorch_model.bin")
-    bundle = load(folder, device="cpu")
-    torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
-    (folder / "pytorch_model.bin").unlink()
     names = sorted(tensors)
     halves = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
     for file, part in halves.items():
         save_file({name: tensors[name] for name in part}, folder / file)
     index = {"metadata": {}, "weight_map": {name: file for file, part in halves.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(load(folder, device="cpu").network(images), bundle.network(images))
+    torch.testing.assert_close(load(folder, device="cpu").network(images), logits, atol=1e-4, rtol=0)
 
 
 def test_a_pooler_is_the_hidden_layer_of_a_model_without_head(tmp_path: Path) -> None:
@@ -222,18 +216,13 @@ def test_a_pooler_is_the_hidden_layer_of_a_model_without_head(tmp_path: Path) ->
         load(edit(folder, pooler_act="relu"), device="cpu")
 
 
-def test_a_pooler_is_left_out_where_there_is_a_classifier(tmp_path: Path) -> None:
+def test_parts_that_the_library_does_not_use_for_classes_are_left_out(tmp_path: Path) -> None:
     tensors, images, logits = reference("hf_vit")
     tensors |= {"vit.pooler.dense.weight": torch.randn(64, 64), "vit.pooler.dense.bias": torch.randn(64)}
+    tensors |= {"vit.embeddings.mask_token": torch.ones(1, 1, 64), "decoder.0.weight": torch.ones(192, 64, 1, 1)}
     bundle = load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit"]), device="cpu")
     torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
     assert "the pooler was skipped, because the library does not use it in a model with a classifier" in bundle.notes
-
-
-def test_parts_for_masked_patches_are_left_out(tmp_path: Path) -> None:
-    tensors, *_ = reference("hf_vit")
-    tensors |= {"vit.embeddings.mask_token": torch.ones(1, 1, 64), "decoder.0.weight": torch.ones(192, 64, 1, 1)}
-    bundle = load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit"]), device="cpu")
     assert "the decoder of masked patches was skipped" in bundle.notes
 
 
@@ -254,11 +243,8 @@ def test_a_file_by_itself(tmp_path: Path) -> None:
     file = make_folder(tmp_path / "dinov2", tensors, None) / "model.safetensors"
     bundle = load(file, device="cpu", heads=4)
     torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
-    assert bundle.notes[:2] == (
-        "there is no config.json: model_type='dinov2', layer_norm_eps=1e-06 and the exact GELU are assumed",
-        "there is no preprocessor_config.json: the default of the model family is assumed (short side to 256, "
-        "crop of 224, bicubic, ImageNet's mean and standard deviation)",
-    )
+    assert "model_type='dinov2', layer_norm_eps=1e-06 and the exact GELU are assumed" in bundle.notes[0]
+    assert "there is no preprocessor_config.json: the default of the model family is assumed" in bundle.notes[1]
     with pytest.raises(BundleError, match=r"does not contain the number of attention heads, .* give heads="):
         load(file, device="cpu")
 
@@ -291,10 +277,7 @@ def test_images_have_the_size_of_the_preprocessing(tmp_path: Path) -> None:
         mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225),
     )  # fmt: skip
     assert bundle.network.config.image_size == (224, 224)
-    assert bundle.notes[0] == (
-        "preprocessor_config.json makes images of (224, 224), but the positions are for images of (32, 32), so the "
-        "positions are resized (bicubic, as in the library); use image_size=(32, 32) to keep the size of the positions"
-    )
+    assert "use image_size=(32, 32) to keep the size of the positions" in bundle.notes[0]
     positions = tensors["dinov2.embeddings.position_embeddings"]
     grid = positions[:, 1:].reshape(1, 4, 4, 64).permute(0, 3, 1, 2)
     larger = interpolate(grid, size=(28, 28), mode="bicubic", align_corners=False)
@@ -312,19 +295,13 @@ def test_a_preprocessed_size_that_patches_do_not_divide(tmp_path: Path) -> None:
     folder = edit(reference_folder(tmp_path / "dinov2", "hf_dinov2"), "preprocessor_config.json", crop_size=36)
     bundle = load(folder, device="cpu")
     assert bundle.preprocess.image_size == (32, 32)
-    assert bundle.notes[0] == (
-        "preprocessor_config.json makes images of (36, 36), but the positions are for images of (32, 32); patches of "
-        "(8, 8) do not divide (36, 36), so images of (32, 32) are used"
-    )
+    assert "patches of (8, 8) do not divide (36, 36), so images of (32, 32) are used" in bundle.notes[0]
 
 
 def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
     bundle = load(reference_folder(tmp_path / "vit", "hf_vit", image_size=[35, 48]), device="cpu")
     assert bundle.network.config.image_size == (32, 48)
-    assert (
-        "image_size=(35, 48) is not a multiple of the patch size, so the model uses (32, 48), the part that "
-        "patches cover" in bundle.notes
-    )
+    assert any("image_size=(35, 48) is not a multiple of the patch size" in note for note in bundle.notes)
 
 
 # --- preprocessing
@@ -340,11 +317,7 @@ def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
         ({"rescale_factor": 0}, None, "rescale_factor=0 is not a number above 0"),
         ({"resample": 0}, {"interpolation": "nearest"}, ""),
         ({"resample": 3}, {"interpolation": "bicubic"}, ""),
-        (
-            {"resample": 1},
-            {"interpolation": "bicubic"},
-            "has resample=1, which is not supported, so bicubic is used",
-        ),
+        ({"resample": 1}, {"interpolation": "bicubic"}, "has resample=1, which is not supported, so bicubic is used"),
         ({"image_mean": [0.1, 0.2, 0.3]}, {"mean": (0.1, 0.2, 0.3)}, ""),
         ({"image_mean": 0.25, "image_std": 2}, {"mean": (0.25,), "std": (2.0,)}, ""),
         ({"do_normalize": False}, {"mean": (0.0,), "std": (1.0,)}, ""),
@@ -352,23 +325,15 @@ def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
         ({"rescale_factor": 2 / 255, "image_mean": 1}, {"mean": (0.5,), "std": (0.25,)}, ""),
         ({"size": None, "resample": None, "image_mean": None}, {}, ""),
         ({"size": 32}, {"image_size": (32, 32)}, "makes images of (32, 32)"),
-        (
-            {"size": 32, "crop_size": 24},
-            {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75},
-            "makes images of (24, 24)",
-        ),
+        ({"size": 32, "crop_size": 24}, {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75}, "(24, 24)"),
         ({"crop_size": {"height": 32, "width": 48}}, {}, ""),
         ({"crop_size": 224, "do_center_crop": False}, {}, ""),
         ({"do_resize": False}, {}, "does not resize images, but here they are squashed"),
-        (
-            {"size": {"shortest_edge": 40}},
-            {"image_size": (40, 40), "resize": "crop"},
-            "scales the short side to 40 without cropping, but here the centre is cropped",
-        ),
+        ({"size": {"shortest_edge": 40}}, {"image_size": (40, 40), "resize": "crop"}, "short side to 40 without crop"),
         (
             {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 48}},
             {"resize": "crop", "crop_share": 0.8},
-            "crops a rectangle from images scaled by their short side, but here they are scaled to cover the rectangle",
+            "crops a rectangle from images scaled by their short side",
         ),
         (
             {"size": {"height": 40, "width": 60}, "crop_size": {"height": 32, "width": 48}},
@@ -402,17 +367,6 @@ def test_preprocessing(tmp_path: Path, fields: dict[str, Any], expected: dict[st
     np.testing.assert_allclose(bundle.preprocess.std, wanted.std, rtol=1e-6)
     notes = [item for item in bundle.notes if "class names" not in item]
     assert not notes if not note else any(note in item for item in notes), notes
-
-
-def test_preprocessing_that_is_not_there(tmp_path: Path) -> None:
-    folder = reference_folder(tmp_path / "vit", "hf_vit")
-    (folder / "preprocessor_config.json").unlink()
-    bundle = load(folder, device="cpu")
-    assert bundle.preprocess == Preprocess(image_size=(32, 48))
-    assert bundle.notes[0] == (
-        "there is no preprocessor_config.json: the default of the model family is assumed (squashed, bilinear, "
-        "0.5 for mean and standard deviation)"
-    )
 
 
 @pytest.mark.parametrize(
@@ -465,37 +419,8 @@ def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture", "name", "shape"),
-    [
-        ("vit", "ViTForImageClassification", "vit.encoder.layer.1.attention.attention.query.weight", (12, 12)),
-        ("vit, pooler", "ViTModel", "pooler.dense.weight", (9, 12)),
-        ("dinov2", "Dinov2ForImageClassification", "dinov2.embeddings.mask_token", (1, 12)),
-        ("dinov2, no head", "Dinov2Model", "encoder.layer.0.layer_scale1.lambda1", (12,)),
-        ("dinov2, swiglu", "Dinov2ForImageClassification", "dinov2.encoder.layer.0.mlp.weights_in.weight", (64, 12)),
-        (
-            "registers",
-            "Dinov2WithRegistersForImageClassification",
-            "dinov2_with_registers.embeddings.register_tokens",
-            (1, 3, 12),
-        ),
-        ("registers, no head", "Dinov2WithRegistersModel", "embeddings.register_tokens", (1, 3, 12)),
-    ],
-)
-def test_names_and_classes_of_the_hub(
-    tmp_path: Path, kind: str, architecture: str, name: str, shape: tuple[int, ...]
-) -> None:
-    HUGGINGFACE.write(make_bundle(**KINDS[kind]), tmp_path / "model")
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == [architecture]
-    assert open_tensors(tmp_path / "model" / "model.safetensors").shapes[name] == shape
-
-
-@pytest.mark.parametrize(
     ("output", "problem_type"),
-    [
-        ("softmax", "single_label_classification"),
-        ("sigmoid", "multi_label_classification"),
-        ("numbers", "regression"),
-    ],
+    [("softmax", "single_label_classification"), ("sigmoid", "multi_label_classification"), ("numbers", "regression")],
 )
 def test_the_meaning_of_outputs_is_a_problem_type(output: str, problem_type: str, tmp_path: Path) -> None:
     HUGGINGFACE.write(make_bundle(**VIT, output=output), tmp_path / "model")
@@ -503,24 +428,22 @@ def test_the_meaning_of_outputs_is_a_problem_type(output: str, problem_type: str
     assert load(tmp_path / "model", device="cpu").output == output
 
 
+SQUARE: dict[str, Any] = {**VIT, "image_size": (8, 8), "patch_size": (4, 4)}
+
+
 @pytest.mark.parametrize(
     ("fields", "lost"),
     [
-        (VIT, ["images of other sizes than (12, 10) (its code resizes positions of square grids only)"]),
-        ({"image_size": (20, 20), "patch_size": (5, 5)}, ["position_resize='linear-corners' (its code has 'bicubic')"]),
-        (
-            {**VIT, "image_size": (8, 8), "patch_size": (4, 4), "num_classes": 0},
-            ["the absence of a pooler (ViTModel adds one with random weights: use the class token, not pooler_output)"],
-        ),
-        (
-            {**VIT, "image_size": (8, 8), "patch_size": (4, 4), "channels": 1},
-            ["the conversion to grey (its code takes images as they are)"],
-        ),
-        ({**REGISTERS, "position_resize": "bicubic"}, ["position_resize='bicubic' (its code has 'bicubic-antialias')"]),
+        (VIT, "images of other sizes than (12, 10) (its code resizes positions of square grids only)"),
+        ({**SQUARE, "position_resize": "linear-corners"}, "position_resize='linear-corners' (its code has 'bicubic')"),
+        ({**SQUARE, "num_classes": 0}, "the absence of a pooler (ViTModel adds one with random weights"),
+        ({**SQUARE, "channels": 1}, "the conversion to grey (its code takes images as they are)"),
+        ({**REGISTERS, "position_resize": "bicubic"}, "position_resize='bicubic' (its code has 'bicubic-antialias')"),
     ],
 )
-def test_what_is_lost_is_returned(tmp_path: Path, fields: dict[str, Any], lost: list[str]) -> None:
-    assert list(HUGGINGFACE.write(make_bundle(**fields), tmp_path / "model")) == lost
+def test_what_is_lost_is_returned(tmp_path: Path, fields: dict[str, Any], lost: str) -> None:
+    (found,) = HUGGINGFACE.write(make_bundle(**fields), tmp_path / "model")
+    assert lost in found
 
 
 def test_cutting_rectangles_is_lost(tmp_path: Path) -> None:
@@ -542,28 +465,15 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"pool": "gap"},
-            r"huggingface \(model_type vit: no LayerScale\) cannot store pool='gap' \(only 'cls'\)",
-        ),
-        ({"registers": 2}, r"registers=2 \(only 0\)"),
+        ({"pool": "gap"}, r"huggingface \(model_type vit: no LayerScale\) cannot store pool='gap' \(only 'cls'\)"),
         ({"positions": "sincos-2d"}, r"positions='sincos-2d' \(only 'learned'\)"),
         ({"positions_at": "every-layer"}, r"='every-layer' \(only 'stem'\)"),
-        ({"final_norm": "pooled"}, "final_norm='pooled'"),
-        ({"qk_norm": True}, "qk_norm=True"),
-        ({"dense_bias": False}, r"dense_bias=False \(only True\)"),
-        ({"patch_bias": False}, r"patch_bias=False \(only True\)"),
-        ({"activation": "swiglu"}, r"activation='swiglu' \(only 'gelu', 'gelu-tanh'\)"),
-        ({"head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
         ({**DINOV2, "num_classes": 0}, r"model_type dinov2: LayerScale, .* pool='cls\+gap' \(only 'cls'\)"),
         ({**DINOV2, "pool": "gap"}, r"pool='gap' \(only 'cls\+gap', 'cls'\)"),
         ({**DINOV2, "pool": "cls", "num_classes": 0, "head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
         ({**DINOV2, "image_size": (28, 14)}, r"takes only square patches and images, not image_size=\(28, 14\)"),
         ({**DINOV2, "patch_size": (7, 14)}, r"takes only square patches and images, not patch_size=\(7, 14\)"),
-        (
-            {**DINOV2, "mlp_width": 20},
-            r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \* width for a whole number",
-        ),
+        ({**DINOV2, "mlp_width": 20}, r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \*"),
         ({**DETECTOR, "positions_at": "shared"}, r"positions_at='shared' \(only 'stem', 'every-layer'\)"),
         ({**DETECTOR, "layer_scale": 0.5}, r"model_type yolos: detection tokens\) cannot store layer_scale=0.5"),
         ({**DETECTOR, "patch_size": (5, 3)}, "YOLOS takes only square patches"),
@@ -590,14 +500,6 @@ def test_the_numbers_of_the_classes_in_the_data_are_kept(tmp_path: Path) -> None
             load(tmp_path / "model", device="cpu")
 
 
-def test_a_folder_that_is_there_is_replaced(tmp_path: Path) -> None:
-    make_bundle(**DINOV2, seed=1).save(tmp_path / "ours")
-    for _ in range(2):
-        assert convert(tmp_path / "ours", tmp_path / "theirs", "huggingface", overwrite=True) == ()
-    found = sorted(path.name for path in (tmp_path / "theirs").iterdir())
-    assert found == ["config.json", "model.safetensors", "preprocessor_config.json"]
-
-
 # --- errors
 
 
@@ -613,10 +515,7 @@ def test_a_folder_that_is_there_is_replaced(tmp_path: Path) -> None:
         ({"layer_norm_eps": "tiny"}, "layer_norm_eps='tiny' must be int or float"),
         ({"image_size": "large"}, "image_size='large' must be int or list"),
         ({"image_size": [32]}, r"image_size=\[32\] must be one number of pixels, or \[height, width\]"),
-        (
-            {"image_size": 32},
-            r"for 24 patches, but image_size=\(32, 32\) in config\.json gives 4 x 4 patches of 8 x 8 pixels",
-        ),
+        ({"image_size": 32}, r"for 24 patches, but image_size=\(32, 32\) in config\.json gives 4 x 4 patches of 8 x 8"),
         ({"num_hidden_layers": 3}, "missing: encoder.layer.2.layernorm_before.weight"),
         ({"num_hidden_layers": 1}, r"unexpected: encoder.layer.1.attention.attention.query.weight \(64, 64\)"),
         ({"qkv_bias": False}, r"unexpected: encoder.layer.0.attention.attention.key.bias \(64,\)"),
@@ -631,37 +530,28 @@ def test_a_config_that_does_not_fit(tmp_path: Path, fields: dict[str, Any], mess
 
 def test_heads_that_are_at_odds(tmp_path: Path) -> None:
     folder = reference_folder(tmp_path / "vit", "hf_vit")
-    assert load(folder, device="cpu", heads=4).network.config == load(folder, device="cpu").network.config
     with pytest.raises(BundleError, match=r"heads=8 does not agree with config\.json, which has num_attention_heads=4"):
         load(folder, device="cpu", heads=8)
 
 
 @pytest.mark.parametrize(
-    ("lost", "message"),
+    ("name", "shape", "message"),
     [
-        ("vit.embeddings.cls_token", "missing: embeddings.cls_token"),
-        (
-            "vit.embeddings.position_embeddings",
-            "embeddings.position_embeddings is missing; it must be 3-dimensional",
-        ),
-        (
-            "vit.encoder.layer.0.intermediate.dense.bias",
-            "encoder.layer.0.intermediate.dense.bias is missing; it must be 1-dimensional",
-        ),
-        ("classifier.weight", "missing: classifier.weight"),
+        ("vit.embeddings.cls_token", (), "missing: embeddings.cls_token"),
+        ("vit.embeddings.position_embeddings", (), "position_embeddings is missing; it must be 3-dimensional"),
+        ("vit.embeddings.position_embeddings", (25, 64), r"has the shape \(25, 64\); it must be 3-dimensional"),
+        ("vit.encoder.layer.0.intermediate.dense.bias", (), "dense.bias is missing; it must be 1-dimensional"),
+        ("classifier.weight", (), "missing: classifier.weight"),
     ],
 )
-def test_tensors_that_are_not_there(tmp_path: Path, lost: str, message: str) -> None:
+def test_tensors_that_are_not_there_or_of_another_shape(
+    tmp_path: Path, name: str, shape: tuple[int, ...], message: str
+) -> None:
     tensors, *_ = reference("hf_vit_hub")
-    del tensors[lost]
+    del tensors[name]
+    if shape:
+        tensors[name] = torch.zeros(shape)
     with pytest.raises(BundleError, match=message):
-        load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit_hub"]), device="cpu")
-
-
-def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
-    tensors, *_ = reference("hf_vit_hub")
-    tensors["vit.embeddings.position_embeddings"] = torch.zeros(25, 64)
-    with pytest.raises(BundleError, match=r"has the shape \(25, 64\); it must be 3-dimensional"):
         load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit_hub"]), device="cpu")
 
 
@@ -669,14 +559,8 @@ def test_other_models_of_the_library(tmp_path: Path) -> None:
     tensors, *_ = reference("hf_vit")
     other = {name.replace("vit.", "beit.").replace("before", "1"): tensor for name, tensor in tensors.items()}
     folder = make_folder(tmp_path / "beit", other, None)
-    assert HUGGINGFACE.recognises(Checkpoint(open_tensors(folder / "model.safetensors")))
     with pytest.raises(BundleError, match=r"not those of ViT, DINOv2 or YOLOS: put its config\.json beside it"):
         load(folder, device="cpu")
-
-
-def test_other_libraries_are_not_recognised(tmp_path: Path) -> None:
-    save_file({"patch_embed.proj.weight": torch.zeros(4, 3, 2, 2)}, tmp_path / "timm.safetensors")
-    assert not HUGGINGFACE.recognises(Checkpoint(open_tensors(tmp_path / "timm.safetensors")))
 
 
 # --- the library itself

@@ -25,8 +25,6 @@ from vitrail.weights.layouts.timm import TIMM, written_config
 from vitrail.weights.load import load
 from vitrail.weights.tensors import open_tensors
 
-Write = Callable[..., Path]
-
 ROOT = RootConfig(norm_eps=1e-5, weight_eps=1e-8, weight_eps_on="variance")
 """A stem without stages, with timm's own epsilons."""
 
@@ -70,15 +68,6 @@ def test_the_size_of_the_file_goes_before_the_one_that_is_asked_for(folder: Call
 
 
 @pytest.mark.parametrize(
-    ("stated", "share", "noted"), [({"crop_pct": 1.1}, 1.0, True), ({"crop_pct": None}, 0.9, False), ({}, 0.9, False)]
-)
-def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, folder: Callable[..., Path]) -> None:
-    bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48], **stated}), device="cpu")
-    assert bundle.preprocess.crop_share == share
-    assert ("crop_pct=1.1 is not in (0, 1], so 1 is used" in bundle.notes) == noted
-
-
-@pytest.mark.parametrize(
     ("stated", "fields", "note"),
     [
         ({"crop_mode": "center", "crop_pct": 1.0}, {"resize": "crop", "crop_share": 1.0}, ""),
@@ -88,6 +77,8 @@ def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, fold
             {"crop_mode": "border", "mean": [0.485, 0.456, 0.406]},
             {"resize": "pad", "pad_value": (124, 116, 104), "mean": (0.485, 0.456, 0.406)}, "",
         ),
+        ({"crop_pct": 1.1}, {"crop_share": 1.0}, "crop_pct=1.1 is not in (0, 1], so 1 is used"),
+        ({"crop_pct": None}, {"crop_share": 0.9}, ""), ({}, {"crop_share": 0.9}, ""),
         ({"interpolation": "box"}, {"interpolation": "area"}, ""),
         ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' is not supported"),
     ],
@@ -109,10 +100,8 @@ def test_geometry(
 def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_path: Path) -> None:
     bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48]}), device="cpu")
     bundle.preprocess = replace(bundle.preprocess, resize="pad", antialias=False)
-    assert TIMM.write(bundle, tmp_path / "out")[-2:] == (
-        "pad_value=(255,) (its code uses the mean, (128,))",
-        "antialias=False",
-    )
+    padded = "pad_value=(255,) (its code uses the mean, (128,))"
+    assert TIMM.write(bundle, tmp_path / "out")[-2:] == (padded, "antialias=False")
     bundle.preprocess = replace(bundle.preprocess, resize="crop", antialias=True, scaled_decode=True)
     assert TIMM.write(bundle, tmp_path / "out")[-1] == "scaled_decode=True"
     bundle.preprocess = bundle.preprocess.with_geometry("vision_transformer")
@@ -133,17 +122,7 @@ def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int) -> Non
 @pytest.mark.parametrize("names", [["a", "b"], "abcdefg", None])
 def test_class_names_that_do_not_fit_are_numbers(names: Any, folder: Callable[..., Path]) -> None:
     bundle = load(folder(label_names=names), device="cpu")
-    assert (
-        bundle.classes == tuple("0123456")
-        and "the file has no class names, so the classes are numbered" in bundle.notes
-    )
-
-
-def test_activations(folder: Callable[..., Path]) -> None:
-    config = load(folder(model_args={"act_layer": "gelu_tanh"}), device="cpu").network.config
-    assert isinstance(config, ViTConfig) and config.activation == "gelu-tanh"
-    with pytest.raises(BundleError, match="act_layer='quick_gelu' is not one of 'gelu', 'gelu_tanh', 'gelu_erf'"):
-        load(folder(model_args={"act_layer": "quick_gelu"}), device="cpu")
+    assert bundle.classes == tuple("0123456") and any("the file has no class names" in note for note in bundle.notes)
 
 
 @pytest.mark.parametrize(("pool", "expected"), [("token", "cls"), ("avg", "gap")])
@@ -357,14 +336,7 @@ def test_a_root_without_stages_is_a_bare_stem(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_architecture_is_one_that_timm_can_build(fields: dict[str, Any], architecture: str, tmp_path: Path) -> None:
     config = ViTConfig(
-        patch_size=(1, 2),
-        image_size=(32, 64),
-        width=49,
-        depth=1,
-        heads=7,
-        num_classes=3,
-        mlp_width=29,
-        **fields,
+        patch_size=(1, 2), image_size=(32, 64), width=49, depth=1, heads=7, num_classes=3, mlp_width=29, **fields
     )
     TIMM.write(random_bundle(config), tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -382,7 +354,7 @@ def test_the_architecture_is_one_that_timm_can_build(fields: dict[str, Any], arc
         {"root": replace(ROOT, depths=(1, 2)), "patch_size": (1, 2)},
         {"root": replace(ROOT, width=32), "patch_size": (1, 2)},
         {"root": ROOT, "activation": "swiglu", "patch_size": (1, 2)}, {"patch_bias": False}, {"norm_eps": 1e-4},
-        {"pool": "map", "activation": "swiglu"}, {"head_hidden": 3}, {"pool": "cls+gap"},
+        {"pool": "map", "activation": "swiglu"},
     ],
 )  # fmt: skip
 def test_networks_that_no_model_of_timm_has_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
