@@ -27,7 +27,7 @@ from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData, open_mixed
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
-from vitrail.models.variants import AnyConfig, build
+from vitrail.models.variants import AnyConfig, build, create
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import RECIPES
@@ -156,6 +156,18 @@ def dense_bundle(head_kind: str = "pyramid", **fields: Any) -> Bundle:
     config = small_config(**{"head_kind": head_kind, "width": 16, "heads": 2, **size})
     preprocess = Preprocess(image_size=config.image_size, channels=3, resize="pad")
     return Bundle(randomised(config, std=0.3), classes, preprocess, output=output)
+
+
+def small_model(folder: Path, classes: tuple[str, ...] = (), *, seed: int = 0, **images: Any) -> Path:
+    """Save a model with random weights for images of 14 x 21, by default without a head."""
+    torch.manual_seed(seed)
+    network = create(
+        "ViT-Pico/7", image_size=(14, 21), num_classes=len(classes), width=16, depth=1, heads=2, mlp_width=32,
+        position_std=0.5,
+    )  # fmt: skip
+    if classes:
+        torch.nn.init.normal_(network.head.weight)
+    return Bundle(network, classes, Preprocess(image_size=(14, 21), **images)).save(folder)
 
 
 def random_bundle(config: AnyConfig, **fields: Any) -> Bundle:
@@ -318,6 +330,15 @@ def make_colour_folder(root: Path, *, images: int = 12, classes: tuple[str, ...]
             pixels = random.integers(0, 80, (height, width, 3), dtype=np.uint8)
             pixels[..., channel % 3] += 150
             Image.fromarray(pixels).save(root / name / f"{number:02}.png")
+    return root
+
+
+def make_split_colours(root: Path, *, test: int = 1) -> Path:
+    """Write the images of `make_colour_folder`, of which `test` of each class are in a test split."""
+    for folder in sorted(make_colour_folder(root / "train").iterdir()):
+        (root / "test" / folder.name).mkdir(parents=True)
+        for file in sorted(folder.iterdir())[-test:]:
+            file.rename(root / "test" / folder.name / file.name)
     return root
 
 

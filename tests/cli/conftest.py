@@ -1,15 +1,48 @@
-"""A trained model that the tests of several commands share."""
+"""A trained model that the tests of several commands share, and calls of commands."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.make import make_idx_folder
+from vitrail.cli import main
 from vitrail.data.formats import idx
 from vitrail.recipes import RECIPES
 from vitrail.training.run import RunResult, train
+
+
+class Cli:
+    """Runs commands in this process, and returns what they print."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def call(self, *words: object, code: int = 0) -> pytest.CaptureResult[str]:
+        """Return what a command prints, which ends with this exit code."""
+        self.capsys.readouterr()
+        assert main([*map(str, words)]) == code
+        return self.capsys.readouterr()
+
+    def shows(self, *words: object) -> str:
+        """Return the output of a command, which succeeds."""
+        return self.call(*words).out
+
+    def json(self, *words: object) -> Any:
+        """Return the JSON that a command prints, which succeeds."""
+        return json.loads(self.shows(*words, "--json"))
+
+    def refuses(self, *words: object) -> str:
+        """Return the message of a command, which is refused."""
+        return self.call(*words, code=2).err
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
 
 
 @pytest.fixture(scope="session")

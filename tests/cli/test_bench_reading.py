@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Cli
 from vitrail.cli import main
 from vitrail.data.pipeline import default_threads
 from vitrail.errors import plural
@@ -29,32 +30,26 @@ def test_a_table_of_photographs_in_three_forms(
     ("words", "expected"),
     [([], plural(default_threads(), "thread")), (["--threads", "0"], "0 threads")],
 )
-def test_the_header_says_how_many_threads_read(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], colour_folder: Path
-) -> None:
+def test_the_header_says_how_many_threads_read(words: list[str], expected: str, cli: Cli, colour_folder: Path) -> None:
     words = [str(colour_folder), *words, "--images", "4", "--batch-size", "2", "--image-size", "5", "7"]
-    assert main(["bench", "data", *words, "--repetitions", "1", "--warmup", "0"]) == 0
-    assert f"to 5 x 7, in batches of 2, {expected}" in " ".join(capsys.readouterr().out.split())
+    assert f"to 5 x 7, in batches of 2, {expected}" in " ".join(
+        cli.shows("bench", "data", *words, "--repetitions", "1", "--warmup", "0").split()
+    )
 
 
-def test_json_of_a_data_set(capsys: pytest.CaptureFixture[str], colour_folder: Path) -> None:
+def test_json_of_a_data_set(cli: Cli, colour_folder: Path) -> None:
     words = ["bench", "data", str(colour_folder), "--images", "20", "--batch-size", "8", "--image-size", "5", "7"]
-    assert main([*words, "--repetitions", "2", "--json"]) == 0
-    printed = capsys.readouterr()
+    printed = cli.call(*words, "--repetitions", "2", "--json")
     found = json.loads(printed.out)
     assert "--images 20: each round reads 16" in " ".join(printed.err.split())
-    assert found["images"] == 16 and list(found["seconds"]) == [
-        str(colour_folder),
-        "decoding alone",
-        "Pillow, one by one",
-    ]
+    assert found["images"] == 16
+    assert list(found["seconds"]) == [str(colour_folder), "decoding alone", "Pillow, one by one"]
     assert [len(times) for times in found["seconds"].values()] == [2, 2, 2]
 
 
 @pytest.mark.slow
-def test_opening_many(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "data", "--entries", "10050", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["images"] == 10050
+def test_opening_many(cli: Cli) -> None:
+    assert cli.json("bench", "data", "--entries", "10050")["images"] == 10050
 
 
 @pytest.mark.parametrize(
@@ -66,6 +61,5 @@ def test_opening_many(capsys: pytest.CaptureFixture[str]) -> None:
         (["--against", "datasets"], "--against datasets: datasets is not installed"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "data", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def test_what_cannot_be_compared_is_refused(words: list[str], message: str, cli: Cli) -> None:
+    assert message in " ".join(cli.refuses("bench", "data", *words).split())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.make import make_colour_folder
+from tests.cli.conftest import Cli
 from vitrail.cli import main
 from vitrail.data.check.findings import Report
 from vitrail.data.check.report import check_data
@@ -32,9 +32,8 @@ def broken(colour_folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_clean_set_is_said_to_be_one(colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "check", str(colour_folder)]) == 0
-    shown = capsys.readouterr().out
+def test_a_clean_set_is_said_to_be_one(colour_folder: Path, here: Path, cli: Cli) -> None:
+    shown = cli.shows("data", "check", colour_folder)
     assert "Nothing wrong found in 36 images." in shown
     assert "training images are held out for validation" in shown
     assert "PNG RGB (36)" in shown and "30 x 9 to 20 x 19 (width x height)" in shown
@@ -42,75 +41,56 @@ def test_a_clean_set_is_said_to_be_one(colour_folder: Path, here: Path, capsys: 
     assert (here / "data-check.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-def test_what_training_fails_at_is_exit_code_2_and_one_line(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "check", str(broken), "--max-skipped", "0"]) == 2
-    captured = capsys.readouterr()
+def test_what_training_fails_at_is_exit_code_2_and_one_line(broken: Path, cli: Cli) -> None:
+    captured = cli.call("data", "check", broken, "--max-skipped", "0", code=2)
     assert captured.err == f"vitrail: training on {str(broken)!r} would fail: 1 train image cannot be decoded\n"
     assert "train: red/broken.png (is empty (0 bytes))" in captured.out
     assert "skips some of these images and then stops, because --max-skipped allows 0 images." in captured.out
-    assert main(["data", "check", str(broken)]) == 0
+    cli.shows("data", "check", broken)
 
 
-def test_json_is_the_report(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "check", str(broken), "--json", "--page", "None", "--max-skipped", "0"]) == 2
-    captured = capsys.readouterr()
+def test_json_is_the_report(broken: Path, cli: Cli) -> None:
+    captured = cli.call("data", "check", broken, "--json", "--page", "None", "--max-skipped", "0", code=2)
     report = from_plain(Report, json.loads(captured.out))
     assert report == check_data(open_data(str(broken), validation_share=0.1), max_skipped=0.0)
     assert captured.err.count("\n") == 1
 
 
-def test_the_page_goes_where_it_is_told(colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "check", str(colour_folder), "--page", "a.html", "--json"]) == 0
+def test_the_page_goes_where_it_is_told(colour_folder: Path, here: Path, cli: Cli) -> None:
+    captured = cli.call("data", "check", colour_folder, "--page", "a.html", "--json")
     assert [path.name for path in here.iterdir()] == ["a.html"]
-    captured = capsys.readouterr()
     assert captured.err == "pictures of it: a.html\n"
-    assert main(["data", "check", str(colour_folder), "--page", "None"]) == 0
+    cli.shows("data", "check", colour_folder, "--page", "None")
     assert [path.name for path in here.iterdir()] == ["a.html"]
 
 
-def test_a_sample_is_deterministic(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_is_deterministic(colour_folder: Path, cli: Cli) -> None:
     shown = []
     for threads in ("1", "3"):
         words = ["data", "check", str(colour_folder), "--sample", "9", "--json", "--page", "None"]
-        assert main([*words, "--threads", threads]) == 0
-        shown.append(capsys.readouterr().out)
+        shown.append(cli.shows(*words, "--threads", threads))
     assert shown[0] == shown[1]
     assert sum(split["looked_at"] for split in json.loads(shown[0])["splits"]) == 9
 
 
-def test_copies_are_named_side_by_side(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copies_are_named_side_by_side(colour_folder: Path, cli: Cli) -> None:
     shutil.copy(colour_folder / "blue" / "03.png", colour_folder / "red" / "again.png")
-    assert main(["data", "check", str(colour_folder), "--validation-share", "0"]) == 0
-    shown = capsys.readouterr().out
+    shown = cli.shows("data", "check", colour_folder, "--validation-share", "0")
     assert "train: blue/03.png = train: red/again.png" in shown
     assert "warning 2 images in 1 group of copies with different labels (identical pixels)" in shown
 
 
-@pytest.mark.slow
-def test_many_classes_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(30):
-        (tmp_path / "data" / f"class-{number:02}").mkdir(parents=True)
-        for image in range(2):
-            pixels = Image.linear_gradient("L").resize((9 + number, 7)).rotate(180 * image)
-            pixels.save(tmp_path / "data" / f"class-{number:02}" / f"{image}.png")
-    main(["data", "check", str(tmp_path / "data"), "--validation-share", "0"])
-    shown = capsys.readouterr().out
-    assert "10 more" in shown and "class-19" in shown and "class-20 " not in shown
-
-
 @pytest.mark.parametrize("typed", [["age", "height"], ["age,height"], ["age,", "height"]])
-def test_tables_of_numbers_are_checked(
-    typed: list[str], tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_of_numbers_are_checked(typed: list[str], tmp_path: Path, here: Path, cli: Cli) -> None:
     lines = ["path,age,height"]
     for number in range(20):
         Image.new("L", (9 + number, 7), 90).save(tmp_path / f"{number}.png")
         lines.append(f"{number}.png,{number},{'' if number == 3 else 2 * number}")
     (tmp_path / "people.csv").write_text("\n".join(lines))
-    assert main(["data", "check", str(tmp_path / "people.csv"), "--page", "None", "--numbers", *typed]) == 0
-    assert "2 of its 20 training images are held out" in capsys.readouterr().out
+    shown = cli.shows("data", "check", tmp_path / "people.csv", "--page", "None", "--numbers", *typed)
+    assert "2 of its 20 training images are held out" in shown
     out = tmp_path / "shards"
-    assert main(["data", "pack", str(tmp_path / "people.csv"), str(out), "--numbers", *typed]) == 0
+    cli.shows("data", "pack", tmp_path / "people.csv", out, "--numbers", *typed)
     packed = open_data(str(out), validation_share=0.0, numbers=("height",))
     assert packed.train.target(19) == (2.0 * int(packed.train.key(19).rpartition("/")[2].partition(".")[0]),)
 
@@ -128,28 +108,13 @@ def test_a_constant_number_is_found(tmp_path: Path, here: Path, capsys: pytest.C
     assert (found["severity"], found["count"]) == ("warning", 1) and found["text"].endswith(": age")
 
 
-def test_a_fraction_that_has_no_effect_is_noted(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_colour_folder(tmp_path / "train")
-    make_colour_folder(tmp_path / "val")
-    words = ["data", "check", str(tmp_path), "--page", "None"]
-    for typed, is_noted in (((), False), (("--validation-share", "0.3"), True)):
-        assert main([*words, *typed]) == 0
-        shown = " ".join(capsys.readouterr().out.split())
-        assert ("--validation-share has no effect" in shown) == is_noted
-    assert main([*words, *typed, "--validation", "train"]) == 0
-    assert "no effect" not in capsys.readouterr().out
-
-
-def test_images_without_labels_are_checked(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_without_labels_are_checked(tmp_path: Path, here: Path, cli: Cli) -> None:
     (tmp_path / "photos").mkdir()
     for number in range(10):
         Image.new("RGB", (9, 7), (number, 3 * number, 0)).save(tmp_path / "photos" / f"{number}.png")
     words = ["data", "check", str(tmp_path / "photos"), "--page", "None"]
-    assert main(words) == 2
-    assert "has images but no class folders" in capsys.readouterr().err
-    assert main([*words, "--unlabelled"]) == 0
-    assert "1 of its 10 training images are held out" in capsys.readouterr().out
-    assert main(["data", "pack", str(tmp_path / "photos"), str(tmp_path / "shards"), "--unlabelled"]) == 0
+    assert "1 of its 10 training images are held out" in cli.shows(*words, "--unlabelled")
+    cli.shows("data", "pack", tmp_path / "photos", tmp_path / "shards", "--unlabelled")
     assert len(open_data(str(tmp_path / "shards"), validation_share=0.0, unlabelled=True).train) == 10
 
 
@@ -184,7 +149,7 @@ def test_faults_of_the_structure_are_findings(
     assert {"unknown-class", "empty-folder", "system-folder"} <= set(kinds)
 
 
-def test_labels_are_chosen_by_options(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_are_chosen_by_options(colour_folder: Path, cli: Cli) -> None:
     images = sorted(path.relative_to(colour_folder).as_posix() for path in colour_folder.rglob("*.png"))
     labels = ["cat", "fox", "cat|fox", "None"] * 3
     rows = [f"{image},{label}" for image, label in zip(images, labels, strict=False)]
@@ -192,11 +157,9 @@ def test_labels_are_chosen_by_options(colour_folder: Path, capsys: pytest.Captur
     table.write_text("\n".join(["path,label", *rows]) + "\n")
 
     def classes(*words: str) -> list[str]:
-        assert main(["data", "check", str(table), "--page", "None", "--json", *words]) == 0
-        return list(json.loads(capsys.readouterr().out)["classes"])
+        return list(cli.json("data", "check", table, "--page", "None", *words)["classes"])
 
-    assert main(["data", "check", str(table)]) == 2
-    assert "--label-separator '|'" in capsys.readouterr().err
+    assert "--label-separator '|'" in cli.refuses("data", "check", table)
     assert classes("--label-separator", "|") == ["cat", "fox"]
     assert classes("--label-separator", "none") == ["cat", "cat|fox", "fox"]
     assert classes("--label-separator", "none", "--keep-missing-words") == ["None", "cat", "cat|fox", "fox"]

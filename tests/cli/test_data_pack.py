@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.cli.conftest import Cli
 from vitrail.cli import main
 from vitrail.data.formats.tar import open_shards
 from vitrail.data.sources import open_data
@@ -35,15 +36,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], P
     return make
 
 
-def test_a_folder_is_packed_and_said_to_be(
-    folder: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_packed_and_said_to_be(folder: Callable[[int], Path], tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "out"
     source = folder(3)
     (source / "rose" / "bad.jpg").write_bytes(b"no image")
     words = ["data", "pack", str(source), str(out), "--shard-size", "8kB", "--max-side", "10", "--workers", "2"]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
+    shown = cli.shows(*words)
     assert "train: 7 images, 6 of them scaled down, in 4 shards of 0.0 MB in all" in shown
     assert (
         "1 of the images cannot be read and were copied as they are:\n  rose/bad.jpg: is not an image in a format"
@@ -51,7 +49,7 @@ def test_a_folder_is_packed_and_said_to_be(
     )
     assert f"The shards are in {out}. Train on them: vitrail train --data {out}" in shown
     assert len(open_shards(str(out), None).train) == 7
-    assert main(words) == 0 and capsys.readouterr().out == shown
+    assert cli.shows(*words) == shown
 
 
 @pytest.mark.slow
@@ -72,7 +70,7 @@ def test_soft_pseudo_labels_become_classes_and_this_is_said(
 
 
 def test_ctrl_c_stops_with_code_75_and_says_how_to_go_on(
-    folder: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Callable[[int], Path], tmp_path: Path, cli: Cli
 ) -> None:
     source, out = folder(60), tmp_path / "out put"
     words = ["data", "pack", str(source), str(out), "--shard-size", "30000"]
@@ -84,11 +82,10 @@ def test_ctrl_c_stops_with_code_75_and_says_how_to_go_on(
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(interrupt)
-        assert main(words) == 75
-    errors = capsys.readouterr().err
+        errors = cli.call(*words, code=75).err
     assert errors.startswith("vitrail: stopped: ") and "Traceback" not in errors
     assert errors.endswith(f"\nContinue with: vitrail data pack {source} '{out}' --shard-size 30000\n")
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
-    assert main(words) == 0
+    cli.shows(*words)
     assert kept and all((out / name).stat().st_mtime_ns == changed for name, changed in kept.items())
     assert len(open_shards(str(out), None).train) == 120

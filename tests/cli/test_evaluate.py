@@ -15,7 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.make import make_colour_folder
+from tests.cli.conftest import Cli
+from tests.make import make_split_colours, small_model
 from vitrail.cli import command_of, main
 from vitrail.cli.evaluate import evaluator_options
 from vitrail.data.pixels.preprocess import Preprocess
@@ -43,40 +44,29 @@ def labelled(trained: RunResult, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fewer_bundled")
-def test_the_test_split_gives_what_the_run_reported(
-    model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("split", "images"), [("test", 300), ("validation", 59)])
+def test_a_split_gives_what_the_run_reported(
+    split: str, images: int, model: Path, trained: RunResult, cli: Cli
 ) -> None:
-    assert main(["evaluate", str(model), "--data", "bundled", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)["test"]
-    assert row["accuracy"] == trained.metrics["test_accuracy"]
-    assert (row["images"], row["skipped"]) == (300, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fewer_bundled")
-def test_the_validation_split_is_the_one_that_training_held_out(
-    model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", str(model), "--data", "bundled", "--split", "validation", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["validation"]["accuracy"] == trained.metrics["validation_accuracy"]
-    assert "has no validation split" in captured.err
+    captured = cli.call("evaluate", model, "--data", "bundled", "--split", split, "--json")
+    row = json.loads(captured.out)[split]
+    assert row["accuracy"] == trained.metrics[f"{split}_accuracy"]
+    assert (row["images"], row["skipped"]) == (images, 0)
+    assert ("has no validation split" in captured.err) == (split == "validation")
 
 
 @pytest.mark.slow
 def test_a_plain_folder_is_never_measured_on_what_may_have_been_trained_on(
-    model: Path, tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, labelled: Path, cli: Cli
 ) -> None:
     (labelled / "T-shirt-top").rename(tmp_path / "aside")  # its class is called T-shirt/top, which no folder can be
-    assert main(["evaluate", str(model), "--data", str(labelled), "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli.call("evaluate", model, "--data", labelled, "--json")
     images = json.loads(captured.out)["validation"]["images"]
     total = sum(1 for _ in labelled.glob("*/*.png"))
     assert 0 < images < total / 2
     next(labelled.iterdir()).joinpath("empty.png").write_bytes(b"")
     assert "has no validation split" in captured.err and "--split all" in captured.err
-    assert main(["evaluate", str(model), "--data", str(labelled), "--split", "all", "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli.call("evaluate", model, "--data", labelled, "--split", "all", "--json")
     row = json.loads(captured.out)["train"]
     assert (row["images"], row["skipped"]) == (total, 1) and "empty.png: is empty (0 bytes)" in captured.err
 
@@ -97,32 +87,15 @@ def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return run
 
 
-def make_model(path: Path, classes: tuple[str, ...]) -> Path:
-    """A model with random weights for images of 14 x 21 pixels."""
-    torch.manual_seed(0)
-    network = create(
-        "ViT-Pico/7", image_size=(14, 21), num_classes=len(classes), width=16, depth=1, heads=2, mlp_width=32,
-        position_std=0.5,
-    )  # fmt: skip
-    if classes:
-        torch.nn.init.normal_(network.head.weight)
-    return Bundle(network, classes, Preprocess(image_size=(14, 21))).save(path)
-
-
 @pytest.fixture
 def colours(tmp_path: Path) -> Path:
     """Three colours, with 27 training images and 9 test images."""
-    root = make_colour_folder(tmp_path / "colours" / "train")
-    for name in ("blue", "green", "red"):
-        (root.parent / "test" / name).mkdir(parents=True)
-        for number in ("09", "10", "11"):
-            (root / name / f"{number}.png").rename(root.parent / "test" / name / f"{number}.png")
-    return root.parent
+    return make_split_colours(tmp_path / "colours", test=3)
 
 
 @pytest.mark.slow
 def test_features_need_no_head_and_are_found_again(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "headless", ())
+    model = small_model(tmp_path / "headless", ())
     words = ("--by", "linear,knn,fewshot", "--shots", "1", "5", "--k", "1", "7", "--json")
     code, out, errors = evaluate(model, colours, *words)
     assert code == 0 and "cache" not in errors
@@ -138,7 +111,7 @@ def test_features_need_no_head_and_are_found_again(evaluate: Evaluate, tmp_path:
 
 @pytest.mark.slow
 def test_data_with_only_a_test_split_is_measured(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    model = small_model(tmp_path / "model", ("blue", "green", "red"))
     both = evaluate(model, colours, "--json")
     shutil.rmtree(colours / "train")
     for words in ((), ("--split", "test"), ("--split", "all")):
@@ -152,7 +125,7 @@ def test_data_with_only_a_test_split_is_measured(evaluate: Evaluate, tmp_path: P
 
 @pytest.mark.slow
 def test_all_evaluators_stand_in_one_table(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    model = small_model(tmp_path / "model", ("blue", "green", "red"))
     code, out, _ = evaluate(model, colours, "--by", "accuracy,knn,fewshot", "--shots", "1", "--l2", "loo")
     assert code == 0
     for text in ("balanced accuracy", "calibration error", "knn, k = 20", "fewshot, 1 shot", "±", "training images"):
@@ -165,7 +138,7 @@ def test_all_evaluators_stand_in_one_table(evaluate: Evaluate, tmp_path: Path, c
 
 @pytest.mark.slow
 def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    model = small_model(tmp_path / "model", ("blue", "green", "red"))
     code, out, _ = evaluate(model, colours, "--per-class", "--confusion", "--bootstrap", "0")
     assert code == 0 and "precision" in out and "true class" in out and " to " not in out
     row = json.loads(evaluate(model, colours, "--per-class", "--confusion", "--json")[1])["test"]
@@ -176,7 +149,7 @@ def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Evaluate, tmp_pa
 
 @pytest.mark.slow
 def test_classes_without_images_are_named(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    model = small_model(tmp_path / "model", ("blue", "green", "red"))
     shutil.rmtree(colours / "test" / "green")
     code, out, _ = evaluate(model, colours)
     assert code == 0 and re.search(r"1 of 3 classes has no image .*: green", out)
@@ -193,7 +166,7 @@ def test_a_stopped_evaluation_names_the_command_that_continues_it(
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("SIGTERM was ignored")
 
-    model = make_model(tmp_path / "model", ())
+    model = small_model(tmp_path / "model", ())
     with monkeypatch.context() as patch:
         patch.setattr(Preprocess, "normalise", stop)
         code, _, errors = evaluate(model, colours, "--by", "knn", "--json", "--precision", "float32")
@@ -208,7 +181,7 @@ def test_a_stopped_evaluation_names_the_command_that_continues_it(
 def test_another_image_size_and_merged_tokens_give_other_features(
     evaluate: Evaluate, tmp_path: Path, colours: Path
 ) -> None:
-    model = make_model(tmp_path / "headless", ())
+    model = small_model(tmp_path / "headless", ())
     evaluate(model, colours, "--by", "knn")
     for words in (("--image-size", "28", "14"), ("--reduce-tokens", "1")):
         code, out, _ = evaluate(model, colours, "--by", "knn", *words)
@@ -234,7 +207,7 @@ def numbered(tmp_path: Path) -> Path:
 def test_folders_of_imagenets_numbers_are_measured_with_a_note(
     evaluate: Evaluate, tmp_path: Path, numbered: Path
 ) -> None:
-    model = make_model(tmp_path / "model", IMAGENET)
+    model = small_model(tmp_path / "model", IMAGENET)
     code, out, errors = evaluate(model, numbered, "--split", "all", "--confusion", "--json")
     assert code == 0 and "the data's classes are numbers, so they are taken as ImageNet's classes" in errors
     row = json.loads(out)["train"]
@@ -243,7 +216,7 @@ def test_folders_of_imagenets_numbers_are_measured_with_a_note(
 
 @pytest.mark.slow
 def test_real_labels_are_read_from_a_file(evaluate: Evaluate, tmp_path: Path, numbered: Path) -> None:
-    model = make_model(tmp_path / "model", IMAGENET)
+    model = small_model(tmp_path / "model", IMAGENET)
     labels: list[list[int]] = [[], *([list(range(1000))] * 2), *([[]] * 49_997)]
     (tmp_path / "real.json").write_text(json.dumps(labels))
     code, out, _ = evaluate(model, numbered, "--split", "all", "--real", str(tmp_path / "real.json"), "--json")
@@ -255,7 +228,7 @@ def test_real_labels_are_read_from_a_file(evaluate: Evaluate, tmp_path: Path, nu
 
 @pytest.mark.slow
 def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("tench", "goldfish", "kite"))
+    model = small_model(tmp_path / "model", ("tench", "goldfish", "kite"))
     names = {"blue": "n01443537", "green": "n01608432", "red": "n01440764"}
     for split in ("train", "test"):
         for old, new in names.items():
@@ -317,7 +290,7 @@ def test_nothing_is_computed_for_what_an_evaluator_refuses(
     monkeypatch.setattr("vitrail.evaluation.outputs.Predictor", fail)
     monkeypatch.setattr("vitrail.evaluation.outputs.extract", fail)
     (tmp_path / "real.json").write_text(json.dumps([[]] * 50_000))
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    model = small_model(tmp_path / "model", ("blue", "green", "red"))
     for words, message in (
         (("--by", "accuracy,linear,knn", "--k", "28"), "--k: 28 exceeds the number of labelled training images, 27"),
         (("--by", "accuracy,fewshot", "--shots", "10"), "10 shots need 10 training images per class"),
@@ -325,7 +298,7 @@ def test_nothing_is_computed_for_what_an_evaluator_refuses(
     ):
         code, _, errors = evaluate(model, colours, *words)
         assert code == 2 and message in errors, errors
-    named = make_model(tmp_path / "imagenet", ("blue", "green", "red", *IMAGENET[3:]))
+    named = small_model(tmp_path / "imagenet", ("blue", "green", "red", *IMAGENET[3:]))
     code, _, errors = evaluate(named, colours, "--real", str(tmp_path / "real.json"))
     assert code == 2 and "is not one of ImageNet's validation images, whose names are" in errors
 

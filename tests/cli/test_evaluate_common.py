@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.cli import main
+from tests.cli.conftest import Cli
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint, key_hash
 from vitrail.data.sources import open_data, open_whole
@@ -171,25 +171,20 @@ def test_generated_images_are_generated_anew() -> None:
 
 
 @pytest.mark.slow
-def test_several_models_are_one_table(
-    birds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_models_are_one_table(birds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     trained_on(birds, 0.3).save("first")
     trained_on(birds, 0.2).save("second")
     words = ["evaluate", "first", "second", "--data", birds, "--device", "cpu", "--no-cache", "--by", "accuracy,knn"]
-    assert main([*words, "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli.call(*words, "--json")
     rows = json.loads(captured.out)
     assert list(rows) == ["first", "second"]
     assert rows["first"] == rows["second"], "the weights and the images are the same"
     assert rows["first"]["validation"]["images"] == 12 == len(held_out(birds, 0.2))
     assert rows["first"]["validation"]["training_images"] == 48
     assert "measuring 12 images of 60" in captured.err.replace("\n", " ")
-    assert main(words) == 0
-    heading, _, *lines = capsys.readouterr().out.split("validation", 1)[1].splitlines()
+    heading, _, *lines = cli.shows(*words).split("validation", 1)[1].splitlines()
     assert heading.split() == ["first", "second"]
     assert any(line.split()[:2] == ["images", "12"] for line in lines)
-    assert main([*words[:-1], "accuracy", "--split", "all", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["second"]["train"]["images"] == 60
+    assert cli.json(*words[:-1], "accuracy", "--split", "all")["second"]["train"]["images"] == 60

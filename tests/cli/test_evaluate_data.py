@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.make import keys_of
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.evaluation.measured_images import open_images
 from vitrail.models.variants import create
@@ -31,10 +31,6 @@ def flowers(tmp_path: Path) -> Path:
 def trained(**provenance: Any) -> Bundle:
     network = create("ViT-Pico/4", width=8, depth=1, heads=2, mlp_width=8, num_classes=2, image_size=(4, 4))
     return Bundle(network, ("daisy", "rose"), Preprocess(image_size=(4, 4)), provenance=provenance)
-
-
-def keys_of(source: Source) -> list[str]:
-    return [source.key(index) for index in range(len(source))]
 
 
 @pytest.mark.parametrize("validation", ["train", "train[-5:]"])

@@ -7,22 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Cli
 from tests.make import OBJECT_NAMES, coco_data, dense_model
-from vitrail.cli import main
 from vitrail.data.objects import Objects
 from vitrail.data.sources import open_data
 from vitrail.evaluation.metrics.average_precision import average_precision
 from vitrail.weights.load import load
 
 
-def test_boxes_have_a_table_and_json_with_notes_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_boxes_have_a_table_and_json_with_notes_of_the_data(tmp_path: Path, cli: Cli) -> None:
     data, model = coco_data(tmp_path / "data", [5, 17, 90]), dense_model(tmp_path / "model", "pyramid")
     file = data / "test" / "_annotations.coco.json"
     values = json.loads(file.read_text())
     values["annotations"][0]["bbox"] = [20, 3, 30, 9]  # reaches beyond the image
     file.write_text(json.dumps(values))
-    assert main(["evaluate", str(model), "--data", str(data), "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli.call("evaluate", model, "--data", data, "--json")
     (row,) = json.loads(captured.out).values()
     test = open_data(str(data), validation_share=0.0).test
     assert test is not None and "reaches beyond the image" in captured.err
@@ -35,8 +34,8 @@ def test_boxes_have_a_table_and_json_with_notes_of_the_data(tmp_path: Path, caps
     assert row["average_precision_small"] == pytest.approx(expected.by_size["small"])
     named = dict(zip(OBJECT_NAMES, expected.by_class, strict=True))
     assert {name: row.get(f"{name}:average_precision") for name in OBJECT_NAMES} == pytest.approx(named)
-    assert main(["evaluate", str(model), "--data", str(data)]) == 0
-    shown = capsys.readouterr().out
+    shown = cli.shows("evaluate", model, "--data", data)
     assert "AP50" in shown and "AP of small objects" in shown and f"{OBJECT_NAMES[0]}: AP" in shown
-    assert main(["evaluate", str(model), "--data", str(data), "--split", "test"]) == 0
-    assert "held out" not in capsys.readouterr().err, "no validation split is cut for the test split"
+    assert "held out" not in cli.call("evaluate", model, "--data", data, "--split", "test").err, (
+        "no validation split is cut for the test split"
+    )

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.cli.conftest import Cli
 from tests.make import make_colour_folder
 from vitrail import RECIPES, load, train
-from vitrail.cli import main
 from vitrail.cli.export import Export, _images
 from vitrail.data.sources import open_data
 from vitrail.training.run import RunResult
@@ -18,32 +18,26 @@ from vitrail.training.run import RunResult
 
 @pytest.mark.slow
 def test_an_exported_run_predicts_and_is_measured_like_the_run(
-    trained: RunResult, fewer_bundled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    trained: RunResult, fewer_bundled: None, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["export", str(trained.folder), "--to", "pt2", "--images", "20", "--json"]) == 0
-    (written,) = json.loads(capsys.readouterr().out)["files"]
+    (written,) = cli.json("export", trained.folder, "--to", "pt2", "--images", "20")["files"]
     assert written["written"] == "run.pt2" and written["bytes"] == Path("run.pt2").stat().st_size
     assert written["parity"]["agreement"] == 1.0 and written["parity"]["labelled"] == 20
     assert written["parity"]["accuracy"]["low"] <= written["parity"]["accuracy"]["value"]
     shown = []
     for model in (str(trained.folder), "run.pt2"):
-        assert main(["predict", model, str(trained.examples[0].path), "--json"]) == 0
-        shown.append(json.loads(capsys.readouterr().out))
-        assert main(["evaluate", model, "--data", "bundled[:40]", "--json"]) == 0
-        shown.append(json.loads(capsys.readouterr().out))
+        shown.append(cli.json("predict", model, trained.examples[0].path))
+        shown.append(cli.json("evaluate", model, "--data", "bundled[:40]"))
     assert shown[0]["probabilities"] == pytest.approx(shown[2]["probabilities"], abs=1e-4)
-    assert main(["predict", "run.pt2", str(trained.examples[0].path), "--precision", "bf16"]) == 2
-    assert "run.pt2 computes in its own number format; choose" in capsys.readouterr().err
-    assert main(["embed", "run.pt2", "--data", "bundled[:40]", "--out", "f", "--precision", "float32"]) == 2
-    assert "was exported with" in capsys.readouterr().err
+    error = cli.refuses("predict", "run.pt2", trained.examples[0].path, "--precision", "bf16")
+    assert "run.pt2 computes in its own number format; choose" in error
+    error = cli.refuses("embed", "run.pt2", "--data", "bundled[:40]", "--out", "f", "--precision", "float32")
+    assert "was exported with" in error
 
 
 @pytest.mark.slow
-def test_accuracy_is_measured_on_images_that_training_held_out(
-    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accuracy_is_measured_on_images_that_training_held_out(colour_folder: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     data = RECIPES["demo"]().override(
         data=str(colour_folder), run=str(run), steps=1, width=16, depth=1, heads=2, mlp_width=32, batch_size=8,
@@ -63,14 +57,12 @@ def test_accuracy_is_measured_on_images_that_training_held_out(
 
 @pytest.mark.slow
 def test_files_in_8_bit_integers_in_every_verb(
-    trained: RunResult, fewer_bundled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    trained: RunResult, fewer_bundled: None, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run, picture = str(trained.folder), str(trained.examples[0].path)
     words = ["export", run, "--to", "onnx,openvino", "--precision", "float32,int8", "--data", "bundled"]
-    assert main([*words, "--max-drop", "5", "--calibration-images", "32", "--images", "100", "--json"]) == 0
-    written = json.loads(capsys.readouterr().out)
+    written = cli.json(*words, "--max-drop", "5", "--calibration-images", "32", "--images", "100")
     names = ["run.onnx", "run-int8.onnx", "run.xml", "run-int8.xml"]
     assert [(one["written"], one["precision"]) for one in written["files"]] == [
         (name, "int8" if "int8" in name else "float32") for name in names
@@ -81,22 +73,18 @@ def test_files_in_8_bit_integers_in_every_verb(
         assert set(one["milliseconds"]) == {"1", "8"} and one["milliseconds"]["8"] > 0
     shown = {}
     for model in (run, "run-int8.onnx", "run-int8.xml"):
-        assert main(["predict", model, picture, "--json"]) == 0
-        shown[model] = json.loads(capsys.readouterr().out)["probabilities"]
-        assert main(["evaluate", model, "--data", "bundled[:40]", "--json"]) == 0
-        capsys.readouterr()
+        shown[model] = cli.json("predict", model, picture)["probabilities"]
+        cli.call("evaluate", model, "--data", "bundled[:40]", "--json")
     assert shown["run-int8.onnx"] == pytest.approx(shown[run], abs=0.1)
-    assert main(["embed", "run-int8.onnx", "--data", "bundled[:40]", "--out", "f", "--precision", "float32"]) == 2
-    assert "was exported with output='logits'" in capsys.readouterr().err
-    assert main(["bench", "infer", "run-int8.onnx", "--batch-size", "2", "--repetitions", "2", "--json"]) == 0
-    speed = json.loads(capsys.readouterr().out)
+    error = cli.refuses("embed", "run-int8.onnx", "--data", "bundled[:40]", "--out", "f", "--precision", "float32")
+    assert "was exported with output='logits'" in error
+    speed = cli.json("bench", "infer", "run-int8.onnx", "--batch-size", "2", "--repetitions", "2")
     assert speed["precision"] == "int8" and len(speed["milliseconds"]) == 2
-    assert main(["bench", "infer", "run-int8.onnx", "--precision", "bf16"]) == 2
-    assert "--precision: an exported file has its own network and number format" in capsys.readouterr().err
+    error = cli.refuses("bench", "infer", "run-int8.onnx", "--precision", "bf16")
+    assert "--precision: an exported file has its own network and number format" in error
     # With a tolerance that nothing meets, all other files are written, and the exit code says that one is missing.
     words = [*words, "--tolerance", "1e-12", "--overwrite", "--images", "40"]
-    assert main([*words[:3], "onnx", *words[4:], "--json"]) == 1
-    refused = json.loads(capsys.readouterr().out)
+    refused = json.loads(cli.call(*words[:3], "onnx", *words[4:], "--json", code=1).out)
     assert "run.onnx differs from the network by" in refused["failures"][0]
 
 

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 
 import vitrail.cli.lists
-from vitrail.cli import main
+from tests.cli.conftest import Cli
 from vitrail.models.cost import layer_costs, training_bytes
 from vitrail.models.variants import PUBLISHED, variant_config
 
 FIELDS = ["name", "shape", "image_size", "tokens", "parameters", "macs", "training_flops", "training_bytes"]
-
-
-def rows_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    assert main(["models", *words, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert isinstance(rows, list)
-    return rows
-
-
-def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    assert main(["models", *words]) == 0
-    return capsys.readouterr().out.splitlines()
 
 
 @pytest.fixture
@@ -41,10 +26,11 @@ def gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("narrow", "gigabytes")
-def test_lists_parameters_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = (line for line in lines_of(capsys, "--image-size", "64", "96") if line.split()[:1] == ["ViT-B/16"])
+def test_lists_parameters_and_cost(cli: Cli) -> None:
+    small, usual = cli.shows("models", "--image-size", "64", "96"), cli.shows("models")
+    (line,) = (line for line in small.splitlines() if line.split()[:1] == ["ViT-B/16"])
     assert line.split()[2:4] == ["64x96", "25"]
-    lines = {line.split()[0]: line.split()[1:] for line in lines_of(capsys) if "/" in line or "BiT" in line}
+    lines = {line.split()[0]: line.split()[1:] for line in usual.splitlines() if "/" in line or "BiT" in line}
     assert set(PUBLISHED) <= set(lines)
     memory = {
         name: training_bytes(variant_config(name), 32, precision="bf16") / 1e9
@@ -65,14 +51,10 @@ def test_lists_parameters_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("narrow", "gigabytes")
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--image-size", "384", "512"],
-        ["--layers"],
-        ["--image-size", "1022", "1022", "--batch-size", "4096"],
-    ],
+    [["--image-size", "384", "512"], ["--layers"], ["--image-size", "1022", "1022", "--batch-size", "4096"]],
 )
-def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    lines = lines_of(capsys, *words)
+def test_tables_fit_in_80_columns(cli: Cli, words: list[str]) -> None:
+    lines = cli.shows("models", *words).splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
     if "--layers" not in words:
@@ -80,43 +62,25 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str], words: lis
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("narrow", "gigabytes")
-def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    needed = {row["name"]: row["training_bytes"] for row in rows_of(capsys, "--batch-size", "8")}
-    text = lines_of(capsys, "--batch-size", "8")
-    marked = {line.split()[0] for line in text if line.split()[:1] and line.split()[-1].endswith("*")}
-    assert marked == {name for name, number in needed.items() if number > 20e9} != set()
-    caption = " ".join(" ".join(text).split())
-    assert "memory of a training step of 8 images; * is more than the 20 GB here" in caption
-
-
-@pytest.mark.slow
-def test_json_says_all_in_exact_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(capsys)
+@pytest.mark.parametrize("given", [{}, {"num_classes": 21843}])
+def test_json_says_all_in_exact_numbers(given: dict[str, int], cli: Cli) -> None:
+    rows = cli.json("models", *(["--num-classes", "21843", "--batch-size", "2"] if given else []))
     assert [row["name"] for row in rows] == list(PUBLISHED)
     for row in rows:
         assert list(row) == FIELDS
-        config = variant_config(row["name"], image_size=tuple(row["image_size"]))
+        config = variant_config(row["name"], image_size=tuple(row["image_size"]), **given)
         assert row["parameters"] == config.parameters() and row["macs"] == config.macs()
-        assert row["training_bytes"] == training_bytes(config, 32, precision="bf16")
+        assert row["training_bytes"] == training_bytes(config, 2 if given else 32, precision="bf16")
         assert row["training_flops"] == config.training_flops()
     by_name = {row["name"]: row for row in rows}
     assert by_name["ViT-B/16"]["shape"] == "768/12/3072/12" and by_name["BiT-R152x4"]["shape"] == "3-8-36-3"
     assert by_name["ViT-Pico/7"]["image_size"] == [28, 28] and by_name["BiT-R50x1"]["tokens"] == 49
+    assert by_name["ViT-S/16"]["parameters"] == (30_075_219 if given else 22_050_664)
 
 
 @pytest.mark.slow
-def test_classes_and_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(capsys, "--num-classes", "21843", "--batch-size", "2")
-    (row,) = (row for row in rows if row["name"] == "ViT-S/16")
-    assert row["parameters"] == 30_075_219
-    config = variant_config("ViT-S/16", num_classes=21843)
-    assert row["training_bytes"] == training_bytes(config, 2, precision="bf16")
-
-
-@pytest.mark.slow
-def test_another_size_is_rounded_to_the_patch(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = {row["name"]: row for row in rows_of(capsys, "--image-size", "384", "380")}
+def test_another_size_is_rounded_to_the_patch(cli: Cli) -> None:
+    rows = {row["name"]: row for row in cli.json("models", "--image-size", "384", "380")}
     assert rows["ViT-B/16"]["image_size"] == [384, 384]
     assert rows["ViT-B/16"]["parameters"] == 86_859_496
     assert rows["ViT-Pico/7"]["image_size"] == [385, 378]
@@ -125,8 +89,8 @@ def test_another_size_is_rounded_to_the_patch(capsys: pytest.CaptureFixture[str]
     assert rows["BiT-R50x1"]["image_size"] == [384, 380] and rows["BiT-R50x1"]["tokens"] == 12 * 12
 
 
-def test_layers_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(capsys, "--layers", "--image-size", "380", "190")  # the nearest size is 384 x 192
+def test_layers_compared(cli: Cli) -> None:
+    rows = cli.json("models", "--layers", "--image-size", "380", "190")  # the nearest size is 384 x 192
     expected = [{**layer._asdict(), "tokens": 289, "width": 768} for layer in layer_costs(289, 768)]
     assert rows[:3] == expected and [row["kind"] for row in rows[:3]] == ["self-attention", "recurrence", "convolution"]
     macs = {row["kind"]: row["macs"] for row in rows}
@@ -134,9 +98,9 @@ def test_layers_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert macs["axial"] == 2 * (288 * (12 + 1) + 289) * 768  # a row has 12 patches, and all see the class token
     assert macs["linformer"] == 2 * (64 * 288 + 65 * 289) * 768
     assert macs["lsh"] == 2 * (289 + 2 * 288 * 64 + 288) * 768 + 2 * 288 * 5 * 768
-    kinds = [row["kind"] for row in rows_of(capsys, "--layers", "--image-size", "64", "64")]
+    kinds = [row["kind"] for row in cli.json("models", "--layers", "--image-size", "64", "64")]
     assert "axial" in kinds and "local" not in kinds, "a window of 7 does not fit 4 x 4 patches"
-    lines = lines_of(capsys, "--layers")
+    lines = cli.shows("models", "--layers").splitlines()
     assert lines[0].strip() == "Mixing 197 tokens of width 768, as in ViT-B/16"
     line, of_pixels = (line for line in lines if "recurrence" in line)
     assert line.split() == ["recurrence", "0.116", "197", "197"]
@@ -144,10 +108,10 @@ def test_layers_compared(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_layers_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(capsys, "--layers", "--measure", "--image-size", "32", "32")
+def test_layers_measured(cli: Cli) -> None:
+    rows = cli.json("models", "--layers", "--measure", "--image-size", "32", "32")
     assert all(row["seconds"] > 0 for row in rows) and rows[0]["computed_tokens"] == 5
-    lines = lines_of(capsys, "--layers", "--measure", "--image-size", "32", "32")
+    lines = cli.shows("models", "--layers", "--measure", "--image-size", "32", "32").splitlines()
     (headings,) = (line.split() for line in lines if "GFLOP/s" in line)
     assert headings == ["layer", "GMAC", "steps", "path", "ms", "GFLOP/s"]
     assert not any("*" in line for line in lines if "attention" in line), "all tokens were computed"

@@ -10,28 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from torch.nn.functional import cosine_similarity
 
+from tests.cli.conftest import Cli
+from tests.make import make_split_colours, small_model
 from vitrail.cli import main
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.models.network import with_weights
 from vitrail.models.reduction import TokenReduction
-from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-def make_model(path: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    network = create(
-        "ViT-Pico/7", image_size=(14, 21), num_classes=0, width=16, depth=1, heads=2, mlp_width=32, position_std=0.5
-    )
-    return Bundle(network, (), Preprocess(image_size=(14, 21), resize="crop", mean=(0.3,))).save(path)
 
 
 @pytest.fixture
@@ -47,15 +38,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.fixture
-def features(tmp_path: Path, colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """The features of three classes of images, in two splits."""
-    root = tmp_path / "data"
-    root.mkdir()
-    colour_folder.rename(root / "train")
-    for name in ("blue", "green", "red"):
-        (root / "test" / name).mkdir(parents=True)
-        (root / "train" / name / "11.png").rename(root / "test" / name / "11.png")
-    model, out = make_model(tmp_path / "model"), tmp_path / "features"
+    root, out = make_split_colours(tmp_path / "data"), tmp_path / "features"
+    model = small_model(tmp_path / "model", resize="crop", mean=(0.3,))
     words = ["embed", str(model), "--data", str(root), "--out", str(out), "--no-cache", "--precision", "float32"]
     assert main(words) == 0
     capsys.readouterr()
@@ -80,14 +66,13 @@ def test_neighbours_are_those_of_all_cosines(run: Run, features: Path, tmp_path:
 
 @pytest.mark.slow
 def test_an_image_is_not_its_own_neighbour_under_another_spelling_of_its_folder(
-    run: Run, features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, features: Path, tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / "other").mkdir()
     again = tmp_path / "other" / "features"
     data = tmp_path / "other" / ".." / "data"
     words = ["embed", str(tmp_path / "model"), "--data", str(data), "--out", str(again), "--no-cache"]
-    assert main([*words, "--precision", "float32"]) == 0
-    capsys.readouterr()
+    cli.call(*words, "--precision", "float32")
     query = tmp_path / "data" / "train" / "green" / "03.png"
     _, out, _ = run(again, query, "--json", "--top", "3")
     images = [each["image"] for each in json.loads(out)["nearest"]]
@@ -118,7 +103,7 @@ def test_the_weights_of_the_model_are_checked(run: Run, features: Path, tmp_path
     code, _, errors = run(features, query)
     assert code == 2 and "model, does not exist any more; name its new path with --model" in errors
     assert run(features, query, "--json", "--model", moved) == expected
-    other = make_model(tmp_path / "other", seed=1)
+    other = small_model(tmp_path / "other", seed=1)
     code, _, errors = run(features, query, "--model", other)
     assert code == 2 and f"{other} has other weights than the model that computed the features in" in errors
     about = features / "train" / "features.json"
@@ -130,7 +115,7 @@ def test_the_weights_of_the_model_are_checked(run: Run, features: Path, tmp_path
 
 
 def test_a_model_with_the_same_tensors_is_not_the_same_model(
-    run: Run, features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, features: Path, tmp_path: Path, cli: Cli
 ) -> None:
     query = tmp_path / "data" / "test" / "red" / "11.png"
     bundle = load(tmp_path / "model", device="cpu")
@@ -151,10 +136,9 @@ def test_a_model_with_the_same_tensors_is_not_the_same_model(
         (tmp_path / "mixed").mkdir(exist_ok=True)
         shutil.copytree(features / "train", tmp_path / "mixed/train", dirs_exist_ok=True)
         words = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "mixed"), "--overwrite", "--no-cache"]
-        assert main(["embed", str(model), *words, "--split", "test", "--precision", "float32"]) == 0
+        cli.shows("embed", model, *words, "--split", "test", "--precision", "float32")
         with pytest.raises(DataError, match="different models"):
             FeatureIndex.open(tmp_path / "mixed")
-    capsys.readouterr()
     expected = run(features, query, "--json")[1]
     assert run(features, query, "--json", "--model", tmp_path / "mean")[1] == expected, "prepared as the features are"
 
@@ -169,6 +153,4 @@ def test_features_of_earlier_versions_are_searched_with_a_warning(run: Run, feat
     assert code == 2 and "does not record the model that computed its features; name it with --model" in errors
     code, out, errors = run(features / "test", query, "--model", tmp_path / "model", "--json", "--top", "99")
     assert code == 0 and "does not record the weights of its model" in errors
-    assert {each["image"] for each in json.loads(out)["nearest"]} == {
-        f"{name}/11.png" for name in ("blue", "green", "red")
-    }
+    assert {each["image"] for each in json.loads(out)["nearest"]} == {"blue/11.png", "green/11.png", "red/11.png"}

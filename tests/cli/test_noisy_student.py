@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.cli import main
+from tests.cli.conftest import Cli
 
 TINY = (
     "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--steps", "2", "--batch-size", "8",
@@ -21,15 +21,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fewer_bundled")
-def test_the_command_alone_runs_and_continues(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["noisy-student", *TINY, "--confidence", "0.05", "--rounds", "1"]) == 0
-    shown = capsys.readouterr().out
+def test_the_command_alone_runs_and_continues(cli: Cli) -> None:
+    shown = cli.shows("noisy-student", *TINY, "--confidence", "0.05", "--rounds", "1")
     assert "round 0: the first teacher learns" in shown and "round 1: the student learns" in shown
     assert "round 1: runs/noisy-student/round-0/run labels images" in shown
     assert "0 (teacher)" in shown and "validation" in shown and "is best on the validation split. Its model is" in shown
-    assert main(["noisy-student", *TINY, "--confidence", "0.05", "--rounds", "1"]) == 0
-    again = capsys.readouterr().out
+    again = cli.shows("noisy-student", *TINY, "--confidence", "0.05", "--rounds", "1")
     assert "labels images" not in again and again.splitlines()[-1] == shown.splitlines()[-1]
-    assert main(["noisy-student", *TINY, "--confidence", "0.06"]) == 2
+    printed = cli.call("noisy-student", *TINY, "--confidence", "0.06", code=2)
     message = "vitrail: runs/noisy-student holds rounds of Noisy Student with other settings: confidence was 0.05 and"
-    assert message in capsys.readouterr().err
+    assert message in printed.err

@@ -85,7 +85,6 @@ def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("m --bs 3", "--bs: vitrail try has no such option; nearest: --batch-size"),
         ("m --batchsize 3 -x", "--batchsize: vitrail try has no such option; nearest: --batch-size, --image-size\n"
          "-x: vitrail try has no such option; see vitrail try --help-all"),
         ("m --batch-size", "--batch-size: needs N"),
@@ -93,7 +92,6 @@ def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
         ("m --layers", "--layers: needs N ..."),
         ("m --flip=yes", "--flip: takes no value"),
         ("m --no-no-cache", "--no-no-cache: vitrail try has no such option; nearest: --no-cache"),
-        ("m --batch-size x", "--batch-size: 'x' is not a whole number"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(typed: str, message: str) -> None:

@@ -70,13 +70,3 @@ def test_the_short_page_has_the_essential_options_and_first_sentences() -> None:
 def test_a_value_of_a_recipe_replaces_the_sentence_about_the_usual_default() -> None:
     page = help_page(COMMAND, {"rate": 1}, everything=False, width=200)
     assert "Learning rate. Default: changed.\n" in page and "By default" not in page
-
-
-def test_the_long_page_has_every_option_but_hidden_ones() -> None:
-    page = help_page(COMMAND, {"rate": 1}, everything=True, width=200)
-    assert max(map(len, page.splitlines())) <= 120
-    assert (
-        "It has a second sentence." in page
-        and "More options:\n  --flip, --no-flip       Mirror images. Default: on." in page
-    )
-    assert "  --json                  Print JSON.\n" in page and "secret" not in page and "help-all" not in page

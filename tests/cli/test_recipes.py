@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 
 import pytest
 
+from tests.cli.conftest import Cli
 from vitrail.cli import main
 from vitrail.cli.train import COMMAND
 from vitrail.recipes import RECIPES
@@ -16,39 +16,34 @@ from vitrail.training.folder import differing_settings
 
 
 @pytest.mark.slow
-def test_recipes_are_listed_with_published_results(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes"]) == 0
-    text = capsys.readouterr().out
+def test_recipes_are_listed_with_published_results(cli: Cli) -> None:
+    text = cli.shows("recipes")
     assert all(f"{name} " in text for name in RECIPES)
     assert "2205.01580, Table 1, on ImageNet's validation split" in text and "76.5 %" in text
 
 
-def test_transfers_are_listed_with_their_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "--transfers"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_transfers_are_listed_with_their_commands(cli: Cli) -> None:
+    lines = cli.shows("recipes", "--transfers").splitlines()
     assert all(f"            {row.command}" in lines for row in TRANSFERS)
 
 
 @pytest.mark.slow
-def test_a_recipe_is_shown_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_shown_with_its_settings(cli: Cli) -> None:
     """The printed words are options: they make the recipe out of the defaults."""
     for name in ("plain-vit-s16-90", "demo", "vit-b16-i1k-mae"):
-        assert main(["recipes", name]) == 0
-        out = capsys.readouterr().out
+        out = cli.shows("recipes", name)
         lines = [shlex.split(line) for line in out.splitlines() if line.startswith("  --")]
         typed = COMMAND.parse([word for line in lines for word in line])
         recipe = RECIPES[name]()
         assert all(sentence in out for sentence in getattr(RECIPES[name], "differences", ()))
         made = TrainConfig().override(**{"task": recipe.task.name, "name": recipe.run.name, **typed})
         assert differing_settings([made, recipe]) == [{}, {}], name
-    assert main(["recipes", "plain-vit-s16-90", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["warmup"] == "10000 steps"
+    assert cli.json("recipes", "plain-vit-s16-90")["settings"]["warmup"] == "10000 steps"
 
 
 @pytest.mark.parametrize("option", [[], ["--transfers"]])
-def test_json_has_the_same(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "--json", *option]) == 0
-    rows = json.loads(capsys.readouterr().out)
+def test_json_has_the_same(option: list[str], cli: Cli) -> None:
+    rows = cli.json("recipes", *option)
     assert len(rows) == len(TRANSFERS if option else RECIPES)
     assert all(row["command"].startswith("vitrail ") and "result" in row for row in rows)
 
