@@ -158,7 +158,9 @@ def dense_bundle(head_kind: str = "pyramid", **fields: Any) -> Bundle:
     return Bundle(randomised(config, std=0.3), classes, preprocess, output=output)
 
 
-def small_model(folder: Path, classes: tuple[str, ...] = (), *, seed: int = 0, **images: Any) -> Path:
+def small_model(
+    folder: Path, classes: tuple[str, ...] = (), *, seed: int = 0, output: Any = "softmax", **images: Any
+) -> Path:
     """Save a model with random weights for images of 14 x 21, by default without a head."""
     torch.manual_seed(seed)
     network = create(
@@ -167,7 +169,7 @@ def small_model(folder: Path, classes: tuple[str, ...] = (), *, seed: int = 0, *
     )  # fmt: skip
     if classes:
         torch.nn.init.normal_(network.head.weight)
-    return Bundle(network, classes, Preprocess(image_size=(14, 21), **images)).save(folder)
+    return Bundle(network, classes, Preprocess(image_size=(14, 21), **images), output=output).save(folder)
 
 
 def random_bundle(config: AnyConfig, **fields: Any) -> Bundle:

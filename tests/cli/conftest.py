@@ -16,15 +16,15 @@ from vitrail.training.run import RunResult, train
 
 
 class Cli:
-    """Runs commands in this process, and returns what they print."""
+    """Runs commands that begin with these words, and returns what they print."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.capsys = capsys
+    def __init__(self, capsys: pytest.CaptureFixture[str], *begin: object) -> None:
+        self.capsys, self.begin = capsys, begin
 
     def call(self, *words: object, code: int = 0) -> pytest.CaptureResult[str]:
         """Return what a command prints, which ends with this exit code."""
         self.capsys.readouterr()
-        assert main([*map(str, words)]) == code
+        assert main([*map(str, (*self.begin, *words))]) == code
         return self.capsys.readouterr()
 
     def shows(self, *words: object) -> str:

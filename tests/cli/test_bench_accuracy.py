@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.cli.conftest import Cli
 from vitrail.cli import main
@@ -58,15 +56,6 @@ def test_tables_of_costs_and_of_models() -> None:
     assert seconds[4][1] == "> 18.33 (16.67..20.00)"
     assert operations[:3] == seconds[:3] and operations[3][0] == "25 (20..30)"
     assert lengths[3] == ["50%", "50%"]
-
-
-def test_long_entries_stay_whole_in_the_tables() -> None:
-    entries = [f"demo:steps=400,width=160,depth=10,heads=2,weight_decay=1e{sign}2" for sign in "-+"]
-    curves = dict(zip(entries, CURVES.values(), strict=True))
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(*tables(curves, reached(curves, [0.8], None)))
-    shown = console.export_text()
-    assert "…" not in shown and all(f"1e{sign}2" in "".join(shown.split()) for sign in "-+")
 
 
 def test_the_chart_is_a_picture_with_a_line_for_each_run() -> None:

@@ -6,14 +6,8 @@ import sys
 
 import pytest
 import torch
-from rich.console import Console
 
 from tests.cli.conftest import Cli
-from vitrail.bench.compare import ALONE
-from vitrail.bench.step import Entry
-from vitrail.bench.workload import Workload
-from vitrail.cli import bench as tables
-from vitrail.models.variants import variant_config
 
 SHAPE = (
     "--image-size", "28", "21", "--num-classes", "5", "--width", "32", "--depth", "2", "--heads", "2", "--mlp-width",
@@ -113,34 +107,7 @@ def test_largest_batch(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_loading(cli: Cli) -> None:
-    words = ["load", "ViT-Pico/7", *SHAPE, "--warmup", "1", "--repetitions", "1"]
-    result = cli.json("bench", *words)
-    assert list(result) == ["machine", "repetitions", "warmup", "variant", "file_bytes", "first", "loads", "processes"]
-
-
-def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    speed = {"median": 12_345.0, "low": 11_111.0, "high": 13_456.0}
-    entries = Entry("vitrail"), ALONE, Entry("vit-pytorch", "best")
-    row = {
-        "ran_with": "bf16 compiled", "images_per_second": speed, "gflops": 412_345.0, "share_of_limit": 1.0,
-        "vitrail_times_as_fast": 10.25, "memory_bytes": 10**11,
-    }  # fmt: skip
-    compared = {
-        "rows": [{"library": entry.library, **row} for entry in entries], "large_gflops": 512_345.0, "breakdown": None,
-        "skipped": {"timm": "is not installed", "torchvision": "is not installed"},
-    }  # fmt: skip
-    seconds = {name: [12.345, 12.456] for name in ("vitrail.load", "safetensors.torch.load_file", "plain read")}
-    loaded = {
-        "file_bytes": 10**10, "first": dict.fromkeys(seconds, 12.3), "loads": seconds,
-        "processes": {name: [1.5, 12.5] for name in ("import torch", "from vitrail import load", "vitrail predict")},
-    }  # fmt: skip
-    work = Workload(name="ViT-S/16", config=variant_config("ViT-S/16"))
-    found = {"batch": 1234, "predicted": 2345, "limit": 4 * 10**9, "left": 3 * 10**9}
-    for part in [*tables.comparison(compared, work), *tables.load(loaded), *tables.largest_batch_line(found)]:
-        Console(width=80).print(part, highlight=False)
-    text = capsys.readouterr().out
-    assert "…" not in text and "vitrail predict" in text and "safetensors.torch.load_file" in text
-    assert "skipped: timm: is not installed\nskipped: torchvision: is not installed" in text
-    assert "vitrail achieves of that: 80% (bf16 compiled)" in " ".join(text.split())
-    assert "fits into 4.00 GB: 1,234 images" in text and "100.00 GB" in text and "10.25x" in text
+def test_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = cli.shows("bench", "load", "ViT-Pico/7", *SHAPE, "--warmup", "1", "--repetitions", "1")
+    assert "…" not in shown and "vitrail predict" in shown and "safetensors.torch.load_file" in shown

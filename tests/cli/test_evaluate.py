@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,18 +16,14 @@ from PIL import Image
 
 from tests.cli.conftest import Cli
 from tests.make import make_split_colours, small_model
-from vitrail.cli import command_of, main
+from vitrail.cli import command_of
 from vitrail.cli.evaluate import evaluator_options
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.evaluation.evaluators import EVALUATORS
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.variants import create
 from vitrail.settings import setting
 from vitrail.training.run import RunResult
-from vitrail.weights.bundle import Bundle
-
-Evaluate = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -71,20 +66,11 @@ def test_a_plain_folder_is_never_measured_on_what_may_have_been_trained_on(
     assert (row["images"], row["skipped"]) == (total, 1) and "empty.png: is empty (0 bytes)" in captured.err
 
 
-# --- by features, with detail, with other names
-
-
 @pytest.fixture
-def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
-    """Return a function that runs the command with its own cache, and returns the exit code and what was printed."""
+def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the command with its own cache."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
-
-    def run(model: Path, data: Path | str, *words: str) -> tuple[int, str, str]:
-        code = main(["evaluate", str(model), "--data", str(data), *words])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return Cli(capsys, "evaluate")
 
 
 @pytest.fixture
@@ -94,73 +80,60 @@ def colours(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_features_need_no_head_and_are_found_again(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = small_model(tmp_path / "headless", ())
-    words = ("--by", "linear,knn,fewshot", "--shots", "1", "5", "--k", "1", "7", "--json")
-    code, out, errors = evaluate(model, colours, *words)
-    assert code == 0 and "cache" not in errors
-    row = json.loads(out)["test"]
+def test_features_need_no_head_and_are_found_again(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "headless"), "--data", colours, "--by", "linear,knn,fewshot", "--json"]
+    words += ["--shots", "1", "5", "--k", "1", "7"]
+    first = evaluate.call(*words)
+    assert "cache" not in first.err
+    row = json.loads(first.out)["test"]
     assert {"linear", "linear_penalty", "knn_1", "knn_7", "fewshot_1", "fewshot_5_deviation"} <= set(row)
     assert (row["images"], row["training_images"], row["skipped"]) == (9, 27, 0)
     assert row["knn_1"] > 0.6  # colours are easy to learn
-    code, again, errors = evaluate(model, colours, *words)
-    assert json.loads(again) == json.loads(out)
-    assert "features of 27 images read from the cache" in errors and "features of 9 images read" in errors
-    assert json.loads(evaluate(model, colours, *words, "--no-cache")[1]) == json.loads(out)
+    again = evaluate.call(*words)
+    assert again.out == evaluate.shows(*words, "--no-cache") == first.out
+    assert "features of 27 images read from the cache" in again.err and "features of 9 images read" in again.err
 
 
 @pytest.mark.slow
-def test_data_with_only_a_test_split_is_measured(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = small_model(tmp_path / "model", ("blue", "green", "red"))
-    both = evaluate(model, colours, "--json")
+def test_data_with_only_a_test_split_is_measured(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "model", ("blue", "green", "red")), "--data", colours]
+    both = evaluate.json(*words)
     shutil.rmtree(colours / "train")
-    for words in ((), ("--split", "test"), ("--split", "all")):
-        code, out, _ = evaluate(model, colours, *words, "--json")
-        assert code == 0 and json.loads(out) == json.loads(both[1])
-    code, _, errors = evaluate(model, colours, "--split", "train")
-    assert code == 2 and "choose one that it has: test" in errors
-    code, _, errors = evaluate(model, colours, "--by", "knn")
-    assert code == 2 and "has a test split but no training images" in errors
+    for split in ((), ("--split", "test"), ("--split", "all")):
+        assert evaluate.json(*words, *split) == both
+    assert "choose one that it has: test" in evaluate.refuses(*words, "--split", "train")
+    assert "has a test split but no training images" in evaluate.refuses(*words, "--by", "knn")
 
 
 @pytest.mark.slow
-def test_all_evaluators_stand_in_one_table(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = small_model(tmp_path / "model", ("blue", "green", "red"))
-    code, out, _ = evaluate(model, colours, "--by", "accuracy,knn,fewshot", "--shots", "1", "--l2", "loo")
-    assert code == 0
+def test_all_evaluators_stand_in_one_table(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "model", ("blue", "green", "red")), "--data", colours, "--by"]
+    shown = evaluate.shows(*words, "accuracy,knn,fewshot", "--shots", "1", "--l2", "loo")
     for text in ("balanced accuracy", "calibration error", "knn, k = 20", "fewshot, 1 shot", "±", "training images"):
-        assert text in out, out
-    code, out, _ = evaluate(model, colours, "--by", "accuracy,knn", "--split", "all", "--json")
-    rows = json.loads(out)
+        assert text in shown, shown
+    rows = evaluate.json(*words, "accuracy,knn", "--split", "all")
     assert "knn_1" not in rows["train"] and {"accuracy", "accuracy_low", "knn_1"} <= set(rows["test"])
     assert rows["train"]["images"] == 27
 
 
 @pytest.mark.slow
-def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = small_model(tmp_path / "model", ("blue", "green", "red"))
-    code, out, _ = evaluate(model, colours, "--per-class", "--confusion", "--bootstrap", "0")
-    assert code == 0 and "precision" in out and "true class" in out and " to " not in out
-    row = json.loads(evaluate(model, colours, "--per-class", "--confusion", "--json")[1])["test"]
+def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "model", ("blue", "green", "red")), "--data", colours]
+    row = evaluate.json(*words, "--per-class", "--confusion")["test"]
     assert sum(cell[2] for cell in row["confusion"]) == 9
     assert sum(cell[2] for cell in row["confusion"] if cell[0] == cell[1]) == round(row["accuracy"] * 9)
     assert [(one["name"], one["images"]) for one in row["per_class"]] == [("blue", 3), ("green", 3), ("red", 3)]
-
-
-@pytest.mark.slow
-def test_classes_without_images_are_named(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = small_model(tmp_path / "model", ("blue", "green", "red"))
     shutil.rmtree(colours / "test" / "green")
-    code, out, _ = evaluate(model, colours)
-    assert code == 0 and re.search(r"1 of 3 classes has no image .*: green", out)
-    code, out, _ = evaluate(model, colours, "--per-class", "--confusion")
-    assert re.search(r"green +0 ", out) and re.search(r"1 green ", out)
-    code, out, errors = evaluate(model, colours, "--per-class", "--json")
-    assert json.loads(out)["test"]["classes_without_images"] == ["green"] and "green" in errors
+    assert re.search(r"1 of 3 classes has no image .*: green", evaluate.shows(*words))
+    shown = evaluate.shows(*words, "--per-class", "--confusion", "--bootstrap", "0")
+    assert "precision" in shown and "true class" in shown and " to " not in shown
+    assert re.search(r"green +0 ", shown) and re.search(r"1 green ", shown)
+    printed = evaluate.call(*words, "--per-class", "--json")
+    assert json.loads(printed.out)["test"]["classes_without_images"] == ["green"] and "green" in printed.err
 
 
 def test_a_stopped_evaluation_names_the_command_that_continues_it(
-    evaluate: Evaluate, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Cli, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(self: Preprocess, images: torch.Tensor) -> torch.Tensor:
         signal.raise_signal(signal.SIGTERM)
@@ -169,23 +142,19 @@ def test_a_stopped_evaluation_names_the_command_that_continues_it(
     model = small_model(tmp_path / "model", ())
     with monkeypatch.context() as patch:
         patch.setattr(Preprocess, "normalise", stop)
-        code, _, errors = evaluate(model, colours, "--by", "knn", "--json", "--precision", "float32")
-    assert code == 75 and "stopped: features of 0 of 27 images are kept in" in errors
-    assert errors.endswith(
-        f"Continue with: vitrail evaluate {model} --data {colours} --by knn --json --precision float32\n"
-    )
-    assert evaluate(model, colours, "--by", "knn", "--json")[0] == 0
+        words = ("--data", colours, "--by", "knn", "--json", "--precision", "float32")
+        errors = evaluate.call(model, *words, code=75).err
+    assert "stopped: features of 0 of 27 images are kept in" in errors
+    assert errors.endswith(f"Continue with: vitrail evaluate {model} {' '.join(map(str, words))}\n")
+    evaluate.shows(model, *words)
 
 
 @pytest.mark.slow
-def test_another_image_size_and_merged_tokens_give_other_features(
-    evaluate: Evaluate, tmp_path: Path, colours: Path
-) -> None:
-    model = small_model(tmp_path / "headless", ())
-    evaluate(model, colours, "--by", "knn")
-    for words in (("--image-size", "28", "14"), ("--reduce-tokens", "1")):
-        code, out, _ = evaluate(model, colours, "--by", "knn", *words)
-        assert code == 0 and "the cache has features of this data, but with other" in out
+def test_another_image_size_and_merged_tokens_give_other_features(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "headless"), "--data", colours, "--by", "knn"]
+    evaluate.shows(*words)
+    for more in (("--image-size", "28", "14"), ("--reduce-tokens", "1")):
+        assert "the cache has features of this data, but with other" in evaluate.shows(*words, *more)
 
 
 IMAGENET = tuple(f"class {number}" for number in range(1000))
@@ -204,41 +173,38 @@ def numbered(tmp_path: Path) -> Path:
     return root
 
 
-def test_folders_of_imagenets_numbers_are_measured_with_a_note(
-    evaluate: Evaluate, tmp_path: Path, numbered: Path
-) -> None:
+def test_folders_of_imagenets_numbers_are_measured_with_a_note(evaluate: Cli, tmp_path: Path, numbered: Path) -> None:
     model = small_model(tmp_path / "model", IMAGENET)
-    code, out, errors = evaluate(model, numbered, "--split", "all", "--confusion", "--json")
-    assert code == 0 and "the data's classes are numbers, so they are taken as ImageNet's classes" in errors
-    row = json.loads(out)["train"]
+    printed = evaluate.call(model, "--data", numbered, "--split", "all", "--confusion", "--json")
+    assert "the data's classes are numbers, so they are taken as ImageNet's classes" in printed.err
+    row = json.loads(printed.out)["train"]
     assert row["images"] == 6 and {cell[0] for cell in row["confusion"]} == {"class 7", "class 998"}
 
 
 @pytest.mark.slow
-def test_real_labels_are_read_from_a_file(evaluate: Evaluate, tmp_path: Path, numbered: Path) -> None:
-    model = small_model(tmp_path / "model", IMAGENET)
+def test_real_labels_are_read_from_a_file(evaluate: Cli, tmp_path: Path, numbered: Path) -> None:
+    words = [small_model(tmp_path / "model", IMAGENET), "--data", numbered, "--split", "all", "--real"]
     labels: list[list[int]] = [[], *([list(range(1000))] * 2), *([[]] * 49_997)]
     (tmp_path / "real.json").write_text(json.dumps(labels))
-    code, out, _ = evaluate(model, numbered, "--split", "all", "--real", str(tmp_path / "real.json"), "--json")
-    row = json.loads(out)["train"]
-    assert code == 0 and (row["real_accuracy"], row["real_images"]) == (1, 2)
-    code, _, errors = evaluate(model, numbered, "--split", "all", "--real", str(tmp_path / "none.json"))
-    assert code == 2 and "none.json, the ReaL labels: No such file or directory" in errors
+    row = evaluate.json(*words, tmp_path / "real.json")["train"]
+    assert (row["real_accuracy"], row["real_images"]) == (1, 2)
+    errors = evaluate.refuses(*words, tmp_path / "none.json")
+    assert "none.json, the ReaL labels: No such file or directory" in errors
 
 
 @pytest.mark.slow
-def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
+def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
     model = small_model(tmp_path / "model", ("tench", "goldfish", "kite"))
     names = {"blue": "n01443537", "green": "n01608432", "red": "n01440764"}
     for split in ("train", "test"):
         for old, new in names.items():
             (colours / split / old).rename(colours / split / new)
     (tmp_path / "names.txt").write_text("n01440764 tench, Tinca tinca\nn01443537 goldfish\nn01608432 kite\n")
-    code, out, errors = evaluate(model, colours, "--class-names", str(tmp_path / "names.txt"), "--per-class", "--json")
-    assert code == 0 and "by a list of WordNet ids" in errors
-    assert {one["name"] for one in json.loads(out)["test"]["per_class"]} == {"tench", "goldfish", "kite"}
-    code, _, errors = evaluate(model, colours)
-    assert code == 2 and "do not match exactly one of the model's" in errors
+    words = ("--class-names", tmp_path / "names.txt", "--per-class", "--json")
+    printed = evaluate.call(model, "--data", colours, *words)
+    assert "by a list of WordNet ids" in printed.err
+    assert {one["name"] for one in json.loads(printed.out)["test"]["per_class"]} == {"tench", "goldfish", "kite"}
+    assert "do not match exactly one of the model's" in evaluate.refuses(model, "--data", colours)
 
 
 @dataclass(frozen=True)
@@ -261,19 +227,17 @@ class ByData(ByShare):
 
 @pytest.mark.slow
 def test_the_settings_of_an_evaluator_of_ones_own_are_options(
-    evaluate: Evaluate, model: Path, colours: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    evaluate: Cli, model: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(EVALUATORS, "share", ByShare)
     command = command_of("evaluate")[0]
     vars(command).pop("known", None)  # the options of earlier calls in this process
-    assert main(["evaluate", "--help-all"]) == 0
-    assert "--of-class N" in (text := capsys.readouterr().out) and "Number of the class that is counted." in text
-    code, out, _ = evaluate(model, colours, "--by", "share", "--of-class", "9", "--json")
-    assert code == 0 and json.loads(out)["test"]["share"] == 0
-    code, _, errors = evaluate(model, colours, "--of-class", "1")
-    assert code == 2 and "--of-class: only share uses it, but --by is accuracy; add share to --by" in errors
-    code, _, errors = evaluate(model, colours, "--by", "share", "--of-class", "-1")
-    assert code == 2 and "--of-class: -1 is less than 0" in errors
+    shown, words = evaluate.shows("--help-all"), (model, "--data", colours)
+    assert "--of-class N" in shown and "Number of the class that is counted." in shown
+    assert evaluate.json(*words, "--by", "share", "--of-class", "9")["test"]["share"] == 0
+    errors = evaluate.refuses(*words, "--of-class", "1")
+    assert "--of-class: only share uses it, but --by is accuracy; add share to --by" in errors
+    assert "--of-class: -1 is less than 0" in evaluate.refuses(*words, "--by", "share", "--of-class", "-1")
     monkeypatch.setitem(EVALUATORS, "data", ByData)
     with pytest.raises(ValueError, match="evaluator data: data is another option of evaluate"):
         list(evaluator_options())
@@ -282,7 +246,7 @@ def test_the_settings_of_an_evaluator_of_ones_own_are_options(
 
 @pytest.mark.slow
 def test_nothing_is_computed_for_what_an_evaluator_refuses(
-    evaluate: Evaluate, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Cli, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise AssertionError("a batch was computed")
@@ -291,20 +255,19 @@ def test_nothing_is_computed_for_what_an_evaluator_refuses(
     monkeypatch.setattr("vitrail.evaluation.outputs.extract", fail)
     (tmp_path / "real.json").write_text(json.dumps([[]] * 50_000))
     model = small_model(tmp_path / "model", ("blue", "green", "red"))
-    for words, message in (
-        (("--by", "accuracy,linear,knn", "--k", "28"), "--k: 28 exceeds the number of labelled training images, 27"),
-        (("--by", "accuracy,fewshot", "--shots", "10"), "10 shots need 10 training images per class"),
-        (("--real", str(tmp_path / "real.json")), "the model has 3 outputs, but ImageNet's labels need a model"),
-    ):
-        code, _, errors = evaluate(model, colours, *words)
-        assert code == 2 and message in errors, errors
     named = small_model(tmp_path / "imagenet", ("blue", "green", "red", *IMAGENET[3:]))
-    code, _, errors = evaluate(named, colours, "--real", str(tmp_path / "real.json"))
-    assert code == 2 and "is not one of ImageNet's validation images, whose names are" in errors
+    real = ("--real", tmp_path / "real.json")
+    for words, message in (
+        ((model, "--by", "accuracy,linear,knn", "--k", "28"), "--k: 28 exceeds the number of labelled training images"),
+        ((model, "--by", "accuracy,fewshot", "--shots", "10"), "10 shots need 10 training images per class"),
+        ((model, *real), "the model has 3 outputs, but ImageNet's labels need a model"),
+        ((named, *real), "is not one of ImageNet's validation images, whose names are"),
+    ):
+        assert message in evaluate.refuses(*words, "--data", colours)
 
 
 @pytest.mark.slow
-def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_measured_by_head_and_features(evaluate: Cli, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     lines = ["split,path,age,height"]
     for number in range(40):
@@ -313,24 +276,14 @@ def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytes
         split = "train" if number < 30 else "test"
         lines.append(f"{split},{number}.png,{pixels.mean():.3f},{'' if number % 5 == 1 else -number}")
     (tmp_path / "people.csv").write_text("\n".join(lines) + "\n")
-    torch.manual_seed(0)
-    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=2, channels=3)
-    preprocess = Preprocess(image_size=(14, 21), channels=3)
-    Bundle(network, ("age", "height"), preprocess, output="numbers").save(tmp_path / "model")
-
-    def evaluate(*options: str) -> tuple[int, str, str]:
-        words = [str(tmp_path / "model"), "--data", str(tmp_path / "people.csv"), *options]
-        code = main(["evaluate", *words, "--no-cache"])
-        return code, *capsys.readouterr()
-
-    code, out, _ = evaluate("--json")
-    row = json.loads(out)["test"]
-    assert code == 0 and row["images"] == 10 and row["r2"] < 0
+    model = small_model(tmp_path / "model", ("age", "height"), output="numbers")
+    words = [model, "--data", tmp_path / "people.csv", "--no-cache"]
+    row = evaluate.json(*words)["test"]
+    assert row["images"] == 10 and row["r2"] < 0
     assert "mean_absolute_error" not in row and row["standardised_error"] > 0
-    code, out, _ = evaluate("--by", "regression,linear,knn", "--k", "3", "--bootstrap", "0")
-    assert code == 0
+    shown = evaluate.shows(*words, "--by", "regression,linear,knn", "--k", "3", "--bootstrap", "0")
     for name in ("age: R²", "height: root mean squared error", "linear, R²", "age: knn, k = 3, mean absolute error"):
-        assert name in out
-    assert f"{row['age:mean_absolute_error']:.4g}" in out
-    code, out, _ = evaluate("--by", "knn", "--numbers", "height", "--k", "1", "--json")
-    assert code == 0 and {"knn_1_r2", "knn_1_mean_absolute_error"} <= set(json.loads(out)["test"])
+        assert name in shown
+    assert f"{row['age:mean_absolute_error']:.4g}" in shown
+    row = evaluate.json(*words, "--by", "knn", "--numbers", "height", "--k", "1")["test"]
+    assert {"knn_1_r2", "knn_1_mean_absolute_error"} <= set(row)

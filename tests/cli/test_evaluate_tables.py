@@ -9,10 +9,9 @@ import numpy as np
 from rich.console import Console, RenderableType
 
 from tests.targets import multi_labels, single_labels
-from vitrail.cli.evaluate import confusion_table, metrics_table, per_class_table, suite_table
+from vitrail.cli.evaluate import confusion_table, metrics_table, per_class_table
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.predictions import Predictions
-from vitrail.transfer.suite import Suite, SuiteResult, SuiteTask, TaskResult
 
 
 def shown(table: RenderableType) -> list[list[str]]:
@@ -77,25 +76,3 @@ def test_of_a_large_one_the_most_confused_pairs_are_shown() -> None:
     assert lines[2] == ["c1", "c9", "2", "50.00%"]
     assert lines[3] == ["c0", "c1", "1", "25.00%"]
     assert len(lines) == 23 and " ".join(lines[-1]) == "and 11 pairs that are confused no more often than these"
-
-
-def test_a_suite_has_means_that_say_of_how_many_tasks() -> None:
-    tasks = [SuiteTask("one", "first"), SuiteTask("two", "first"), SuiteTask("[three]", "second")]
-    result = SuiteResult(
-        Suite("both", tuple(tasks)),
-        (
-            TaskResult(tasks[0], {"linear": 0.5, "images": 7.0, "linear_penalty": 1.0}),
-            TaskResult(tasks[1], reason="not there"),
-            TaskResult(tasks[2], {"linear": 0.75, "knn_5": 0.25}),
-        ),
-    )
-    lines = [line for line in shown(suite_table(result)) if not line[0].startswith("─")]
-    assert lines == [
-        ["both", "linear", "knn,", "k", "=", "5"],
-        ["one", "50.00%", "-"],
-        ["two", "-", "-"],
-        ["mean", "of", "first", "50.00%", "(1", "of", "2)", "-"],
-        ["[three]", "75.00%", "25.00%"],
-        ["mean", "of", "second", "75.00%", "25.00%"],
-        ["mean", "of", "3", "tasks", "62.50%", "(2", "of", "3)", "25.00%", "(1", "of", "3)"],
-    ]

@@ -12,53 +12,21 @@ from vitrail.models.variants import PUBLISHED, variant_config
 FIELDS = ["name", "shape", "image_size", "tokens", "parameters", "macs", "training_flops", "training_bytes"]
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the terminal 80 columns wide."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-@pytest.fixture
-def gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the machine seem to have 20 GB of memory."""
-    monkeypatch.setattr(vitrail.cli.lists, "total_memory", lambda: 20_000_000_000)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("narrow", "gigabytes")
-def test_lists_parameters_and_cost(cli: Cli) -> None:
+def test_lists_parameters_and_cost(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(vitrail.cli.lists, "total_memory", lambda: 20_000_000_000)
     small, usual = cli.shows("models", "--image-size", "64", "96"), cli.shows("models")
     (line,) = (line for line in small.splitlines() if line.split()[:1] == ["ViT-B/16"])
     assert line.split()[2:4] == ["64x96", "25"]
     lines = {line.split()[0]: line.split()[1:] for line in usual.splitlines() if "/" in line or "BiT" in line}
     assert set(PUBLISHED) <= set(lines)
-    memory = {
-        name: training_bytes(variant_config(name), 32, precision="bf16") / 1e9
-        for name in ("ViT-B/16", "R50+ViT-B/16", "BiT-R50x1", "ViT-e/14")
-    }
-    shown = {name: f"{gigabytes:.{0 if gigabytes >= 9.5 else 1}f}" for name, gigabytes in memory.items()}
-    expected = {
-        "ViT-B/16": ["768/12/3072/12", "224", "197", "86,567,656", "17.56", shown["ViT-B/16"]],
-        "R50+ViT-B/16": ["768/12/3072/12", "224", "197", "98,659,112", "21.54", shown["R50+ViT-B/16"]],
-        "BiT-R50x1": ["3-4-6-3", "224", "49", "25,549,352", "4.09", shown["BiT-R50x1"]],
-        "ViT-e/14": ["1792/56/15360/16", "224", "257", "3,807,214,312", "990.7", shown["ViT-e/14"] + "*"],
-    }
-    assert {name: lines[name] for name in expected} == expected
+    assert lines["ViT-B/16"][:-1] == ["768/12/3072/12", "224", "197", "86,567,656", "17.56"]
+    assert lines["R50+ViT-B/16"][:-1] == ["768/12/3072/12", "224", "197", "98,659,112", "21.54"]
+    assert lines["BiT-R50x1"][:-1] == ["3-4-6-3", "224", "49", "25,549,352", "4.09"]
+    assert lines["ViT-e/14"][:-1] == ["1792/56/15360/16", "224", "257", "3,807,214,312", "990.7"]
+    assert lines["ViT-e/14"][-1].endswith("*") and not lines["ViT-B/16"][-1].endswith("*"), "more memory than there is"
     assert lines["ViT-Pico/7"][1] == "28" and lines["ViT-Nano/8"][1] == "64" and lines["Conv+ViT-Pico/8"][1] == "32"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("narrow", "gigabytes")
-@pytest.mark.parametrize(
-    "words",
-    [["--image-size", "384", "512"], ["--layers"], ["--image-size", "1022", "1022", "--batch-size", "4096"]],
-)
-def test_tables_fit_in_80_columns(cli: Cli, words: list[str]) -> None:
-    lines = cli.shows("models", *words).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert not any("…" in line for line in lines)
-    if "--layers" not in words:
-        assert all(any(line.split()[:1] == [name] and line.split()[-2] for line in lines) for name in PUBLISHED)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,19 +21,10 @@ from vitrail.models.reduction import TokenReduction
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs the command, and returns the exit code and everything that was printed."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        code = main(["nearest", *map(str, words)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+def nearest(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys, "nearest")
 
 
 @pytest.fixture
@@ -48,11 +38,11 @@ def features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return out
 
 
-def test_neighbours_are_those_of_all_cosines(run: Run, features: Path, tmp_path: Path) -> None:
+def test_neighbours_are_those_of_all_cosines(nearest: Cli, features: Path, tmp_path: Path) -> None:
     query = tmp_path / "data" / "train" / "green" / "03.png"
-    code, out, errors = run(features, query, "--json", "--top", "3")
-    assert code == 0 and errors == ""
-    row = json.loads(out)
+    printed = nearest.call(features, query, "--json", "--top", "3")
+    row = json.loads(printed.out)
+    assert printed.err == ""
     images = sorted((tmp_path / "data").rglob("*.png"))
     vectors = load(tmp_path / "model", device="cpu").embed(images)
     cosines = cosine_similarity(vectors[images.index(query)][None], vectors, dim=1)
@@ -66,7 +56,7 @@ def test_neighbours_are_those_of_all_cosines(run: Run, features: Path, tmp_path:
 
 @pytest.mark.slow
 def test_an_image_is_not_its_own_neighbour_under_another_spelling_of_its_folder(
-    run: Run, features: Path, tmp_path: Path, cli: Cli
+    nearest: Cli, features: Path, tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / "other").mkdir()
     again = tmp_path / "other" / "features"
@@ -74,48 +64,46 @@ def test_an_image_is_not_its_own_neighbour_under_another_spelling_of_its_folder(
     words = ["embed", str(tmp_path / "model"), "--data", str(data), "--out", str(again), "--no-cache"]
     cli.call(*words, "--precision", "float32")
     query = tmp_path / "data" / "train" / "green" / "03.png"
-    _, out, _ = run(again, query, "--json", "--top", "3")
-    images = [each["image"] for each in json.loads(out)["nearest"]]
+    images = [each["image"] for each in nearest.json(again, query, "--top", "3")["nearest"]]
     assert len(images) == 3 and not any(Path(image).samefile(query) for image in images)
 
 
 def test_csv_and_table_show_whole_paths(
-    run: Run, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nearest: Cli, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, broken = tmp_path / "data" / "test" / "red" / "11.png", tmp_path / "page.jpg"
     broken.write_text("<html>")
-    code, out, errors = run(features / "train", query, broken, "--csv", "--top", "2")
-    header, first, second, wrong = csv.reader(out.splitlines())
-    assert code == 2 and header == ["image", "rank", "nearest", "cosine", "label", "error"]
+    printed = nearest.call(features / "train", query, broken, "--csv", "--top", "2", code=2)
+    header, first, second, wrong = csv.reader(printed.out.splitlines())
+    assert header == ["image", "rank", "nearest", "cosine", "label", "error"]
     assert first[:2] == [str(query), "1"] and second[:2] == [str(query), "2"] and first[4:] == ["red", ""]
     assert Path(first[2]).is_file() and "data/train/" in first[2]
-    assert wrong[0] == str(broken) and "is not an image" in wrong[5] and wrong[5] in errors
+    assert wrong[0] == str(broken) and "is not an image" in wrong[5] and wrong[5] in printed.err
     monkeypatch.setenv("COLUMNS", "20")
-    code, out, _ = run(features / "train", query, "--top", "2")
-    assert code == 0 and all(text in out for text in (str(query), first[2], second[2], f"{float(first[3]):.4f}"))
+    out = nearest.shows(features / "train", query, "--top", "2")
+    assert all(text in out for text in (str(query), first[2], second[2], f"{float(first[3]):.4f}"))
 
 
-def test_the_weights_of_the_model_are_checked(run: Run, features: Path, tmp_path: Path) -> None:
+def test_the_weights_of_the_model_are_checked(nearest: Cli, features: Path, tmp_path: Path) -> None:
     query = tmp_path / "data" / "test" / "red" / "11.png"
-    expected = run(features, query, "--json")
+    expected = nearest.call(features, query, "--json")
     moved = tmp_path / "elsewhere"
     (tmp_path / "model").rename(moved)
-    code, _, errors = run(features, query)
-    assert code == 2 and "model, does not exist any more; name its new path with --model" in errors
-    assert run(features, query, "--json", "--model", moved) == expected
+    assert "model, does not exist any more; name its new path with --model" in nearest.refuses(features, query)
+    assert nearest.call(features, query, "--json", "--model", moved) == expected
     other = small_model(tmp_path / "other", seed=1)
-    code, _, errors = run(features, query, "--model", other)
-    assert code == 2 and f"{other} has other weights than the model that computed the features in" in errors
+    errors = nearest.refuses(features, query, "--model", other)
+    assert f"{other} has other weights than the model that computed the features in" in errors
     about = features / "train" / "features.json"
     content = json.loads(about.read_text())
     content["about"]["weights_sha256"] = "0"
     about.write_text(json.dumps(content))
-    code, _, errors = run(features, query, "--model", moved)
-    assert code == 2 and "hold features of different models; name the folder of one split" in errors
+    errors = nearest.refuses(features, query, "--model", moved)
+    assert "hold features of different models; name the folder of one split" in errors
 
 
 def test_a_model_with_the_same_tensors_is_not_the_same_model(
-    run: Run, features: Path, tmp_path: Path, cli: Cli
+    nearest: Cli, features: Path, tmp_path: Path, cli: Cli
 ) -> None:
     query = tmp_path / "data" / "test" / "red" / "11.png"
     bundle = load(tmp_path / "model", device="cpu")
@@ -132,25 +120,27 @@ def test_a_model_with_the_same_tensors_is_not_the_same_model(
             index.check(other)
         model = other.save(tmp_path / name)
         if name != "mean":
-            assert run(features, query, "--model", model)[0] == 2
+            nearest.refuses(features, query, "--model", model)
         (tmp_path / "mixed").mkdir(exist_ok=True)
         shutil.copytree(features / "train", tmp_path / "mixed/train", dirs_exist_ok=True)
         words = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "mixed"), "--overwrite", "--no-cache"]
         cli.shows("embed", model, *words, "--split", "test", "--precision", "float32")
         with pytest.raises(DataError, match="different models"):
             FeatureIndex.open(tmp_path / "mixed")
-    expected = run(features, query, "--json")[1]
-    assert run(features, query, "--json", "--model", tmp_path / "mean")[1] == expected, "prepared as the features are"
+    expected = nearest.json(features, query)
+    again = nearest.json(features, query, "--model", tmp_path / "mean")
+    assert again == expected, "prepared as the features are"
 
 
-def test_features_of_earlier_versions_are_searched_with_a_warning(run: Run, features: Path, tmp_path: Path) -> None:
+def test_features_of_earlier_versions_are_searched_with_a_warning(nearest: Cli, features: Path, tmp_path: Path) -> None:
     about = features / "test" / "features.json"
     content = json.loads(about.read_text())
     content["about"] = {"data": "x"}
     about.write_text(json.dumps(content))
     query = tmp_path / "data" / "train" / "red" / "01.png"
-    code, _, errors = run(features / "test", query)
-    assert code == 2 and "does not record the model that computed its features; name it with --model" in errors
-    code, out, errors = run(features / "test", query, "--model", tmp_path / "model", "--json", "--top", "99")
-    assert code == 0 and "does not record the weights of its model" in errors
+    errors = nearest.refuses(features / "test", query)
+    assert "does not record the model that computed its features; name it with --model" in errors
+    printed = nearest.call(features / "test", query, "--model", tmp_path / "model", "--json", "--top", "99")
+    out, errors = printed.out, printed.err
+    assert "does not record the weights of its model" in errors
     assert {each["image"] for each in json.loads(out)["nearest"]} == {"blue/11.png", "green/11.png", "red/11.png"}

@@ -61,20 +61,6 @@ def test_another_image_size(model: Path, trained: RunResult, cli: Cli) -> None:
     assert json.loads(captured.out)["probability"] == expected.probability
 
 
-@pytest.mark.parametrize("width", ["20", "80"])
-def test_paths_are_shown_in_full_whatever_the_width(
-    width: str, model: Path, trained: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    monkeypatch.setenv("COLUMNS", width)
-    names = [f"a photograph :cat: with {'more ' * 30}words [{number}].png" for number in range(2)]
-    for name in names:
-        (tmp_path / name).write_bytes(trained.examples[0].path.read_bytes())
-    lines = [line.strip() for line in cli.shows("predict", model, tmp_path, "--top", "10").splitlines()]
-    lines = [line for line in lines if line and set(line) != {"─"}]
-    assert [line.split(".png")[0] for line in lines[1:]] == [str(tmp_path / name)[:-4] for name in names]
-    assert all(line.count("%") == 10 for line in lines[1:])
-
-
 def test_json_has_the_likeliest_only_if_asked(model: Path, trained: RunResult, cli: Cli) -> None:
     example = trained.examples[0]
     for words, count in ((("--top", "2"), 2), (("--top", "99"), 10), ((), 10)):

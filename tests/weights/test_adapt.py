@@ -68,9 +68,6 @@ def test_another_network_is_not_computed_by_the_runtime_of_the_old_one(vit: Call
         assert other.engine is None and len(other.predict([np.zeros((9, 9, 3), np.uint8)])) == 1
 
 
-# --- classes
-
-
 def test_nothing_asked_for_changes_nothing(vit: Callable[..., Bundle]) -> None:
     bundle = vit()
     assert adapted(bundle) is bundle
@@ -127,9 +124,6 @@ def test_a_resnet_gets_a_new_head() -> None:
     new = adapted(bundle, num_classes=2, drop_head_hidden=True)
     assert new.network.state_dict()["head.weight"].shape == (2, 128)
     assert torch.equal(outputs(new, (16, 16)), torch.zeros(2, 2))
-
-
-# --- image size
 
 
 RESIZED: list[dict[str, Any]] = [
@@ -208,8 +202,6 @@ def test_load_adapts_and_the_result_can_be_trained_and_saved(vit: Callable[..., 
     assert again.metrics == {} and again.preprocess.image_size == (8, 20)
 
 
-# --- channels
-
 GREY = {
     "ViT": ViTConfig(
         image_size=(12, 20), patch_size=(4, 5), width=12, depth=2, heads=3, mlp_width=20, num_classes=3, channels=1
@@ -252,9 +244,6 @@ def test_other_changes_of_channels_are_refused(vit: Callable[..., Bundle]) -> No
         adapted(bundle, channels=1)
     with pytest.raises(BundleError, match=r"channels=4 does not fit a network of 1 channels"):
         adapted(random_bundle(GREY["ViT"]), channels=4)
-
-
-# --- merged and pruned tokens
 
 
 def test_a_reduction_is_saved_and_shares_the_weights(vit: Callable[..., Bundle], tmp_path: Path) -> None:

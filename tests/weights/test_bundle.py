@@ -72,9 +72,6 @@ def saved(bundle: Bundle, tmp_path: Path) -> Path:
     return bundle.save(tmp_path / "model")
 
 
-# --- save and load
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -111,9 +108,6 @@ def test_loading_draws_no_random_numbers(saved: Path) -> None:
     assert not any(parameter.is_meta for parameter in loaded.network.parameters())
 
 
-# --- a model that does not agree with itself
-
-
 @pytest.mark.parametrize("count", [255, 256])
 def test_masks_of_too_many_classes_are_refused(count: int) -> None:
     made = dense_bundle("patches")
@@ -121,9 +115,6 @@ def test_masks_of_too_many_classes_are_refused(count: int) -> None:
     network = build(dataclasses.replace(made.network.config, num_classes=count))
     with pytest.raises(BundleError, match="at most 255 classes") if count > 255 else contextlib.nullcontext():
         Bundle(network, names, made.preprocess, output="mask")
-
-
-# --- versions of the format
 
 
 def test_fields_that_a_file_lacks_take_their_defaults(saved: Path, bundle: Bundle) -> None:
@@ -147,9 +138,6 @@ def test_unknown_fields_at_the_top_are_ignored_with_a_note(saved: Path) -> None:
     )
 
 
-# --- predictions
-
-
 @pytest.mark.parametrize("output", ["softmax", "sigmoid"])
 def test_predictions_are_the_networks(output: str) -> None:
     bundle, arrays = make_bundle(output=output), images(6)
@@ -171,9 +159,6 @@ def test_answers_are_the_predictions_of_outputs(bundle: Bundle) -> None:
     torch.testing.assert_close(bundle.probabilities(outputs), logits(bundle, arrays).softmax(1), atol=1e-6, rtol=0)
     assert bundle.answers(outputs) == bundle.predict(arrays)
     assert bundle.answers(outputs, top=2) == bundle.predict(arrays, top=2)
-
-
-# --- the likeliest classes
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -221,9 +206,6 @@ def test_a_ranking_of_few_classes_makes_no_list_of_all() -> None:
 def test_a_ranking_out_of_range(bundle: Bundle, top: int) -> None:
     with pytest.raises(ConfigError, match=f"^top={top} is out of range, because this model has 3 classes$"):
         bundle.predict(images(1), top=top)
-
-
-# --- numbers
 
 
 def test_unknown_choices_are_refused(bundle: Bundle, types_unchecked: None) -> None:
@@ -311,9 +293,6 @@ def test_nothing_in_gives_nothing_out(bundle: Bundle) -> None:
     assert bundle.embed([]).shape == (0, 12)
 
 
-# --- images that are none
-
-
 def test_an_undecodable_image_raises_with_its_name(bundle: Bundle, tmp_path: Path) -> None:
     path = tmp_path / "broken.jpg"
     path.write_bytes(b"not an image")
@@ -344,9 +323,6 @@ def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path) -> None:
     assert not isinstance(caught.value, UndecodableImage)
     with pytest.raises(DataError, match=message):
         bundle.embed([str(tmp_path / "rose.jpg")])
-
-
-# --- damage
 
 
 @pytest.mark.parametrize(
@@ -449,9 +425,6 @@ def test_a_pickle_in_place_of_the_weights_is_not_run(bundle: Bundle, saved: Path
         with contextlib.suppress(Exception):
             loaded = load_bundle(saved, device="cpu")
         assert loaded is None and not marker.exists()
-
-
-# --- saving that fails
 
 
 @pytest.fixture
@@ -570,9 +543,6 @@ def test_a_network_without_a_head_says_so() -> None:
     assert bundle.embed([np.zeros((14, 14, 3), np.uint8)]).shape == (1, 8)
 
 
-# --- precision
-
-
 def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None:
     lower = dataclasses.replace(bundle, precision="bf16")
     loaded = load_bundle(lower.save(tmp_path / "model"), device="cpu")
@@ -583,9 +553,6 @@ def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None
     assert not torch.equal(loaded.embed(arrays), bundle.embed(arrays))
     with pytest.raises(BundleError, match="the layout timm cannot store precision='bf16', which only vitrail"):
         convert(tmp_path / "model", tmp_path / "timm", "timm")
-
-
-# --- networks that their config does not make again
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

@@ -54,9 +54,6 @@ def logits(bundle: Bundle, *sizes: int) -> torch.Tensor:
     return result
 
 
-# --- what other implementations computed
-
-
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_outputs(name: str, tmp_path: Path) -> None:
     layout, suffix = GOLDEN[name]
@@ -108,9 +105,6 @@ def test_golden_outputs_after_conversion(name: str, to: str, tmp_path: Path) -> 
     tolerance = 1e-3 if "GELU" in changed else 1e-4
     heads: dict[str, Any] = {} if to == "vitrail" or name.startswith("bit_") else {"heads": 4}
     assert reference.difference(load(out, device="cpu", image_size=reference.image_size, **heads)) < tolerance
-
-
-# --- there and back
 
 
 @st.composite
@@ -250,9 +244,6 @@ def test_hybrids_there_and_back(to: str, depths: tuple[int, ...], tmp_path: Path
     assert_same(bundle, load(path, device="cpu", image_size=config.image_size))
 
 
-# --- between layouts
-
-
 LOST = [
     ("google", {"norm_eps": 1e-12}, "norm_eps=1e-12 (its code has 1e-06)"),
     ("google", {"activation": "gelu"}, "the exact GELU (its code computes the tanh approximation)"),
@@ -360,9 +351,6 @@ def test_another_kind_of_epsilon_is_refused_and_another_value_said(layout: str, 
         LAYOUTS[layout].write(random_bundle(replace(config, weight_eps_on="deviation")), place_of(layout, tmp_path))
 
 
-# --- what a file cannot say
-
-
 def test_heads_that_contradict_the_file(tmp_path: Path) -> None:
     path = write_file(golden("google_vit_gap").tensors, tmp_path / "x.npz")
     with pytest.raises(BundleError, match=r"heads=2 does not agree with \S+x\.npz, which has 4"):
@@ -405,9 +393,6 @@ def test_an_assumed_image_size_is_said(name: str, tmp_path: Path) -> None:
     note = "the file does not contain its image size, so (224, 224) is assumed"
     assert note in load(path, device="cpu").notes
     assert note not in load(path, device="cpu", image_size=(64, 32)).notes
-
-
-# --- tensors that do not fit
 
 
 def test_all_that_does_not_fit_is_listed_before_anything_is_read(
@@ -495,9 +480,6 @@ def test_an_unknown_layout_shows_some_names(tmp_path: Path) -> None:
         load(path, device="cpu")
 
 
-# --- folders
-
-
 def test_a_folder_without_weights_and_one_with_several(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BundleError, match=r"it has no model\.json and no weights \(\.safetensors, \.npz, \.pth"):
@@ -536,8 +518,6 @@ def test_a_config_that_cannot_be_used(text: str, message: str, tmp_path: Path) -
     with pytest.raises(BundleError, match=message):
         load(tmp_path, device="cpu", image_size=(32, 48))
 
-
-# --- memory
 
 MEASURE = """
 import sys

@@ -23,7 +23,7 @@ from vitrail.recipes import RECIPES
 from vitrail.serving.watch import ModelFiles
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert, load, model_name
-from vitrail.weights.locate import FOLDER, SHIPPED, download, looks_like_hub_name, shipped_folder
+from vitrail.weights.locate import FOLDER, download, looks_like_hub_name, shipped_folder
 
 OTHERS = {
     "README.md": b"# A model", ".gitattributes": b"", "tf_model.h5": b"h5", "flax_model.msgpack": b"flax",
@@ -50,9 +50,6 @@ def message(name: str, kind: type[Exception] = BundleError) -> str:
     assert caught.value.__cause__ is None and (caught.value.__suppress_context__ or caught.value.__context__ is None)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-# --- what is a name
 
 
 @pytest.mark.parametrize(
@@ -92,9 +89,6 @@ def test_what_exists_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not looks_like_hub_name("org/link")
     assert looks_like_hub_name("org/name@main")
     assert looks_like_hub_name("hf:org/name")
-
-
-# --- what is fetched
 
 
 NEEDED = [
@@ -200,9 +194,6 @@ def test_a_branch_that_moves_is_followed(hub: Hub) -> None:
     assert hub.fetched() == ["model.safetensors"]  # the description is the same, and was there
 
 
-# --- without a network
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["offline", "down", "broken"])
 def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
@@ -231,9 +222,6 @@ def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.Monkey
 def test_a_proxy_page_is_not_the_hub(hub: Hub) -> None:
     hub.status = 200
     assert "cannot be reached" in message("org/name")
-
-
-# --- when it breaks off
 
 
 @pytest.mark.slow
@@ -295,9 +283,6 @@ def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, blocked: str) 
     assert text.startswith(f"model 'org/name' cannot be written to the cache {tmp_path / 'home/hub'}: [Errno")
 
 
-# --- what the hub refuses
-
-
 def test_an_unknown_repository(hub: Hub) -> None:
     hub.add("org/name", {})
     text = message("org/nome")
@@ -353,9 +338,6 @@ def test_a_name_that_is_none() -> None:
     assert message("hf:vit").startswith("model 'hf:vit' is not a name on the hub, which has the form org/name")
 
 
-# --- all of it
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["vitrail", "huggingface-clip", "open-clip"])
 def test_a_model_with_a_text_tower_reads_texts(layout: str, hub: Hub, tmp_path: Path) -> None:
@@ -386,14 +368,6 @@ assert all(torch.equal(tensor, weights[name]) for name, tensor in there.network.
 
 
 DATA = "fractals:200:1000:0:32:colour"
-
-
-def test_every_name_has_a_small_folder() -> None:
-    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(SHIPPED)
-    for name in SHIPPED:
-        assert shipped_folder(name) == FOLDER / name
-        assert sum(file.stat().st_size for file in (FOLDER / name).iterdir()) < 6_000_000
-    assert shipped_folder("Small") is None and shipped_folder("") is None
 
 
 def test_small_is_the_network_of_its_recipe() -> None:

@@ -45,9 +45,6 @@ def assert_read(file: TensorFile, tensors: dict[str, torch.Tensor]) -> None:
         assert torch.equal(file.read(name), tensor), name
 
 
-# --- reading
-
-
 def test_reads_what_the_library_wrote_whole_or_row_by_row(path: Path) -> None:
     file = open_tensors(write_file(TENSORS, path))
     assert_read(file, TENSORS)
@@ -98,9 +95,6 @@ def test_whole_numbers_are_no_weights(suffix: str, tmp_path: Path) -> None:
 def test_a_mapped_file_costs_no_memory_of_its_own(mapped: str, tmp_path: Path) -> None:
     file = open_tensors(write_file({"w": torch.zeros(1000)}, tmp_path / f"x{mapped}"))
     assert file.read("w").data_ptr() == file.read("w").data_ptr()
-
-
-# --- PyTorch files, and what training scripts put around the weights
 
 
 @pytest.mark.parametrize(
@@ -212,9 +206,6 @@ def test_a_torchscript_archive_is_refused_without_unsafe_advice(tmp_path: Path) 
         open_tensors(tmp_path / "x.pt")
 
 
-# --- several files with an index
-
-
 @pytest.fixture
 def sharded(tmp_path: Path) -> Callable[..., Path]:
     """Write the tensors into two files with an index. `change` is called with the index's weight map."""
@@ -264,9 +255,6 @@ def test_a_damaged_index(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(BundleError, match=r"index\.json is (empty|damaged)"):
         open_tensors(path)
-
-
-# --- damage
 
 
 def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
@@ -349,9 +337,6 @@ def test_any_altered_byte_gives_tensors_or_an_error_of_ours(
             file.read(name)
     except BundleError:
         pass
-
-
-# --- writing
 
 
 def test_what_is_saved_is_what_is_read_and_can_replace_its_file(path: Path) -> None:

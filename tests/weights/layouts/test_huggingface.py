@@ -120,9 +120,6 @@ def as_new(name: str) -> str:
     return name
 
 
-# --- reading
-
-
 @pytest.mark.parametrize("name", REFERENCES)
 def test_logits_of_the_library(tmp_path: Path, name: str) -> None:
     bundle = load(reference_folder(tmp_path / name, name), device="cpu")
@@ -304,9 +301,6 @@ def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
     assert any("image_size=(35, 48) is not a multiple of the patch size" in note for note in bundle.notes)
 
 
-# --- preprocessing
-
-
 @pytest.mark.parametrize(
     ("fields", "expected", "note"),
     [
@@ -398,9 +392,6 @@ def test_preprocessing_that_cannot_be_written(tmp_path: Path) -> None:
     assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["scaled_decode=True"]
     bundle.preprocess = Preprocess(image_size=(28, 28)).with_geometry("big_vision-crop")
     assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["resampler='tensorflow-uint8'"]
-
-
-# --- writing
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *DETECTORS])
@@ -500,9 +491,6 @@ def test_the_numbers_of_the_classes_in_the_data_are_kept(tmp_path: Path) -> None
             load(tmp_path / "model", device="cpu")
 
 
-# --- errors
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -561,9 +549,6 @@ def test_other_models_of_the_library(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "beit", other, None)
     with pytest.raises(BundleError, match=r"not those of ViT, DINOv2 or YOLOS: put its config\.json beside it"):
         load(folder, device="cpu")
-
-
-# --- the library itself
 
 
 def largest_difference(model: Any, network: Any, images: Tensor, *, outputs: str = "logits", **options: Any) -> float:
@@ -665,9 +650,6 @@ def test_one_label_is_never_a_softmax(problem: str | None, output: str, tmp_path
     bundle = load(edit(tmp_path / "model", problem_type=problem), device="cpu")
     assert bundle.output == output
     assert any("one label" in note for note in bundle.notes) == (problem is None)
-
-
-# --- YOLOS
 
 
 HUB_DETECTOR = {

@@ -48,9 +48,6 @@ def file_of(tensors: dict[str, torch.Tensor]) -> TensorFile:
     return TensorFile(PATH, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row])
 
 
-# --- assembling
-
-
 def description_of(bundle: Bundle, tensors: dict[str, torch.Tensor], **fields: Any) -> Description:
     config = bundle.network.config
     pairs = tuple(Pair(name, (f"their {name}",)) for name in bundle.network.state_dict())
@@ -78,9 +75,6 @@ def test_a_layout_that_forgets_a_tensor_is_a_mistake_of_ours(bundle: Bundle) -> 
         assemble(
             description_of(bundle, {name: state[name] for name in state if name != "head.bias"}, pairs=tuple(pairs))
         )
-
-
-# --- positions of other tokens
 
 
 SQUARE: dict[str, Any] = {"position_resize": "bicubic", "patch_size": (4, 4), "image_size": (12, 12)}
@@ -112,9 +106,6 @@ def test_positions_of_other_tokens_are_moved_when_a_layout_is_written(
     assert shapes[place] == (1, patches + (layout != "big-vision"), 12)
 
 
-# --- grids, heads, depth
-
-
 def test_cells_of_a_hybrid_round_up() -> None:
     assert file_grid(16, (1, 1), Hints(image_size=(63, 50)), PATH, stride=16) == (4, 4)
 
@@ -133,9 +124,6 @@ def test_depth_is_counted_by_the_largest_number() -> None:
     assert depth_of(tensors, "blocks.") == 12
     with pytest.raises(BundleError, match=r"x\.npz has no block layers\.0"):
         depth_of(tensors, "layers.")
-
-
-# --- options that no layout knows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +198,6 @@ def test_a_new_meaning_of_the_outputs_is_not_exported(layout: str, tmp_path: Pat
     bundle.output = "distances"
     with pytest.raises(BundleError, match=f"^the layout {layout} cannot store output='distances'$"):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
-
-
-# --- the check itself
 
 
 def test_every_option_without_a_place_is_named() -> None:

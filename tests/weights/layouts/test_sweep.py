@@ -102,9 +102,6 @@ def check_written(
     assert written > COUNT // 3
 
 
-# --- transformers
-
-
 def transformers_model(draw: random.Random) -> Any:
     transformers = pytest.importorskip("transformers")
     family = draw.choice(["ViT", "Dinov2", "Dinov2WithRegisters"])
@@ -166,9 +163,6 @@ def test_random_models_are_written_for_transformers(tmp_path: Path) -> None:
         return found.pooler_output if has_pooler else found.last_hidden_state[:, 0]
 
     check_written("huggingface", compute, random_bundle, tmp_path, position_resize="bicubic")
-
-
-# --- timm
 
 
 @pytest.fixture(scope="module")

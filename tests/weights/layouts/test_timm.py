@@ -42,9 +42,6 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-# --- what config.json says
-
-
 def test_a_hub_folder_says_everything(folder: Callable[..., Path]) -> None:
     path = folder(
         label_names=list("abcdefg"),
@@ -141,9 +138,6 @@ def test_published_sizes_need_no_heads(tmp_path: Path) -> None:
     TIMM.write(random_bundle(config), folder)
     with pytest.raises(BundleError, match=r"heads=4 does not agree with \S+, which has 3"):
         load(folder, device="cpu", heads=4)
-
-
-# --- DINO and DINOv2
 
 
 @pytest.fixture
@@ -256,9 +250,6 @@ def test_registers_without_positions_are_written_as_timm_has_them(
         torch.testing.assert_close(again.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)
 
 
-# --- which positions are the patches'
-
-
 def with_positions(golden: Callable[..., Any], count: int, registers: int) -> dict[str, np.ndarray]:
     tensors = dict(golden("timm_vit_registers").tensors)
     tensors["pos_embed"] = np.zeros((1, count, 64), np.float32)
@@ -289,9 +280,6 @@ def test_where_two_squares_are_possible_the_size_decides(tmp_path: Path) -> None
     for size, cover in (((16, 16), "class"), ((8, 8), "all"), ((8, 32), "class"), ((8, 40), "patches")):
         config = load(path, device="cpu", heads=4, image_size=size).network.config
         assert isinstance(config, ViTConfig) and (config.image_size, config.positions_cover) == (size, cover)
-
-
-# --- writing
 
 
 def test_a_folder_as_on_the_hub(tmp_path: Path) -> None:
@@ -363,9 +351,6 @@ def test_networks_that_no_model_of_timm_has_are_refused(fields: dict[str, Any], 
     with pytest.raises(BundleError, match="the layout timm cannot store"):
         TIMM.write(random_bundle(config), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-# --- the architecture and its arguments
 
 
 @pytest.mark.parametrize(
