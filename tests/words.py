@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.text_tokenizer import TextTokenizer, train_tokenizer, wordpiece_tokenizer
-from vitrail.models.pair import Pair, PairConfig
-from vitrail.models.text import TextConfig
+from vitrail.data.texts import TextTokenizer, train_tokenizer, wordpiece_tokenizer
+from vitrail.models.text import Pair, PairConfig, TextConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.words import Words

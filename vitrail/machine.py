@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.metadata
 import os
 import platform
@@ -17,13 +16,11 @@ import torch
 
 from vitrail.errors import ConfigError
 
-Precision = Literal["auto", "int8", "bf16", "float32"]
-"""Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32. "int8"
-applies to the dense layers in blocks (`models/linear/low_bits.py`); all other matrix products then use the format of
-"auto"."""
+Precision = Literal["auto", "bf16", "float32"]
+"""Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32."""
 TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
 """Number format of matrix products during training. "float8" applies to the dense layers in blocks
-(`models/linear/low_bits.py`); all other matrix products then use bf16."""
+(`models/linear/float8.py`); all other matrix products then use bf16."""
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -48,56 +45,21 @@ def has_bf16_matrix_units(device: torch.device) -> bool:
     return device.type == "cpu" and bool(cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
-def has_int8_products(device: torch.device) -> bool:
-    """Return True if the device is a CPU that multiplies 8-bit integers four at a time (VNNI or AMX), and PyTorch has
-    oneDNN's products for them. Other CPUs are slower in 8 bits than in float32."""
-    return (
-        device.type == "cpu"
-        and hasattr(torch.ops.onednn, "qlinear_pointwise")
-        and "onednn" in torch.backends.quantized.supported_engines
-        and bool(cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"})
-        and _sums_integers_exactly()
-    )
-
-
-@functools.cache
-def _sums_integers_exactly() -> bool:
-    """Return True if oneDNN's products of the largest 8-bit integers are exact.
-
-    The variable ONEDNN_MAX_CPU_ISA can take VNNI away from a processor that has it. oneDNN then adds pairs of products
-    in 16 bits, which saturates without a message.
-    """
-    inputs, rows = torch.full((16, 64), 255, dtype=torch.uint8), torch.full((16, 64), 127, dtype=torch.int8)
-    ones, zeros = torch.ones(16), torch.zeros(16, dtype=torch.int64)
-    packed = torch.ops.onednn.qlinear_prepack(rows, None)
-    sums = torch.ops.onednn.qlinear_pointwise(
-        inputs, 1.0, 0, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return bool((sums == 64 * 255 * 127).all())
-
-
 @overload
-def resolve_precision(  # type: ignore[overload-overlap]  # the names that both share have the same result
-    precision: Precision, device: torch.device
-) -> Precision: ...
+def resolve_precision(precision: Precision, device: torch.device) -> Precision: ...
 @overload
 def resolve_precision(precision: TrainingPrecision, device: torch.device) -> TrainingPrecision: ...
 def resolve_precision(precision: Precision | TrainingPrecision, device: torch.device) -> Precision | TrainingPrecision:
     """Return the precision with "auto" resolved: "bf16" if the device has matrix units for it, else "float32".
 
-    Raises `ConfigError` for an unknown precision, for "float8" on a device that cannot multiply 8-bit floating-point
-    numbers, and for "int8" on a device without fast products of 8-bit integers.
+    Raises `ConfigError` for an unknown precision, and for "float8" on a device that cannot multiply 8-bit
+    floating-point numbers.
     """
-    known = dict.fromkeys((*get_args(Precision), *get_args(TrainingPrecision)))
+    known = get_args(TrainingPrecision)
     if precision not in known:
         raise ConfigError(f"precision={precision!r} is not one of {', '.join(map(repr, known))}")
     if precision == "float8":
         _check_float8(device)
-    if precision == "int8" and not has_int8_products(device):
-        raise ConfigError(
-            f"precision='int8' needs a CPU with VNNI instructions and oneDNN's quantized products, which the device "
-            f"{device.type!r} of this machine lacks; choices: 'auto', 'bf16', 'float32'"
-        )
     if precision != "auto":
         return precision
     return "bf16" if has_bf16_matrix_units(device) else "float32"

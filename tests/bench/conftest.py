@@ -16,9 +16,7 @@ def tiny_work() -> Callable[..., Workload]:
     """Return a function that makes workloads of a ViT with two blocks on 28 x 21 pixels. It can replace fields."""
 
     def make(variant: str = "ViT-Pico/7", **fields: Any) -> Workload:
-        of_workload = {
-            name: fields.pop(name) for name in ("task", "batch", "precision", "eight_bits") if name in fields
-        }
+        of_workload = {name: fields.pop(name) for name in ("task", "batch", "precision", "float8") if name in fields}
         if variant.startswith("ViT"):
             fields = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 48, **fields}
         config = variant_config(variant, image_size=fields.pop("image_size", (28, 21)), **{"num_classes": 5, **fields})

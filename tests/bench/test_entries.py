@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from vitrail.bench.peers import PEERS
-from vitrail.bench.step import OURS, PRODUCTS, Entry, Runner, breakdown, entries, make_step
+from vitrail.bench.step import OURS, PRODUCTS, Entry, Runner, entries, make_step
 from vitrail.bench.workload import Workload
-from vitrail.machine import has_int8_products
 
 SETTINGS = ("matched", "best", "graphs")
 GRAPHS = "reduce-overhead"
@@ -42,7 +41,7 @@ def test_every_setting_is_listed_once(tiny_work: Callable[..., Workload]) -> Non
     assert entries(tiny_work(), ("timm",)) == [Entry(OURS), Entry("timm")]
     assert entries(tiny_work(), compile="on") == [Entry(OURS), Entry(OURS, "best")]
     assert entries(tiny_work(), best=True, compile="graphs") == [Entry(OURS, name) for name in SETTINGS]
-    float8 = tiny_work(precision="bf16", eight_bits="float8")
+    float8 = tiny_work(precision="bf16", float8=True)
     described = [
         entry.describe(float8) for entry in (Entry(OURS, "graphs"), Entry(OURS), Entry("timm"), Entry(PRODUCTS))
     ]
@@ -87,27 +86,11 @@ def test_ours_is_compiled_block_by_block(
     assert compiled == 2 * [{"backend": "inductor", **options} for options in compiles]
 
 
-def test_predictions_in_int8_compute_the_dense_layers_in_8_bits(tiny_work: Callable[..., Workload]) -> None:
-    if not has_int8_products(torch.device("cpu")):
-        pytest.skip("this processor has no products of 8-bit integers")
-    work = tiny_work(task="infer", precision="bf16", eight_bits="int8")
-    step = make_step(Entry(OURS), work)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        logits = step()
-    assert isinstance(logits, torch.Tensor) and logits.shape == (3, 5)
-    counts = {event.key: event.count for event in profiler.key_averages()}
-    # four dense layers in each of two blocks; the last queries, keys and values are computed by rows
-    assert counts["onednn::qlinear_pointwise"] == 2 * 4 - 1
-    assert breakdown(step, work.device)["products"] > 0
-    described = [entry.describe(work) for entry in (Entry(OURS), Entry("timm"), Entry(PRODUCTS))]
-    assert described == ["int8", "bf16", "bf16"]
-
-
 def test_products_are_in_bf16_where_ours_are_in_float8(
     tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitrail.bench.step.LARGE", 2048)  # because some processors take a second for 1,024 in bf16
-    plain, float8 = tiny_work(precision="bf16"), tiny_work(precision="bf16", eight_bits="float8")
+    plain, float8 = tiny_work(precision="bf16"), tiny_work(precision="bf16", float8=True)
     runners = [Runner(Entry(PRODUCTS), work, 1) for work in (plain, float8)]
     assert runners[0].flops() == runners[1].flops() > 0.5 * plain.flops
     assert runners[0].large_flops() > 1e8

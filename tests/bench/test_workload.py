@@ -23,7 +23,7 @@ def test_costs_are_of_the_whole_batch(tiny_work: Callable[..., Workload]) -> Non
     assert infer.flops == 4 * infer.config.inference_flops() < infer.whole_flops == 8 * infer.config.macs()
     assert work.flops < work.whole_flops == 4 * replace(work.config, pool="gap", class_token=True).training_flops()
     assert infer.predicted_bytes is None and infer.activation_bytes is None
-    float8 = tiny_work(precision="bf16", eight_bits="float8")
+    float8 = tiny_work(precision="bf16", float8=True)
     assert float8.predicted_bytes is None and float8.activation_bytes is None
     assert float8.plain()["precision"] == "float8"
 
@@ -52,7 +52,5 @@ def test_what_cannot_run_is_refused(tiny_work: Callable[..., Workload], fields: 
     with pytest.raises(ConfigError, match=message):
         tiny_work(**fields)
     with pytest.raises(ConfigError, match="precision='float8' is for training only; choices"):
-        tiny_work(task="infer", eight_bits="float8")
-    with pytest.raises(ConfigError, match="precision='int8' is for predictions only; choices"):
-        tiny_work(task="train", eight_bits="int8")
+        tiny_work(task="infer", float8=True)
     assert tiny_work(task="infer", num_classes=0).flops > 0

@@ -55,7 +55,7 @@ COMMAND = Command(
         ("m --shots --batch-size -2", {"model": "m", "shots": (), "batch_size": -2}),
         ("--head-bias -1e-3 m", {"model": "m", "head_bias": -0.001}),
         ("--out a -- --m", {"model": "--m", "out": "a"}),
-        ("m --batch-size 1 --batch-size 2", {"model": "m", "batch_size": 2}),
+        ("m --batch-size 2 --batch-size=2 --flip --flip", {"model": "m", "batch_size": 2, "flip": True}),
         ("m --shots 1 2 --batch-size 2 --shots 3", {"model": "m", "shots": (1, 2, 3), "batch_size": 2}),
     ],
 )
@@ -92,6 +92,9 @@ def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
         ("m --layers", "--layers: needs N ..."),
         ("m --flip=yes", "--flip: takes no value"),
         ("m --no-no-cache", "--no-no-cache: vitrail try has no such option; nearest: --no-cache"),
+        ("m --batch-size 1 --batch-size 2", "--batch-size is given twice, as 1 and as 2; give it once"),
+        ("m --image-size 3 --image-size 3 4", "--image-size is given twice, as 3 3 and as 3 4; give it once"),
+        ("m --flip --no-flip", "--flip is given twice, as yes and as no; give it once"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(typed: str, message: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.words import PIECES
-from vitrail.data.text_tokenizer import CLEANINGS, TextTokenizer, clip_tokenizer, train_tokenizer, wordpiece_tokenizer
+from vitrail.data.texts import CLEANINGS, TextTokenizer, clip_tokenizer, train_tokenizer, wordpiece_tokenizer
 from vitrail.errors import BundleError, ConfigError
 
 TEXTS = [

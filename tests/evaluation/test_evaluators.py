@@ -29,8 +29,8 @@ from vitrail.evaluation.evaluators import (
 from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.streaming import Accuracy
 from vitrail.models.variants import create
+from vitrail.tasks.classification import Accuracy
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Probe
 from vitrail.training.log import read_journal

@@ -25,10 +25,10 @@ from vitrail.evaluation.evaluators import evaluators_of, measure
 from vitrail.evaluation.frozen import ByFewShot
 from vitrail.evaluation.head import ByAccuracy, ByRegression
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.streaming import Accuracy, NumberErrors
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.tasks.classification import ClassificationObjective
+from vitrail.tasks.classification import Accuracy, ClassificationObjective
+from vitrail.tasks.regression import NumberErrors
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
 from vitrail.weights.answers import OutputKind

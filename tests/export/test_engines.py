@@ -22,11 +22,11 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.export import engines
 from vitrail.export.formats import FORMATS
+from vitrail.models.predictor import EngineName
 from vitrail.models.vit import VisionTransformer
 from vitrail.serving.service import Service
 from vitrail.serving.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.engine import EngineName
 
 pytest.importorskip("openvino")
 pytest.importorskip("onnxscript")

@@ -418,3 +418,9 @@ def test_a_network_that_exceeds_the_limit_with_its_graph_only_is_refused(
     with pytest.raises(ConfigError, match="exceeds the 2 GB of one ONNX file; use to='pt2'"):
         Exporter(bundle, samples).write(tmp_path / "big.onnx", "onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf")])
+def test_a_tolerance_that_accepts_everything_or_nothing_is_refused(tolerance: float, bundle: Bundle) -> None:
+    with pytest.raises(ConfigError, match="tolerance"):
+        Exporter(bundle, [], tolerance=tolerance)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from vitrail.errors import ConfigError
-from vitrail.models.pair import Pair, PairConfig
-from vitrail.models.text import TextConfig, TextTower
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.text import Pair, PairConfig, TextConfig, TextTower
+from vitrail.models.vit_config import Activation, ViTConfig
 
 IMAGE = ViTConfig(
     image_size=(24, 16), patch_size=(8, 8), width=24, depth=2, heads=2, mlp_width=40, num_classes=0, projection=20,
@@ -63,6 +62,13 @@ def test_no_token_attends_to_padding(tokens: torch.Tensor) -> None:
     assert config.parameters() == sum(weight.numel() for weight in tower.parameters())
     embedding = tower.layers().embedding
     assert embedding[0] is tower.embedding and embedding[1] is tower.norm and not tower.layers().summary
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_every_bias_of_a_new_tower_is_small(activation: Activation) -> None:
+    tower = TextTower(replace(TEXT, activation=activation))
+    biases = [value for name, value in tower.named_parameters() if name.endswith("bias")]
+    assert biases and all(value.abs().max() < 1e-4 for value in biases)
 
 
 def test_texts_must_fit_the_context() -> None:

@@ -21,13 +21,13 @@ from tests.serving.conftest import make_bundle
 from tests.words import square_model_with_words
 from vitrail.errors import BundleError, ConfigError
 from vitrail.export.engines import with_engine
+from vitrail.models.predictor import EngineChoice
 from vitrail.models.text import TextTower
 from vitrail.serving.batching import Row
 from vitrail.serving.service import Service
 from vitrail.serving.settings import ServeSettings
 from vitrail.serving.watch import ModelFiles, Watcher
 from vitrail.weights.bundle import Bundle, weights_sha256
-from vitrail.weights.engine import EngineChoice
 from vitrail.weights.load import convert
 from vitrail.weights.saved import DESCRIPTION, WEIGHTS
 

@@ -25,7 +25,7 @@ from vitrail.data.batch import Batch, Rows
 from vitrail.data.pipeline import Ranks, Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
-from vitrail.data.text_tokenizer import train_tokenizer
+from vitrail.data.texts import train_tokenizer
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.text import TextTower
 from vitrail.models.variants import ModelConfig

@@ -26,11 +26,11 @@ from vitrail.errors import Stopped
 from vitrail.evaluation import frozen, predictions
 from vitrail.evaluation.evaluators import evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.streaming import Accuracy
 from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes, whole
 from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
+from vitrail.tasks.classification import Accuracy
 from vitrail.training import checkpoint, loop
 from vitrail.training import clock as limit
 from vitrail.training import job as forecast

@@ -82,7 +82,9 @@ def test_a_report_counts_steps_without_pauses(clock: Clock) -> None:
     assert exact == {"images_per_second": 3.0, "waiting_share": 0.25, "limit_fraction": 100 / 4 / 1000}
     assert smoothed["images_per_second"] == 3.0 and smoothed["limit_fraction"] == 0.025
     clock.passes(1)
+    reported = times.summary()
     assert times.after_step(3, 6, was_taken=True) == (1.0, 0.5)
+    assert times.summary()["images_per_second"] == reported["images_per_second"], "speeds are up to the last report"
     assert times.report(3)[:2] == (1, {"images_per_second": 6, "waiting_share": 0, "limit_fraction": 0.1})
     assert times.summary() == dict(zip(SUMMARY, (2.0 + 55.0, 4.0, 5.0, 18 / 5, 1 / 5), strict=True))
 

@@ -19,8 +19,7 @@ from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, RunError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.streaming import Accuracy
-from vitrail.tasks.classification import ClassificationObjective
+from vitrail.tasks.classification import Accuracy, ClassificationObjective
 from vitrail.training.folder import read_record
 from vitrail.training.job import Job, Probe
 from vitrail.training.log import Log

@@ -15,12 +15,12 @@ import torch
 from tests.make import random_bundle
 from vitrail.errors import BundleError
 from vitrail.models.positions import resize_grid
+from vitrail.models.predictor import Engine
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.adapt import adapted, moved_positions, with_reduction
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.engine import Engine
 from vitrail.weights.load import load
 
 

@@ -11,7 +11,7 @@ import torch
 
 import vitrail
 from tests.words import model_with_words, text_config, tokenizer_of_bees
-from vitrail.data.text_tokenizer import TextTokenizer
+from vitrail.data.texts import TextTokenizer
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.text import TextTower
 from vitrail.weights.bundle import Bundle

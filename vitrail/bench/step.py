@@ -26,8 +26,8 @@ from vitrail.bench.peers import RUNTIMES, build_peer, in_runtime
 from vitrail.bench.workload import Workload, interleave, timed, waits_for
 from vitrail.machine import autocast, keep_freed_memory
 from vitrail.models.compiled import Compiled, compile_blocks
+from vitrail.models.linear.float8 import use_float8
 from vitrail.models.linear.float32 import has_onednn
-from vitrail.models.linear.low_bits import use_float8
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import build
 from vitrail.training.optimizer import OptimizerConfig, make_optimizer
@@ -380,7 +380,7 @@ class Runner:
             keep_freed_memory()  # our commands do the same, but programs with other libraries do not
         self.device, self.precision = workload.device, workload.precision
         if is_products:
-            entry, workload = Entry(OURS), replace(workload, eight_bits=None)
+            entry, workload = Entry(OURS), replace(workload, float8=False)
         self.step = make_step(entry, workload)
         if is_products:
             self.step()
@@ -443,13 +443,13 @@ def make_step(entry: Entry, workload: Workload) -> Callable[[], object]:
     network = (build(workload.config) if ours else build_peer(entry.library, workload.config)).to(workload.device)
     run: Callable[[torch.Tensor], torch.Tensor] = network
     if ours:
-        if workload.eight_bits == "float8":
+        if workload.float8:
             use_float8(network)
         compile_blocks(network, "graphs" if entry.settings == "graphs" else "on" if entry.settings == "best" else "off")
     elif entry.settings == "best":
         run = torch.compile(network)
     if workload.task == "infer":
-        run = Predictor(network, "int8" if workload.eight_bits else workload.precision) if ours else run
+        run = Predictor(network, workload.precision) if ours else run
         network.eval()
         return _prediction(run, workload)
     network.train()

@@ -23,7 +23,6 @@ from vitrail.models.variants import AnyConfig
 
 Task = Literal["train", "infer"]
 Format = Literal["float32", "bf16"]
-EightBits = Literal["float8", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +38,8 @@ class Workload:
     """Images per step."""
     precision: Format = "float32"
     """Format of matrix products. Weights are always float32."""
-    eight_bits: EightBits | None = None
-    """Format of the dense layers in our blocks, if it has 8 bits: "float8" in training, "int8" in predictions. All
-    other layers and other libraries use `precision`."""
+    float8: bool = False
+    """Train the dense layers of our blocks in 8 bits. All other layers and other libraries use `precision`."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -49,10 +47,8 @@ class Workload:
             raise ConfigError(f"batch_size={self.batch} is less than 1")
         if self.task == "train" and not self.config.num_classes:
             raise ConfigError("num_classes=0 leaves nothing to train; set 1 or more, or use bench infer")
-        if self.eight_bits == "float8" and self.task == "infer":
-            raise ConfigError("precision='float8' is for training only; choices: 'auto', 'int8', 'bf16', 'float32'")
-        if self.eight_bits == "int8" and self.task == "train":
-            raise ConfigError("precision='int8' is for predictions only; choices: 'auto', 'float8', 'bf16', 'float32'")
+        if self.float8 and self.task == "infer":
+            raise ConfigError("precision='float8' is for training only; choices: 'auto', 'bf16', 'float32'")
 
     @property
     def flops(self) -> int:
@@ -71,22 +67,22 @@ class Workload:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Bytes of a training step, by formula. None for predictions and 8 bits, for which there is no formula."""
-        if self.task == "infer" or self.eight_bits:
+        """Bytes of a training step, by formula. None for predictions and float8, for which there is no formula."""
+        if self.task == "infer" or self.float8:
             return None
         return training_bytes(self.config, self.batch, precision=self.precision)
 
     @property
     def activation_bytes(self) -> int | None:
         """The part of `predicted_bytes` that grows with the batch."""
-        if self.task == "infer" or self.eight_bits:
+        if self.task == "infer" or self.float8:
             return None
         return self.batch * activation_bytes(self.config, precision=self.precision)
 
     @property
     def own_format(self) -> str:
         """Name of the format of our dense layers."""
-        return self.eight_bits or self.precision
+        return "float8" if self.float8 else self.precision
 
     def images(self) -> Float[Tensor, "b c h w"]:
         """Return random normalised pixels, the same in every call."""

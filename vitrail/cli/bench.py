@@ -43,9 +43,9 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, nearest, plural
-from vitrail.machine import describe, pick_device, resolve_precision
+from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
-from vitrail.models.linear.low_bits import check_float8, check_int8
+from vitrail.models.linear.float8 import check_float8
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.settings import byte_count, setting
 from vitrail.weights.exported import exported_file, input_dtype, load_exported
@@ -82,9 +82,9 @@ class Bench(ReductionOptions):
     """Fraction of the patches that a training step drops. For bench train only."""
     batch_size: int = setting(32, least=1)
     """Images per step."""
-    precision: Literal["auto", "float8", "int8", "bf16", "float32"] = "auto"
-    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32. float8 (bench
-    train) and int8 (bench infer) apply to the dense layers of the blocks."""
+    precision: TrainingPrecision = "auto"
+    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32. float8, in
+    bench train, applies to the dense layers of the blocks."""
     compile: Compile = "auto"
     """Also measure vitrail with each block compiled. graphs adds CUDA graphs. auto is on for CUDA, else off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -184,20 +184,18 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
             load(loading),
         )
     compiled = resolve_compile(options.compile, device, config)
-    eight_bits = options.precision if options.precision in ("float8", "int8") else None
-    precision = resolve_precision("auto" if eight_bits else options.precision, device)
+    precision = resolve_precision(options.precision, device)
     workload = Workload(
         name=options.variant,
         config=config,
         task="train" if options.task == "train" else "infer",
         batch=options.batch_size,
         precision="float32" if precision == "float32" else "bf16",
-        eight_bits=eight_bits,
+        float8=precision == "float8",
         device=device,
     )
-    if eight_bits is not None:
-        resolve_precision(eight_bits, device)  # the device has to have it
-        (check_float8 if eight_bits == "float8" else check_int8)(config)
+    if workload.float8:
+        check_float8(config)
     title = header(machine, describe_workload(workload), rounds)
     plain = {"machine": machine, "workload": workload.plain(), **rounds}
     if options.largest_batch:

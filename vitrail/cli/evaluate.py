@@ -45,7 +45,7 @@ from vitrail.evaluation.measured_images import CommonImages, common_images, open
 from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.retrieval import METRICS
-from vitrail.machine import keep_freed_memory
+from vitrail.machine import Precision, keep_freed_memory
 from vitrail.processes.group import join_processes
 from vitrail.settings import bare_names, setting, to_plain
 from vitrail.training.stop import interrupted_by_signals
@@ -92,7 +92,7 @@ class Evaluate(DeviceOption, JsonOption, ReductionOptions, ImageSizeOption):
     pairs."""
     batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's cost."""
-    precision: Literal["auto", "int8", "bf16", "float32"] | None = None
+    precision: Precision | None = None
     """Number format of matrix products. The default is the model's own, usually float32. Features use bf16 by default
     if it hardly changes them."""
     cache: Path | None = setting(None, excludes="no_cache")

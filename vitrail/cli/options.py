@@ -230,13 +230,32 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
             continue
         if option.is_flag:
             negative = not option.name.startswith("no_")
-            action: Any = argparse.BooleanOptionalAction if negative else "store_true"
+            action: Any = _OneAnswer if negative else "store_true"
             parser.add_argument(flag(option.name), dest=option.name, action=action)
         else:
             nargs: Any = "*" if option.arity is None else option.arity
-            action = "extend" if option.arity is None else "store"  # of a list, all values that are given count
+            action = "extend" if option.arity is None else _OneValue  # of a list, all values that are given count
             parser.add_argument(flag(option.name), dest=option.name, nargs=nargs, action=action)
     return parser
+
+
+class _Once(argparse.Action):
+    """Refuses an option that is typed again with another value, of which only one could count."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = vars(namespace).get(self.dest)
+        super().__call__(parser, namespace, values, option_string)
+        if before is not None and before != (now := getattr(namespace, self.dest)):
+            both = (" ".join(one) if isinstance(one, list) else "yes" if one else "no" for one in (before, now))
+            raise ConfigError(f"{flag(self.dest)} is given twice, as {' and as '.join(both)}; give it once")
+
+
+class _OneValue(_Once, argparse._StoreAction):
+    pass
+
+
+class _OneAnswer(_Once, argparse.BooleanOptionalAction):
+    pass
 
 
 def option_problems(options: Mapping[str, Option], given: Options) -> Iterator[str]:

@@ -38,6 +38,7 @@ from vitrail.files import (
 )
 from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
+from vitrail.models.predictor import EngineChoice
 from vitrail.report.drawing import with_legend
 from vitrail.settings import setting
 from vitrail.weights.answers import (
@@ -52,7 +53,6 @@ from vitrail.weights.answers import (
     Prediction,
 )
 from vitrail.weights.bundle import Bundle, ImageLike, read_image
-from vitrail.weights.engine import EngineChoice
 from vitrail.weights.load import load
 from vitrail.weights.tiles import predict_tiles
 from vitrail.weights.zero_shot import zero_shot
@@ -113,7 +113,7 @@ class Predict(DeviceOption, ImageSizeOption, ModelOption):
     small objects in large images, and takes as many times longer as there are tiles."""
     precision: Precision | None = None
     """Number format of matrix products. The default is the model's own, usually float32. auto is bf16 if the processor
-    has units for it. int8 needs a CPU with VNNI."""
+    has units for it. A file from vitrail export --precision int8 computes in 8-bit integers."""
     engine: EngineChoice = "auto"
     """Runtime that computes on a CPU: torch, openvino or onnxruntime (extras). auto measures which is the fastest one,
     if there is a minute of work or more, and keeps the result."""

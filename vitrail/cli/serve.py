@@ -11,10 +11,10 @@ from vitrail.analysis.images import Overlays
 from vitrail.cli.console import print_messages
 from vitrail.cli.options import Call, Command, DeviceOption
 from vitrail.machine import Precision
+from vitrail.models.predictor import EngineChoice
 from vitrail.registry import optional_module
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings, is_loopback
 from vitrail.settings import setting
-from vitrail.weights.engine import EngineChoice
 
 NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 """Modules of the extra `serve`."""
@@ -29,7 +29,7 @@ class Serve(DeviceOption, ServeSettings):
     another name than the last part of its path. The first model answers requests that name none."""
     precision: Precision | None = None
     """Number format of matrix products. The default is each model's own, usually float32. auto is bf16 if the processor
-    has units for it. int8 needs a CPU with VNNI."""
+    has units for it. A file from vitrail export --precision int8 computes in 8-bit integers."""
     engine: EngineChoice = "auto"
     """Runtime that computes on a CPU: torch, openvino or onnxruntime (extras). auto measures which is the fastest one
     when a model is served for the first time, and keeps the result."""

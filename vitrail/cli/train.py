@@ -34,8 +34,7 @@ from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
-from vitrail.recipes import RECIPES
-from vitrail.recipes.papers import PaperRecipe
+from vitrail.recipes import RECIPES, PaperRecipe
 from vitrail.settings import setting
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside

@@ -19,7 +19,7 @@ from vitrail.data.pixels.geometry import Box, Jitter, Placement
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, has_soft_targets, image_of, soft_target_of
 from vitrail.data.targets import Target, TargetKind, class_indices, is_texts
-from vitrail.data.text_tokenizer import TextTokenizer
+from vitrail.data.texts import TextTokenizer
 from vitrail.errors import ConfigError, UndecodableImage
 
 

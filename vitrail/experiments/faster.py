@@ -17,16 +17,16 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.frozen import labelled_features
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.streaming import Accuracy
-from vitrail.machine import Precision, has_bf16_matrix_units, has_int8_products
+from vitrail.machine import has_bf16_matrix_units
 from vitrail.models.network import with_weights
 from vitrail.models.predictor import Predictor
 from vitrail.models.reduction import ReductionMethod, TokenReduction
+from vitrail.tasks.classification import Accuracy
 from vitrail.training.linear_start import set_head
 from vitrail.weights.adapt import adapted, with_reduction
 from vitrail.weights.bundle import Bundle
 
-SPEEDS = {"float32": 1.0, "bf16": 2.0, "int8": 2.4}
+SPEEDS = {"float32": 1.0, "bf16": 2.0}
 """Rough speed of matrix products by precision, by which moves are ordered."""
 
 DEPTH_STEPS, TOKEN_STEPS, SIZE_FACTOR = 6, 8, 7 / 8
@@ -70,9 +70,8 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
     """
     config: Any = bundle.network.config
     start: Any = original.network.config
-    lower = _lower_precision(bundle)
-    if lower is not None:
-        yield _move("precision", config, lower, lambda: replace(bundle, precision=lower, metrics={}))
+    if bundle.precision == "float32" and has_bf16_matrix_units(bundle.device):
+        yield _move("precision", config, "bf16", lambda: replace(bundle, precision="bf16", metrics={}))
     smaller = config.nearest_size(*(int(side * SIZE_FACTOR) for side in config.image_size))
     if smaller != config.image_size and min(config.grid_of(*smaller)) >= MIN_GRID:
         with suppress(ConfigError):  # the windows of some attention need a larger grid
@@ -101,14 +100,6 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
             reduced = replace(config, reduction=reduction)
             if reduced.inference_flops() < config.inference_flops():
                 yield _move(axis, reduced, bundle.precision, functools.partial(with_reduction, bundle, reduction))
-
-
-def _lower_precision(bundle: Bundle) -> Precision | None:
-    """Return the next faster number format of matrix products that this machine and the network have, or None."""
-    if bundle.precision == "float32" and has_bf16_matrix_units(bundle.device):
-        return "bf16"
-    is_new = bundle.precision in ("float32", "bf16") and bundle.network.config.architecture == "ViT"
-    return "int8" if is_new and has_int8_products(bundle.device) else None
 
 
 def _move(axis: str, config: Any, precision: str, build: Callable[[], Bundle]) -> Move:

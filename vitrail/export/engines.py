@@ -35,10 +35,9 @@ from vitrail.export.program import describe, trace
 from vitrail.files import cache_folder, saving, write_json
 from vitrail.machine import Precision, cpu_name, resolve_precision
 from vitrail.models.cost import prediction_batch
-from vitrail.models.predictor import Predictor
+from vitrail.models.predictor import Engine, EngineChoice, EngineName, Predictor
 from vitrail.settings import problem_of, raise_problems, to_plain
 from vitrail.weights.bundle import Bundle, weights_sha256
-from vitrail.weights.engine import Engine, EngineChoice, EngineName
 from vitrail.weights.exported import ExportedNetwork, open_onnx, open_openvino
 
 COMPARED = 32
@@ -133,7 +132,7 @@ def _refusal(bundle: Bundle, precision: Precision) -> str | None:
         return f"it computes on the CPU, and the model is on {bundle.device}"
     if precision == "bf16" and bundle.output == "numbers":
         return "it computes the last layer in bf16, too, which rounds numbers in the units of the data"
-    return f"it does not compute in {precision}" if precision == "int8" else None
+    return None
 
 
 def _is_small(bundle: Bundle, images: int | None) -> bool:

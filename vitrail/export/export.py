@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import numpy as np
 
 from vitrail.bench.workload import interleave, timed
 from vitrail.data.source import Sample
-from vitrail.data.text_tokenizer import FILES
+from vitrail.data.texts import FILES
 from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.export.formats import FORMATS, OPSETS, Format, Traced
 from vitrail.export.int8 import CALIBRATION_BATCH, Int8, check_precision
@@ -32,6 +33,7 @@ from vitrail.export.parity import (
 )
 from vitrail.export.program import describe, trace
 from vitrail.files import check_new_file, check_new_folder, partial_path, replacing_folder, saving
+from vitrail.settings import problem_of, raise_problems
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents, ExportedNetwork, load_exported, tokenizer_file
 
@@ -138,12 +140,13 @@ class Exporter:
         overwrite: bool = False,
         int8: Int8 | None = None,
     ) -> None:
-        """Prepare the export of a model. Raise `ConfigError` for a model that cannot be exported. `samples` are the
-        images of the comparison, or texts for `contents` "text_embedding". Files with `resizes` take pictures of any
-        size and resize them. Files with `any_size` take resized images of any size that patches divide. `int8` is
-        needed for files in 8-bit integers."""
+        """Prepare the export of a model. Raise `ConfigError` for a model that cannot be exported and for a wrong
+        tolerance. `samples` are the images of the comparison, or texts for `contents` "text_embedding". Files with
+        `resizes` take pictures of any size and resize them. Files with `any_size` take resized images of any size that
+        patches divide. `int8` is needed for files in 8-bit integers."""
         self._bundle, self._samples = bundle, samples
         self._opset, self._overwrite, self._int8 = opset, overwrite, int8
+        raise_problems([problem_of("tolerance", tolerance, float, {"least": 0, "below": math.inf})])
         usual = RESIZING_TOLERANCE if resizes else TOLERANCE
         self._tolerance = usual if tolerance is None else tolerance
         self._interface = describe(bundle, contents, resizes=resizes, any_size=any_size)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
-from vitrail.data.text_tokenizer import FILES
+from vitrail.data.texts import FILES
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.export.int8 import quantise_onnx, quantise_openvino, quiet, without_telemetry
 from vitrail.export.program import exported_noun

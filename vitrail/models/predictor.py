@@ -1,25 +1,29 @@
-"""Prediction that does not change the network. Weights are converted once, and several threads can predict at a
-time."""
+"""Prediction that does not change the network, by PyTorch or by another runtime on the CPU. Weights are converted once,
+and several threads can predict at a time."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.machine import Precision, TrainingPrecision, autocast, resolve_precision
+from vitrail.machine import Precision, autocast, resolve_precision
 from vitrail.models.compiled import compile_copy
 from vitrail.models.copies import shared_copy
 from vitrail.models.linear.dense import Linear
-from vitrail.models.linear.low_bits import use_int8
 from vitrail.models.network import Features
 from vitrail.models.resnet import StandardisedConv
 from vitrail.settings import problem_of, raise_problems
+
+EngineName = Literal["openvino", "onnxruntime"]
+EngineChoice = Literal["auto", "torch", "openvino", "onnxruntime"]
+"""Runtime that computes predictions on a CPU. "auto" is the fastest one of this machine."""
 
 
 class _Exact(nn.Module):
@@ -44,29 +48,25 @@ class Predictor:
     weights have changed.
 
     Results keep the number format of the network's last operation. With precision "bf16", logits are therefore
-    bfloat16. With precision "int8", the dense layers in blocks round weights and activations to 8 bits.
+    bfloat16.
     """
 
     def __init__(self, network: nn.Module, precision: Precision = "float32", *, exact_head: bool = False) -> None:
         """Prepare a network for prediction. The precision "auto" is "bf16" if the processor has matrix units for
         bfloat16. With `exact_head`, the last dense layer computes in float32 in every precision: bfloat16 has eight
-        bits for a number such as a year. Raise `ConfigError` for an unknown precision, and for "int8" on a device
-        without fast products of 8-bit integers and for a network without dense layers in blocks."""
+        bits for a number such as a year. Raise `ConfigError` for an unknown precision."""
         first = next(itertools.chain(network.parameters(), network.buffers()), None)
         self.device = torch.device("cpu") if first is None else first.device
         """Device of the weights. Images have to be on the same device."""
         raise_problems([problem_of("precision", precision, Precision, {})])
-        self.precision: str = resolve_precision(precision, self.device)
-        """Format of matrix products: "int8", "bf16" or "float32"."""
+        self.precision: Precision = resolve_precision(precision, self.device)
+        """Format of matrix products: "bf16" or "float32"."""
         self.network: Any = shared_copy(network)
         """The copy of the network that predicts, with its weights in the form that products use."""
-        is_bf16 = (resolve_precision("auto", self.device) if precision == "int8" else self.precision) == "bf16"
-        self._usual: TrainingPrecision = "bf16" if is_bf16 else "float32"  # of products that are not in 8 bits
+        is_bf16 = self.precision == "bf16"
         dtype = torch.bfloat16 if is_bf16 else None
         head = getattr(self.network, "head", None) if exact_head and is_bf16 else None
         with torch.no_grad():
-            if self.precision == "int8":
-                use_int8(self.network)
             for module in self.network.modules():
                 if isinstance(module, Linear | StandardisedConv):  # their products may use another weight
                     module.freeze(None if module is head else dtype)
@@ -106,5 +106,42 @@ class Predictor:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        with torch.inference_mode(), autocast(self._usual, self.device):
+        with torch.inference_mode(), autocast(self.precision, self.device):
             yield
+
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """A runtime that has loaded a network. `with_engine` in `vitrail/export/engines.py` makes engines."""
+
+    name: EngineName
+    network: nn.Module
+    """The network that it has loaded. A bundle of another network does not keep the engine."""
+    precision: Literal["float32", "bf16"]
+    """Number format of matrix products."""
+    contents: Literal["logits", "embedding"]
+    """Output of the network that the engine computes. PyTorch computes all others."""
+    run: Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b ..."]]
+    """Function that computes this output from normalised images. Threads may call it at the same time."""
+
+    @property
+    def title(self) -> str:
+        """The runtime's own name."""
+        return {"openvino": "OpenVINO", "onnxruntime": "onnxruntime"}[self.name]
+
+
+class EnginePredictor(Predictor):
+    """A predictor whose logits or embeddings another runtime computes."""
+
+    def __init__(self, network: nn.Module, engine: Engine) -> None:
+        """Prepare a network that has the weights of the engine."""
+        super().__init__(network, engine.precision)
+        self._engine = engine
+
+    def logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
+        """Return what `network(images)` returns."""
+        return self._engine.run(images) if self._engine.contents == "logits" else super().logits(images)
+
+    def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
+        """Return what `network.embed(images)` returns: one vector for each image."""
+        return self._engine.run(images) if self._engine.contents == "embedding" else super().embed(images)

@@ -25,7 +25,6 @@ from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.attention.full import in_format_of
 from vitrail.models.blocks import Block, LayerScale, Mlp, SwiGlu, Visit, lecun_normal_, make_blocks
 from vitrail.models.heads import DenseHead
-from vitrail.models.heads.queries import QueryMasks
 from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import (
@@ -231,8 +230,9 @@ class VisionTransformer(nn.Module):
         """Return the outputs of a head of queries before each of the last blocks, and after the last one, from which
         all of them learn (2503.19108). With the probability in `chances` for each of these blocks, a query attends only
         to the patches of its mask."""
-        patches, head = self._patches(images), self.head
-        assert isinstance(head, QueryMasks) and len(chances) == self.config.query_blocks
+        head: Any = self.head
+        patches = self._patches(images)
+        assert len(chances) == self.config.query_blocks
         found: list[Tensor] = []
 
         def before(z: Tensor, layer: int) -> AttentionPositions | None:

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from vitrail.recipes.papers import PaperRecipe
 from vitrail.registry import Registry
 from vitrail.training.config import TrainConfig
 
-__all__ = ["PAPER_RECIPES", "RECIPES"]
+__all__ = ["PAPER_RECIPES", "RECIPES", "PaperRecipe"]
+
+
+@dataclass(frozen=True)
+class PaperRecipe:
+    """A training run of a paper, in every setting that the paper or its code states."""
+
+    name: str
+    """Name of the recipe: the network and the data, such as vit-b16-jft."""
+    make: Callable[[], TrainConfig]
+    result: str
+    """The published accuracy, or a note why there is none."""
+    source: str
+    """The paper or code, with table and arXiv number."""
+    differences: tuple[str, ...]
+    """Sentences about what differs from the publication, with the effect if it was measured. Empty if nothing is
+    known."""
+    measured: str = "on ImageNet after fine-tuning at 384 pixels"
+    """Description of how the accuracy was measured."""
+
+    def __call__(self) -> TrainConfig:
+        """Return the config of the run."""
+        return self.make().override(name=self.name)
 
 
 def _papers() -> Mapping[str, PaperRecipe]:

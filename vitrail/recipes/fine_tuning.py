@@ -10,7 +10,8 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import ModelConfig
-from vitrail.recipes.papers import DATA, HELD_OUT, IMAGENET_MEAN, IMAGENET_STD, PaperRecipe
+from vitrail.recipes import PaperRecipe
+from vitrail.recipes.papers import DATA, HELD_OUT, IMAGENET_MEAN, IMAGENET_STD
 from vitrail.recipes.self_supervised import DECAYED
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.detection import Detection

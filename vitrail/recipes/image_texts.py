@@ -9,7 +9,8 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import ModelConfig
-from vitrail.recipes.papers import DATA, HELD_OUT, PaperRecipe
+from vitrail.recipes import PaperRecipe
+from vitrail.recipes.papers import DATA, HELD_OUT
 from vitrail.tasks.pairs import Clip, SigLip
 from vitrail.training.config import RunConfig, StartConfig, TrainConfig
 from vitrail.training.optimizer import OptimizerConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from vitrail.data.augment.settings import Augment, Preset
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import ModelConfig, variant_config
+from vitrail.recipes import PaperRecipe
 from vitrail.tasks.classification import Classification
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
@@ -37,30 +37,6 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 HELD_OUT = "One percent of the training images is held out, and the publication trains with them."
 """Difference of recipes whose publication trains with all images."""
-
-FINE_TUNED = "on ImageNet after fine-tuning at 384 pixels"
-
-
-@dataclass(frozen=True)
-class PaperRecipe:
-    """A training run of a paper, in every setting that the paper or its code states."""
-
-    name: str
-    """Name of the recipe: the network and the data, such as vit-b16-jft."""
-    make: Callable[[], TrainConfig]
-    result: str
-    """The published accuracy, or a note why there is none."""
-    source: str
-    """The paper or code, with table and arXiv number."""
-    differences: tuple[str, ...]
-    """Sentences about what differs from the publication, with the effect if it was measured. Empty if nothing is
-    known."""
-    measured: str = FINE_TUNED
-    """Description of how the accuracy was measured."""
-
-    def __call__(self) -> TrainConfig:
-        """Return the config of the run."""
-        return self.make().override(name=self.name)
 
 
 REGULARISATION = (0.0, 0.1)

@@ -10,7 +10,8 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import ModelConfig
-from vitrail.recipes.papers import DATA, HELD_OUT, IMAGENET_MEAN, IMAGENET_STD, PaperRecipe
+from vitrail.recipes import PaperRecipe
+from vitrail.recipes.papers import DATA, HELD_OUT, IMAGENET_MEAN, IMAGENET_STD
 from vitrail.tasks.contrast import MoCo, SimClr
 from vitrail.tasks.dino import Dino
 from vitrail.tasks.mae import Mae

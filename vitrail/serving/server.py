@@ -34,6 +34,7 @@ from vitrail.errors import ConfigError, ProcessError, VitrailError
 from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.export.engines import with_engine
 from vitrail.machine import Precision, keep_freed_memory
+from vitrail.models.predictor import EngineChoice
 from vitrail.serving.app import make_app
 from vitrail.serving.model import OverlayMaker
 from vitrail.serving.monitoring import FOLDER, log_line
@@ -41,7 +42,6 @@ from vitrail.serving.service import Service
 from vitrail.serving.settings import ServeSettings
 from vitrail.serving.watch import ModelFiles, Watcher
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.engine import EngineChoice
 from vitrail.weights.load import load, model_name
 
 # --- one connection

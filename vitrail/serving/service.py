@@ -19,13 +19,13 @@ from vitrail.errors import ConfigError, ExportFailed, UndecodableImage
 from vitrail.evaluation.features.index import FeatureIndex, Similar
 from vitrail.export.engines import with_engine
 from vitrail.machine import Precision
+from vitrail.models.predictor import EngineChoice
 from vitrail.serving.batching import Compute, Row, TooLate
 from vitrail.serving.model import OverlayMaker, ServedModel, Task
 from vitrail.serving.monitoring import Metrics
 from vitrail.serving.settings import ServeSettings
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.engine import EngineChoice
 
 Parsed = TypeVar("Parsed")
 

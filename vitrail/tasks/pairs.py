@@ -26,7 +26,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, truth_of
 from vitrail.data.splits import Splits, check_texts
-from vitrail.data.text_tokenizer import FILES, TextTokenizer, train_tokenizer
+from vitrail.data.texts import FILES, TextTokenizer, train_tokenizer
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.retrieval import METRICS, ByRetrieval, embedded

@@ -14,11 +14,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.source import Source
+from vitrail.data.source import Source, truth_of
 from vitrail.data.splits import Splits, check_numbers
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import Evaluator
-from vitrail.evaluation.streaming import NumberErrors
+from vitrail.evaluation.metrics.numbers import StreamingErrors
+from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 
@@ -225,3 +226,26 @@ def _rescale(head: nn.Linear, factor: Float[Tensor, " k"], offset: Float[Tensor,
     factor, offset = factor.to(head.weight.device), offset.to(head.weight.device)
     head.weight.mul_(factor[:, None])
     head.bias.mul_(factor).add_(offset)
+
+
+@dataclass(frozen=True)
+class NumberErrors:
+    """R², mean absolute error and root mean squared error."""
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the metrics of `StreamingErrors`, and the counts `images` and `skipped`. If no number is known, only
+        the counts are returned.
+        """
+        found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, valid, predicted; on the device
+
+        def take(batch: Batch, predicted: Tensor) -> None:
+            found.append((batch.samples, batch.valid, predicted))
+
+        skipped = outputs.each_batch(held_out, take)
+        errors, images = StreamingErrors(), 0
+        for samples, valid, predicted in found:
+            decoded = valid.cpu()
+            truth = truth_of(held_out, samples[decoded].tolist())
+            errors.add(predicted.cpu()[decoded].numpy(), truth)
+            images += int(truth.known.sum())
+        return {**errors.result(), "images": float(images), "skipped": float(len(skipped))}

@@ -22,7 +22,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, parts_of
 from vitrail.data.splits import Splits
 from vitrail.data.targets import TargetKind
-from vitrail.data.text_tokenizer import TextTokenizer
+from vitrail.data.texts import TextTokenizer
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs

@@ -18,7 +18,6 @@ from vitrail.data.source import Samples, key_hash
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory
 from vitrail.models.compiled import compile_blocks
-from vitrail.models.linear.low_bits import use_float8
 from vitrail.models.variants import build
 from vitrail.processes.group import Processes
 from vitrail.tasks.own_model import own_config
@@ -76,6 +75,8 @@ def make_network(
     check_names(network, config.optimizer)
     network.to(job.first_device)
     if config.run.precision == "float8":
+        from vitrail.models.linear.float8 import use_float8
+
         use_float8(network)
     compile_blocks(network, job.compile)
     return network, job, notes

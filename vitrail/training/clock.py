@@ -67,9 +67,7 @@ class Timing:
         """Count the time inside the `with` block as waiting for data."""
         begin = time.perf_counter()
         yield
-        seconds = time.perf_counter() - begin
-        self._waiting += seconds
-        self._interval.waited += seconds
+        self._interval.waited += time.perf_counter() - begin
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
@@ -83,7 +81,6 @@ class Timing:
     def after_step(self, step: int, images: int, *, was_taken: bool) -> tuple[float, float]:
         """Count a step, and return its seconds and its cost in steps of the last phase. If not `was_taken`, its batch
         was skipped, and no FLOPs are counted."""
-        self._images += images
         self._interval.images += images
         if was_taken:
             self._interval.flops += self._job.phase_of(step - 1).flops
@@ -109,6 +106,8 @@ class Timing:
         now, since = time.perf_counter(), self._interval
         seconds = now - since.begin - since.paused
         self._training += seconds
+        self._images += since.images
+        self._waiting += since.waited
         if not self.times_each_step:
             self._left.add(self._job.work(step) - self._job.work(since.step), seconds)
         exact = {"images_per_second": since.images / seconds, "waiting_share": since.waited / seconds}

@@ -29,7 +29,6 @@ from vitrail.machine import check_memory, describe, pick_device, resolve_precisi
 from vitrail.models.compiled import Compiled, resolve_compile
 from vitrail.models.cost import activation_bytes, checkpointed_bytes, prediction_bytes, training_bytes
 from vitrail.models.linear.float32 import resolve_float32_products
-from vitrail.models.linear.low_bits import check_float8
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, AnyNetwork, ModelConfig, transformer
 from vitrail.processes.group import Processes
@@ -231,6 +230,8 @@ def object_names(data: Source | Splits | OpenedData | None, network: nn.Module |
 def _check_network_settings(config: TrainConfig, network: AnyConfig) -> None:
     """Raise `ConfigError` for settings that do not fit the kind of network."""
     if config.run.precision == "float8":
+        from vitrail.models.linear.float8 import check_float8
+
         check_float8(network)
     check_choice(config.start, network)
     if config.run.checkpoint_activations and not network.recomputes_blocks:

@@ -24,7 +24,7 @@ from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage
 from vitrail.machine import Precision, pick_device, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
-from vitrail.models.predictor import Predictor
+from vitrail.models.predictor import Engine, EnginePredictor, Predictor
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.settings import from_plain, problem_of, raise_problems, to_plain
 from vitrail.weights.answers import (
@@ -41,7 +41,6 @@ from vitrail.weights.answers import (
     probabilities_of,
     rank,
 )
-from vitrail.weights.engine import Engine, EnginePredictor
 from vitrail.weights.saved import (
     DESCRIPTION,
     OPTIONAL,

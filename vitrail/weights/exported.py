@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.text_tokenizer import FILES
+from vitrail.data.texts import FILES
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.text import TextConfig
 from vitrail.models.variants import AnyConfig

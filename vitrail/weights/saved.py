@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitrail.data.text_tokenizer import FILES
+from vitrail.data.texts import FILES
 from vitrail.errors import BundleError
 from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
 

@@ -16,10 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from vitrail.data.text_tokenizer import FILES, TextTokenizer
+from vitrail.data.texts import FILES, TextTokenizer
 from vitrail.errors import BundleError, ConfigError, listed, plural
-from vitrail.models.pair import Pair
-from vitrail.models.text import TextConfig, TextTower
+from vitrail.models.text import Pair, TextConfig, TextTower
 from vitrail.settings import from_plain, to_plain
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.saved import TEXT_WEIGHTS, StoredFormat

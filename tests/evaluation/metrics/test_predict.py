@@ -19,8 +19,8 @@ from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.streaming import Accuracy
 from vitrail.models.variants import create
+from vitrail.tasks.classification import Accuracy
 from vitrail.weights.bundle import Bundle
 
 PREPROCESS = Preprocess(image_size=(14, 21), channels=1, mean=(0.3,), std=(0.4,))

@@ -17,10 +17,9 @@ import vitrail
 from tests.words import PIECES, bert_of_bees
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.text_tokenizer import TextTokenizer
+from vitrail.data.texts import TextTokenizer
 from vitrail.errors import BundleError
-from vitrail.models.pair import Pair, PairConfig
-from vitrail.models.text import TextConfig
+from vitrail.models.text import Pair, PairConfig, TextConfig
 from vitrail.models.variants import build, variant_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vitrail
-from vitrail.data.text_tokenizer import TextTokenizer, train_tokenizer
+from vitrail.data.texts import TextTokenizer, train_tokenizer
 from vitrail.errors import BundleError
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vitrail.data.text_tokenizer import TextTokenizer, wordpiece_tokenizer
+from vitrail.data.texts import TextTokenizer, wordpiece_tokenizer
 from vitrail.errors import BundleError
 from vitrail.models.text import TextConfig
 from vitrail.weights.layouts.google import dense, norm

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder
-from vitrail.models.pair import PairConfig
-from vitrail.models.text import TextConfig
+from vitrail.models.text import PairConfig, TextConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.bert import ENCODER, TextPart, bert_pairs, describe_bert

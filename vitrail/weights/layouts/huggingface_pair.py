@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.data.text_tokenizer import END, START, Cleaning, TextTokenizer, clip_pipeline
+from vitrail.data.texts import END, START, Cleaning, TextTokenizer, clip_pipeline
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder, write_json
-from vitrail.models.pair import PairConfig
-from vitrail.models.text import TextConfig
+from vitrail.models.text import PairConfig, TextConfig
 from vitrail.models.vit_config import Activation, ViTConfig
 from vitrail.registry import optional_module
 from vitrail.weights.bundle import Bundle
@@ -165,7 +164,7 @@ class HuggingFacePair(StoresTexts):
 
 def pair_of(layout: str, bundle: Bundle, *, has_bias: bool) -> tuple[ViTConfig, Words, dict[str, Tensor]]:
     """Return the config of the image tower, the text tower, and the weights of both by the names of
-    `vitrail.models.pair.Pair`. Raise `BundleError` if the layout cannot store the model."""
+    `vitrail.models.text.Pair`. Raise `BundleError` if the layout cannot store the model."""
     words, config = bundle.words, bundle.network.config
     if words is None or not isinstance(config, ViTConfig):
         raise BundleError(f"the layout {layout} stores a Vision Transformer with a text tower; choose another")

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.text_tokenizer import TextTokenizer
+from vitrail.data.texts import TextTokenizer
 from vitrail.errors import BundleError
-from vitrail.models.pair import Pair as TwoTowers
-from vitrail.models.pair import PairConfig
+from vitrail.models.text import Pair as TwoTowers
+from vitrail.models.text import PairConfig
 from vitrail.models.variants import VARIANTS, AnyConfig, Variant, build
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
@@ -101,7 +101,7 @@ class Description:
     """Tensors of the file, under the names that the pairs use."""
     config: AnyConfig | PairConfig
     """Config of the network. For an image and a text tower, the names in `pairs` are those of a
-    `vitrail.models.pair.Pair`."""
+    `vitrail.models.text.Pair`."""
     preprocess: Preprocess
     pairs: tuple[Pair, ...]
     classes: tuple[str, ...] | None = None

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from vitrail.data.text_tokenizer import Cleaning, TextTokenizer
+from vitrail.data.texts import Cleaning, TextTokenizer
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder, write_json
-from vitrail.models.pair import PairConfig
-from vitrail.models.text import TextConfig, TextPool
+from vitrail.models.text import PairConfig, TextConfig, TextPool
 from vitrail.models.vit_config import Activation, ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface_pair import (
