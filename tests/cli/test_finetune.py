@@ -25,7 +25,7 @@ from vitrail.training.state import TrainState
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert
 
-QUICK = ["--steps", "30", "--device", "cpu", "--threads", "1", "--precision", "float32", "--no-flip"]
+QUICK = ["--max-skipped", "0.1", "--device", "cpu", "--threads", "1", "--precision", "float32", "--no-flip"]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_it_works_untouched_from_every_layout(
     if layout != "vitrail":
         source = tmp_path / ("model.npz" if layout == "google" else "model-hf")
         convert(model, source, layout)
-    words = ["finetune", str(source), "--data", str(badges), "--max-skipped", "0.1", *QUICK]
+    words = ["finetune", str(source), "--data", str(badges), *QUICK, "--steps", "30"]
     out = cli.shows(*words)
     assert "image size 32 x 32: the model's own" in out
     assert "the new head has 3 classes" in out and "the head starts as a linear model of the features of" in out
@@ -88,7 +88,7 @@ def test_options_replace_what_the_rule_says(
     run = tmp_path / "run"
     words = [str(model), "--data", str(badges), "--run", str(run), "--image-size", "24", "40", "--batch-size", "16"]
     words += ["--train-blocks", "1", "--learning-rate", "0.02", "--average", "0.9", "--class-weights", "balanced"]
-    assert main(["finetune", *words, "--max-skipped", "0.1", *QUICK, "--steps", "6", "--keep", "last"]) == 0
+    assert main(["finetune", *words, *QUICK, "--steps", "6", "--keep", "last"]) == 0
     config = json.loads((run / "run.json").read_text())["config"]
     assert config["images"]["image_size"] == [24, 40]
     assert config["run"]["batch_size"] == 16 and config["run"]["steps"] == 6
@@ -110,7 +110,7 @@ def test_what_a_file_does_not_say_is_said_once(badges: Path, tmp_path: Path, cli
     model = Bundle(network, ("cat", "dog", "owl"), Preprocess(image_size=(32, 32))).save(tmp_path / "model")
     convert(model, tmp_path / "bit.npz", "bit")
     words = [str(tmp_path / "bit.npz"), "--data", str(badges), "--run", str(tmp_path / "my run")]
-    quick = ["--steps", "1", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:]]
+    quick = ["--steps", "1", "--image-size", "32", "32", *QUICK]
     out = cli.shows("finetune", *words, *quick)
     assert out.count("the file has no class names") == 1
     assert f"vitrail predict '{tmp_path}/my run/model' '{tmp_path}/my run/examples'" in out
@@ -121,7 +121,7 @@ def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_comm
     model: Path, badges: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    quick = ["--steps", "3", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
+    quick = ["--steps", "3", "--batch-size", "8", "--image-size", "32", "32", *QUICK[:-1]]
     words = ["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--name", "p", *quick]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(after_step, "report", _stop_at(2, after_step.report))
@@ -140,7 +140,7 @@ def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_comm
 def test_images_that_chose_the_weights_are_not_called_unseen(
     model: Path, badges: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    words = ["finetune", str(model), "--data", str(badges), "--run", str(tmp_path / "run"), "--max-skipped", "0.1"]
+    words = ["finetune", str(model), "--data", str(badges), "--run", str(tmp_path / "run")]
     assert "the best weights were chosen on these images" in cli.shows(*words, *QUICK, "--steps", "4")
     assert "best weights" not in cli.shows(*words, "--overwrite", "--keep", "last", *QUICK, "--steps", "4")
 
@@ -156,7 +156,7 @@ def test_help_says_what_the_rule_chooses(cli: Cli) -> None:
 @pytest.mark.slow
 def test_evaluation_says_where_training_held_nothing_out(model: Path, badges: Path, tmp_path: Path, cli: Cli) -> None:
     words = [str(model), "--data", str(badges), "--run", str(tmp_path / "run"), "--validation-share", "0"]
-    cli.shows("finetune", *words, "--max-skipped", "0.1", *QUICK, "--steps", "2")
+    cli.shows("finetune", *words, *QUICK, "--steps", "2")
     for split, is_said in (("held-out", True), ("all", False)):
         words = [str(tmp_path / "run"), "--data", str(badges), "--json", "--bootstrap", "0", "--split", split]
         assert ("this model was trained without held-out images" in cli.call("evaluate", *words).err) == is_said
@@ -167,7 +167,7 @@ def test_a_run_goes_on_to_its_report_whenever_it_was_stopped(
     model: Path, badges: Path, tmp_path: Path, cli: Cli
 ) -> None:
     run = tmp_path / "run"
-    words = [str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK, "--steps", "4"]
+    words = [str(model), "--data", str(badges), "--run", str(run), *QUICK, "--steps", "4"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(after_step, "report", _stop_at(2, after_step.report))
         printed = cli.call("finetune", *words, code=Stopped.exit_code)
@@ -204,8 +204,7 @@ def test_a_suite_is_fine_tuned_and_ends_with_one_table(
         for name, group in (("badges", "natural"), ("gone", "structured"))
     )
     Path("two.toml").write_text(f'name = "two"\n[evaluators.linear]\n{tasks}')
-    words = ["finetune", str(model), "--suite", "two.toml", "--data", str(data), "--max-skipped", "0.1", *QUICK]
-    words[words.index("--steps") + 1] = "4"
+    words = ["finetune", str(model), "--suite", "two.toml", "--data", str(data), *QUICK, "--steps", "4"]
     usual = after_step.report
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(after_step, "report", _stop_at(2, usual))
@@ -229,7 +228,7 @@ def test_the_report_of_a_run_leads_to_the_page_that_looks_inside(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, link = tmp_path / "run", '<a href="inside/report.html">'
-    words = [str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK, "--steps", "4"]
+    words = [str(model), "--data", str(badges), "--run", str(run), *QUICK, "--steps", "4"]
     assert main(["finetune", *words]) == 0
     page = (run / "report.html").read_text(encoding="utf-8")
     command = shlex.join(["vitrail", "report", str(run), "--data", str(badges), "--split", "validation"])
