@@ -1,4 +1,4 @@
-"""Tests that `vitrail evaluate` compares models on the same images, which none of them learned from."""
+"""Tests of the images that `vitrail evaluate` measures: those that training held out, the same ones for all models."""
 
 from __future__ import annotations
 
@@ -188,3 +188,48 @@ def test_several_models_are_one_table(birds: str, tmp_path: Path, monkeypatch: p
     assert heading.split() == ["first", "second"]
     assert any(line.split()[:2] == ["images", "12"] for line in lines)
     assert cli.json(*words[:-1], "accuracy", "--split", "all")["second"]["train"]["images"] == 60
+
+
+@pytest.fixture
+def nests(tmp_path: Path) -> Path:
+    """40 training images and 6 validation images of two classes."""
+    for split, count in (("train", 20), ("val", 3)):
+        for name in ("crow", "finch"):
+            folder = tmp_path / "nests" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("L", (5, 4), number).save(folder / f"{number}.png")
+    return tmp_path / "nests"
+
+
+@pytest.mark.parametrize("validation", ["train", "train[-5:]"])
+def test_the_official_split_is_the_test_split_of_a_model_whose_training_used_it_so(
+    nests: Path, validation: str
+) -> None:
+    bundle = trained_on(str(nests), 0.2, validation)
+    expected = open_data(str(nests), validation_share=0.2, validation=validation)
+    for split, source in (("test", expected.test), ("validation", expected.validation), ("held-out", expected.test)):
+        head = open_images(bundle, str(nests), split)
+        (found,) = head.sources.values()
+        assert source is not None and keys_of(found) == keys_of(source)
+    features = open_images(bundle, str(nests / "." / ""), "test", by_features=True)
+    assert list(features.sources) == ["test"] and len(features.train) == (40 if validation == "train" else 35)
+    other = open_images(bundle_of(data="elsewhere", validation=validation), str(nests), "held-out")
+    assert list(other.sources) == ["validation"]
+
+
+def test_a_model_without_held_out_images_is_told_from_others(nests: Path) -> None:
+    bundle = trained_on(str(nests), 0.0, "train")
+    assert list(open_images(bundle, str(nests), "held-out").sources) == ["test"]
+    seen = open_images(bundle, str(nests), "validation")
+    assert any("the measured images were among its training images" in note for note in seen.notes)
+
+
+def test_a_model_of_an_earlier_version_is_measured_on_the_images_that_it_held_out(nests: Path) -> None:
+    spec = str(nests / "train")
+    found = []
+    for about, method in (({"data": spec}, "threshold"), ({"cut_method": "stratified"}, "stratified")):
+        (source,) = open_images(bundle_of(validation_share=0.3, **about), spec, "held-out").sources.values()
+        assert keys_of(source) == keys_of(open_data(spec, validation_share=0.3, cut_method=method).validation)
+        found.append(keys_of(source))
+    assert found[0] != found[1]

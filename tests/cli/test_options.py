@@ -1,15 +1,117 @@
-"""Tests of parsing options and of spelling them in messages."""
+"""Tests of options: made from fields, parsed, and spelled in messages and on help pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from vitrail.cli.options import Command
+from vitrail.cli.options import Command, Option, convert, help_page, options_of, unknown_option
 from vitrail.errors import BundleError, ConfigError
 from vitrail.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """A section."""
+
+    rate: float | Literal["auto"] = 0.5
+    """Rate of `something`, in one
+    line. Raises `ConfigError` for zero. More of `vitrail train`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Options of every type."""
+
+    place: str = setting(argument="PLACE")
+    """A place."""
+    count: int = 1
+    kind: Literal["a", "b"] | None = None
+    size: tuple[int, int] | None = None
+    """Height and width."""
+    names: tuple[Literal["x", "y"], ...] = ()
+    path: Path | None = None
+    on: bool = True
+    inner: Inner = field(default_factory=Inner)
+    spec: str = field(default="", metadata={"name": "data"})
+    """A data set."""
+
+
+OPTIONS: dict[str, Option] = {option.name: option for option in options_of(Outer)}
+
+
+def test_fields_become_options() -> None:
+    assert list(OPTIONS) == ["place", "count", "kind", "size", "names", "path", "on", "rate", "data"]
+    assert OPTIONS["place"].label == "PLACE" and OPTIONS["place"].default is dataclasses.MISSING
+    assert OPTIONS["rate"].label == "--rate" and OPTIONS["rate"].section == "inner"
+    assert [OPTIONS[name].metavar for name in ("count", "kind", "size", "names", "on", "rate")] == [
+        "N", "a|b", "H [W]", "x|y ...", "", "X|auto",
+    ]  # fmt: skip
+
+
+def test_texts_are_the_docstrings_without_line_ends_and_python() -> None:
+    assert OPTIONS["rate"].help == "Rate of something, in one line. More of `vitrail train`."
+    assert OPTIONS["size"].help == "Height and width." and OPTIONS["count"].help == ""
+    assert OPTIONS["data"].help == "A data set."
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "value"),
+    [
+        ("count", ["-3"], -3), ("kind", ["b"], "b"), ("kind", ["None"], None), ("size", ["4", "6"], (4, 6)),
+        ("names", [], ()), ("names", ["x", "y"], ("x", "y")), ("path", ["a/b"], Path("a/b")),
+        ("rate", ["auto"], "auto"), ("rate", ["1e-3"], 0.001),
+    ],
+)  # fmt: skip
+def test_words_become_values(name: str, typed: list[str], value: Any) -> None:
+    assert convert(OPTIONS[name], typed) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "message"),
+    [
+        ("count", ["many"], "--count: 'many' is not a whole number"),
+        ("kind", ["c"], "--kind: 'c' is not one of a, b"),
+        ("names", ["x", "z"], "--names: 'z' is not one of x, y"),
+        ("size", ["4", "6.5"], "--size: '6.5' is not a whole number"),
+        ("rate", ["fast"], "--rate: 'fast' is not a number or one of auto"),
+    ],
+)
+def test_words_that_do_not_fit(name: str, typed: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        convert(OPTIONS[name], typed)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("--lr", "nearest: --learning-rate"),
+        ("--lerning_rate", "nearest: --learning-rate"),
+        ("--rate", "nearest: --learning-rate"),
+        ("--q", "see vitrail train --help-all"),
+        ("--out", "nearest: --run"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(typed: str, advice: str) -> None:
+    message = unknown_option(typed, "train", ["learning_rate", "batch_size", "run"])
+    assert message == f"{typed}: vitrail train has no such option; {advice}"
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (("data", "run"), "nearest: --run"), (("out", "json"), "nearest: --out"), (("page",), "nearest: --page"),
+        (("destination",), "its last argument, DST"), (("csv", "json"), "it writes no file"),
+    ],
+)  # fmt: skip
+def test_the_option_of_the_place_to_write_to_is_named(names: tuple[str, ...], advice: str) -> None:
+    for typed in {"out", "run", "output-dir"} - set(names):
+        assert advice in unknown_option(f"--{typed}", "try", names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +240,33 @@ def test_notes_spell_only_what_they_recommend() -> None:
 def test_messages_about_files_keep_the_names_in_them() -> None:
     assert COMMAND.message(BundleError("a.json: image_size is missing"), {}) == "a.json: image_size is missing"
     assert COMMAND.message(BundleError("out='x' is taken, image_size=3"), {}) == "--out: 'x' is taken, image_size=3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Options of a help page."""
+
+    model: str = setting(argument="MODEL")
+    """A model."""
+    rate: float = 1e-3
+    """Learning rate. It has a second sentence. By default a small one."""
+    json: bool = False
+    """Print JSON."""
+    secret: int = 3
+    """Not shown."""
+
+
+def test_a_help_page_has_first_sentences_and_the_values_of_a_recipe() -> None:
+    command = Command(
+        name="try", summary="Try it, with a text that is\n    reflowed.", examples=(("vitrail try", "Try."),),
+        options=(Shown,), essential={"Settings": ("rate",)}, defaults=lambda given: dict.fromkeys(given, "changed"),
+        hidden=("secret",),
+    )  # fmt: skip
+    page = help_page(command, {}, everything=False, width=46)
+    assert page.startswith("usage: vitrail try MODEL [options]\n\nTry it, with a text that is reflowed.\n")
+    shown = " ".join(page.split())
+    assert "MODEL A model. Settings: --rate X Learning rate. By default a small one. vitrail try --help-all" in shown
+    assert "--json" not in shown and "second sentence" not in shown and max(map(len, page.splitlines())) <= 70
+    page = help_page(command, {"rate": 1}, everything=True, width=200)
+    assert "It has a second sentence. Default: changed.\n" in page and "By default" not in page
+    assert "--json" in page and "secret" not in page
