@@ -171,8 +171,8 @@ def test_generated_images_are_generated_anew() -> None:
 
 
 @pytest.mark.slow
-def test_several_models_are_one_table(birds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_several_models_are_one_table(birds: str, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     trained_on(birds, 0.3).save("first")
     trained_on(birds, 0.2).save("second")

@@ -17,10 +17,8 @@ from vitrail.training.run import RunResult
 
 
 @pytest.mark.slow
-def test_an_exported_run_predicts_and_is_measured_like_the_run(
-    trained: RunResult, fewer_bundled: None, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here", "fewer_bundled")
+def test_an_exported_run_predicts_and_is_measured_like_the_run(trained: RunResult, cli: Cli) -> None:
     (written,) = cli.json("export", trained.folder, "--to", "pt2", "--images", "20")["files"]
     assert written["written"] == "run.pt2" and written["bytes"] == Path("run.pt2").stat().st_size
     assert written["parity"]["agreement"] == 1.0 and written["parity"]["labelled"] == 20
@@ -56,10 +54,8 @@ def test_accuracy_is_measured_on_images_that_training_held_out(colour_folder: Pa
 
 
 @pytest.mark.slow
-def test_files_in_8_bit_integers_in_every_verb(
-    trained: RunResult, fewer_bundled: None, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here", "fewer_bundled")
+def test_files_in_8_bit_integers_in_every_verb(trained: RunResult, cli: Cli) -> None:
     run, picture = str(trained.folder), str(trained.examples[0].path)
     words = ["export", run, "--to", "onnx,openvino", "--precision", "float32,int8", "--data", "bundled"]
     written = cli.json(*words, "--max-drop", "5", "--calibration-images", "32", "--images", "100")
@@ -89,7 +85,8 @@ def test_files_in_8_bit_integers_in_every_verb(
 
 
 @pytest.mark.slow
-def test_calibration_reads_training_images_only(trained: RunResult, fewer_bundled: None) -> None:
+@pytest.mark.usefixtures("fewer_bundled")
+def test_calibration_reads_training_images_only(trained: RunResult) -> None:
     options = Export(model="", to="onnx", data="bundled", precision="int8", images=200, calibration_images=50)
     found = _images(options, load(trained.folder), True)
     assert found.int8 is not None and len(found.int8.calibration) == 50 and len(found.samples) == 200

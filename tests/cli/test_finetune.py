@@ -58,13 +58,10 @@ def badges(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["vitrail", "google", "huggingface"])
-def test_it_works_untouched_from_every_layout(
-    layout: str, model: Path, badges: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_it_works_untouched_from_every_layout(layout: str, model: Path, badges: Path, here: Path, cli: Cli) -> None:
     source = model
     if layout != "vitrail":
-        source = tmp_path / ("model.npz" if layout == "google" else "model-hf")
+        source = here / ("model.npz" if layout == "google" else "model-hf")
         convert(model, source, layout)
     words = ["finetune", str(source), "--data", str(badges), *QUICK, "--steps", "30"]
     out = cli.shows(*words)
@@ -105,22 +102,10 @@ def test_options_replace_what_the_rule_says(
 
 
 @pytest.mark.slow
-def test_what_a_file_does_not_say_is_said_once(badges: Path, tmp_path: Path, cli: Cli) -> None:
-    network = vitrail.create("BiT-R26x1", width=32, depths=(1, 1, 1, 1), num_classes=3, image_size=(32, 32))
-    model = Bundle(network, ("cat", "dog", "owl"), Preprocess(image_size=(32, 32))).save(tmp_path / "model")
-    convert(model, tmp_path / "bit.npz", "bit")
-    words = [str(tmp_path / "bit.npz"), "--data", str(badges), "--run", str(tmp_path / "my run")]
-    quick = ["--steps", "1", "--image-size", "32", "32", *QUICK]
-    out = cli.shows("finetune", *words, *quick)
-    assert out.count("the file has no class names") == 1
-    assert f"vitrail predict '{tmp_path}/my run/model' '{tmp_path}/my run/examples'" in out
-
-
-@pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_command(
-    model: Path, badges: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    model: Path, badges: Path, cli: Cli
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     quick = ["--steps", "3", "--batch-size", "8", "--image-size", "32", "32", *QUICK[:-1]]
     words = ["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--name", "p", *quick]
     with pytest.MonkeyPatch.context() as patch:
@@ -143,14 +128,6 @@ def test_images_that_chose_the_weights_are_not_called_unseen(
     words = ["finetune", str(model), "--data", str(badges), "--run", str(tmp_path / "run")]
     assert "the best weights were chosen on these images" in cli.shows(*words, *QUICK, "--steps", "4")
     assert "best weights" not in cli.shows(*words, "--overwrite", "--keep", "last", *QUICK, "--steps", "4")
-
-
-@pytest.mark.slow
-def test_help_says_what_the_rule_chooses(cli: Cli) -> None:
-    shown = " ".join(cli.shows("finetune", "--help-all").split())
-    for option in ("--batch-size N Images per step. Default: chosen from the data.", "--lora-rank", "--layer-decay X"):
-        assert option in shown
-    assert "Default: the model's." in shown and "--init " not in shown and "--variant" not in shown
 
 
 @pytest.mark.slow
@@ -193,10 +170,9 @@ def _stop_at(step: int, usual: Callable[[Run, TrainState], None]) -> Callable[[R
 
 @pytest.mark.slow
 def test_a_suite_is_fine_tuned_and_ends_with_one_table(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, badges: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = tmp_path / "data"
+    data = here / "data"
     data.mkdir()
     (data / "badges").symlink_to(badges)
     tasks = "".join(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.cli.conftest import Cli
@@ -14,13 +12,8 @@ TINY = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("fewer_bundled")
+@pytest.mark.usefixtures("fewer_bundled", "here")
 def test_the_command_alone_runs_and_continues(cli: Cli) -> None:
     shown = cli.shows("noisy-student", *TINY, "--confidence", "0.05", "--rounds", "1")
     assert "round 0: the first teacher learns" in shown and "round 1: the student learns" in shown

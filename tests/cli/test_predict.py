@@ -89,10 +89,9 @@ def test_csv_has_the_numbers_of_json(model: Path, trained: RunResult, tmp_path: 
 
 
 def test_a_table_of_paths_needs_no_labels_and_may_begin_with_a_tilde(
-    model: Path, trained: RunResult, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    model: Path, trained: RunResult, here: Path, cli: Cli
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = [Path(shutil.copy(example.path, tmp_path)).name for example in trained.examples[:3]]
+    names = [Path(shutil.copy(example.path, here)).name for example in trained.examples[:3]]
     Path("~list.csv").write_text("path,split\n" + "".join(f"{name},train\n" for name in names))
     rows = [json.loads(line) for line in cli.shows("predict", model, "~list.csv", "--json").splitlines()]
     assert [row["image"] for row in rows] == names
@@ -113,9 +112,9 @@ def test_numbers_have_names_instead_of_ranks(trained: RunResult, tmp_path: Path,
 def test_thumbnails_of_systems_are_no_images(
     trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for place in ("a.png", "._a.png", "@eaDir/a.png", "__MACOSX/._a.png", ".cache/a.png", "deep/b.png"):
+    for place in ("a.png", "._a.png", "@eaDir/a.png", "__MACOSX/._a.png", ".cache/a.png", "deep/b.PNG"):
         (tmp_path / "photos" / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(trained.examples[0].path, tmp_path / "photos" / place)
     assert main(["predict", str(trained.folder), str(tmp_path / "photos"), "--json"]) == 0
     found = [json.loads(line)["image"] for line in capsys.readouterr().out.splitlines()]
-    assert found == [str(tmp_path / "photos" / name) for name in ("a.png", "deep/b.png")]
+    assert found == [str(tmp_path / "photos" / name) for name in ("a.png", "deep/b.PNG")]

@@ -35,9 +35,8 @@ def run(*words: str) -> int:
 
 
 def test_a_folder_of_colours_is_learned_shown_and_used(
-    colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    colour_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     more = ["--steps", "30", "--image-size", "16", "24", "--learning-rate", "0.003", "--batch-size", "12"]
     place = "runs/my [red] run"
@@ -47,7 +46,7 @@ def test_a_folder_of_colours_is_learned_shown_and_used(
     assert "; training accuracy " in shown and "(last training steps, with augmentation)" in shown
     assert "waiting for data" in shown and "first step after" in shown and "peak memory" in shown
     assert f"vitrail predict '{place}/model' '{place}/examples'" in shown
-    description = json.loads((tmp_path / place / "model/model.json").read_text())
+    description = json.loads((here / place / "model/model.json").read_text())
     assert description["classes"] == ["blue", "green", "red"]
     assert description["config"]["image_size"] == [16, 24]
     assert main(["predict", f"{place}/model", f"{place}/examples", "--json"]) == 0
@@ -57,16 +56,15 @@ def test_a_folder_of_colours_is_learned_shown_and_used(
 
 @pytest.mark.slow
 def test_a_network_is_pre_trained_without_labels_and_used(
-    colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+    colour_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     words = ["--data", str(colour_folder), "--image-size", "16", "24", "--batch-size", "12", *TINY]
     fractions = ["--corrupt-fraction", "0.4", "--mask-fraction", "0.7", "--swap-fraction", "0.2"]
     shown = cli.shows("train", "--task", "masked-patches", "--patch-target", "colours", *fractions, *words)
     assert "validation patch loss" in shown and "images, without a head: 3 steps" in shown
     assert "vitrail finetune runs/colours/model --data DIR" in shown and "A few held-out images" not in shown
-    assert read_record(tmp_path / "runs/colours").config.task == MaskedPatches(
+    assert read_record(here / "runs/colours").config.task == MaskedPatches(
         patch_target="colours", corrupt_fraction=0.4, mask_fraction=0.7, swap_fraction=0.2
     )
     by = ["--by", "knn,linear,fewshot", "--shots", "1"]
@@ -106,10 +104,8 @@ SIZES = ("--width", "--depth", "--heads", "--mlp-width")
 
 
 @pytest.mark.slow
-def test_a_run_is_repeated_with_its_settings(
-    colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_run_is_repeated_with_its_settings(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data", str(colour_folder), "--image-size", "14", "21", "--batch-size", "8", "--device", "cpu"]
     assert main(["train", "folder", *words, "--variant", "ViT-Pico/7", "--steps", "1", "--name", "one"]) == 0
     assert main(["train", "--like", "runs/one", "--name", "two"]) == 0
@@ -183,9 +179,8 @@ def test_help_shows_the_values_of_the_recipe_and_the_settings_of_the_task(cli: C
 
 
 def test_a_plan_is_printed_and_nothing_is_trained(
-    colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    colour_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     words = ["folder", "--data", str(colour_folder), "--variant", "ViT-S/16", "--image-size", "96", "128"]
     words += ["--batch-size", "1024", "--shard", "hybrid", "--plan"]
@@ -198,7 +193,7 @@ def test_a_plan_is_printed_and_nothing_is_trained(
     assert "sharded by machine" in shown and "images/s" in columns
     assert run(*words, "8", "--optimizer", "sgd", "--momentum-format", "bfloat16") == 0
     assert "the run with --momentum-format bfloat16 needs less" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["colours"]
+    assert [path.name for path in here.iterdir()] == ["colours"]
 
 
 @pytest.mark.parametrize(
@@ -210,15 +205,12 @@ def test_a_plan_is_printed_and_nothing_is_trained(
         ("noisy-student --data data --unlabelled nowhere", 2),
     ],
 )
-def test_a_fraction_that_has_no_effect_is_noted(
-    words: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_fraction_that_has_no_effect_is_noted(words: str, code: int, here: Path, cli: Cli) -> None:
     for split in ("train", "val"):
-        make_colour_folder(tmp_path / "data" / split)
+        make_colour_folder(here / "data" / split)
     for typed, is_noted in (((), False), (("--validation-share", "0.3"), True)):
-        assert main([*words.split(), *typed]) == code
-        assert ("--validation-share has no effect" in " ".join(capsys.readouterr().out.split())) == is_noted
+        shown = " ".join(cli.call(*words.split(), *typed, code=code).out.split())
+        assert ("--validation-share has no effect" in shown) == is_noted
 
 
 @pytest.mark.slow

@@ -617,19 +617,6 @@ def test_the_library_makes_the_same_pixels(tmp_path: Path, fields: dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dinov2", "registers"])
-@pytest.mark.parametrize("side", [21, 49])
-def test_the_library_computes_what_we_do_at_the_size_of_the_preprocessing(tmp_path: Path, kind: str, side: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    HUGGINGFACE.write(make_bundle(**KINDS[kind]), tmp_path / "model")
-    edit(tmp_path / "model", "preprocessor_config.json", size={"shortest_edge": 56}, crop_size=side)
-    bundle = load(tmp_path / "model", device="cpu")
-    assert bundle.network.config.image_size == (side, side)
-    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model").eval()
-    assert largest_difference(model, bundle.network, pictures(bundle.network.config)) < 1e-4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vit, square", "dinov2", "registers"])
 def test_the_library_resizes_positions_as_we_do(tmp_path: Path, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
