@@ -60,6 +60,11 @@ def small_config(**fields: Any) -> ViTConfig:
     return ViTConfig(**{**defaults, **fields})
 
 
+def square_config(**fields: Any) -> ViTConfig:
+    """Return a config for images of 12 x 12 in patches of 4 x 4, which every layout can store."""
+    return small_config(**{"image_size": (12, 12), "patch_size": (4, 4), "depth": 1, "num_classes": 2, **fields})
+
+
 DIVISORS = {
     "none": 1,
     "learned": 1,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.make import random_bundle
+from tests.make import random_bundle, small_config, square_config
 from vitrail.errors import BundleError
 from vitrail.models.positions import resize_grid
 from vitrail.models.predictor import Engine
@@ -29,11 +29,8 @@ def vit() -> Callable[..., Bundle]:
     """Return a function that makes small Vision Transformers for images of 12 x 12 in patches of 4 x 4."""
 
     def make(**fields: Any) -> Bundle:
-        defaults: dict[str, Any] = {
-            "image_size": (12, 12), "patch_size": (4, 4), "width": 12, "depth": 2, "heads": 3, "mlp_width": 20,
-            "num_classes": 3,
-        }  # fmt: skip
-        return random_bundle(ViTConfig(**{**defaults, **fields}), metrics={"test_accuracy": 0.9}, notes=("before",))
+        config = square_config(**{"depth": 2, "num_classes": 3, **fields})
+        return random_bundle(config, metrics={"test_accuracy": 0.9}, notes=("before",))
 
     return make
 
@@ -202,20 +199,13 @@ def test_load_adapts_and_the_result_can_be_trained_and_saved(vit: Callable[..., 
     assert again.metrics == {} and again.preprocess.image_size == (8, 20)
 
 
+STEM = RootConfig(stem="3x3+3x3", depths=(1, 1), width=32)
 GREY = {
-    "ViT": ViTConfig(
-        image_size=(12, 20), patch_size=(4, 5), width=12, depth=2, heads=3, mlp_width=20, num_classes=3, channels=1
-    ),
-    "hybrid": ViTConfig(
-        image_size=(32, 48), patch_size=(1, 1), width=12, depth=1, heads=3, mlp_width=20, num_classes=3, channels=1,
-        root=RootConfig(depths=(1, 1), width=32),
-    ),
-    "convolutional stem": ViTConfig(
-        image_size=(9, 12), patch_size=(1, 1), width=12, depth=1, heads=3, mlp_width=20, num_classes=3, channels=1,
-        root=RootConfig(stem="3x3+3x3", depths=(1, 1), width=32), head_hidden=7,
-    ),
+    "ViT": small_config(image_size=(12, 20), channels=1),
+    "hybrid": small_config(image_size=(32, 48), patch_size=(1, 1), channels=1, root=replace(STEM, stem="7x7+pool")),
+    "convolutional stem": small_config(image_size=(9, 12), patch_size=(1, 1), channels=1, head_hidden=7, root=STEM),
     "BiT": ResNetConfig(image_size=(31, 28), depths=(1, 1), width=32, num_classes=3, channels=1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GREY)
@@ -287,10 +277,8 @@ def test_a_model_with_projections_for_another_size_says_so() -> None:
 @pytest.mark.parametrize(("registers", "pool", "class_token"), [(2, "cls", None), (0, "gap", None), (2, "gap", True)])
 @pytest.mark.parametrize("after", ["class", "patches", "all"])
 def test_moved_positions_change_nothing(before: Any, after: Any, registers: int, pool: Any, class_token: Any) -> None:
-    config = ViTConfig(
-        image_size=(8, 6), patch_size=(4, 3), width=12, depth=1, heads=3, mlp_width=20, num_classes=2, pool=pool,
-        class_token=class_token, registers=registers, positions_cover=before,
-    )  # fmt: skip
+    tokens = {"class_token": class_token, "registers": registers, "positions_cover": before}
+    config = small_config(image_size=(8, 6), patch_size=(4, 3), depth=1, pool=pool, **tokens)
     bundle = random_bundle(config)
     state, moved = moved_positions(bundle.network.state_dict(), config, after)
     other = random_bundle(moved)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import vitrail
-from tests.make import assert_same, golden, make_bundle, place_of, random_bundle, write_file
+from tests.make import assert_same, golden, make_bundle, place_of, random_bundle, square_config, write_file
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
@@ -259,13 +259,10 @@ LOST = [
 
 @pytest.mark.parametrize(("layout", "fields", "message"), LOST)
 def test_what_is_not_carried_is_said(layout: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    if "root" in fields:
-        fields = {**fields, "image_size": (12, 12), "patch_size": (1, 1)}
-    defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4)}
-    config = ViTConfig(**{**defaults, **fields}, width=12, depth=1, heads=3, mlp_width=20, num_classes=2)
-    bundle = random_bundle(config, output="sigmoid")
-    bare = layout == "timm" and "root" in fields
-    lost = LAYOUTS[layout].write(bundle, tmp_path / "x.safetensors" if bare else place_of(layout, tmp_path))
+    has_root = "root" in fields
+    bundle = random_bundle(square_config(**({"patch_size": (1, 1)} if has_root else {}), **fields), output="sigmoid")
+    path = tmp_path / "x.safetensors" if layout == "timm" and has_root else place_of(layout, tmp_path)
+    lost = LAYOUTS[layout].write(bundle, path)
     assert message in lost and "output='sigmoid'" in lost
     if layout != "timm":
         assert "class names" in lost and "preprocessing" in lost
@@ -282,8 +279,7 @@ def test_what_is_not_carried_is_said(layout: str, fields: dict[str, Any], messag
     ],
 )
 def test_what_bare_tensors_of_timm_do_not_carry_is_said(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4), "heads": 3}
-    bundle = random_bundle(ViTConfig(**{**defaults, **fields}, width=12, depth=1, mlp_width=20, num_classes=2))
+    bundle = random_bundle(square_config(**fields))
     assert message in LAYOUTS["timm"].write(bundle, tmp_path / "x.safetensors")
     assert message not in LAYOUTS["timm"].write(bundle, tmp_path / "folder")
 
@@ -322,8 +318,7 @@ REFUSED = [
 def test_what_would_change_the_arithmetic_is_refused(
     layout: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4), "num_classes": 2}
-    bundle = random_bundle(ViTConfig(**{**defaults, **fields}, width=12, depth=1, heads=3, mlp_width=20))
+    bundle = random_bundle(square_config(**fields))
     with pytest.raises(BundleError, match=re.escape(message)):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.make import place_of, random_bundle
+from tests.make import place_of, random_bundle, square_config
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.reduction import TokenReduction
@@ -37,10 +37,6 @@ from vitrail.weights.load import LAYOUTS, load
 from vitrail.weights.tensors import TensorFile, open_tensors
 
 PATH = Path("x.npz")
-VIT: dict[str, Any] = {
-    "image_size": (12, 12), "patch_size": (4, 4), "width": 12, "depth": 1, "heads": 3, "mlp_width": 24,
-    "num_classes": 2,
-}  # fmt: skip
 
 
 def file_of(tensors: dict[str, torch.Tensor]) -> TensorFile:
@@ -95,7 +91,7 @@ REGISTERS: dict[str, Any] = {**SQUARE, "pool": "cls+gap", "layer_scale": 1.0, "r
 def test_positions_of_other_tokens_are_moved_when_a_layout_is_written(
     layout: str, fields: dict[str, Any], place: str, cover: Any, tmp_path: Path
 ) -> None:
-    bundle = random_bundle(ViTConfig(**{**VIT, **fields, "positions_cover": cover}))
+    bundle = random_bundle(square_config(**{**fields, "positions_cover": cover}))
     path = place_of(layout, tmp_path)
     LAYOUTS[layout].write(bundle, path)
     again = load(path, device="cpu", image_size=(12, 12), **({"heads": 3} if layout == "torchvision" else {}))
@@ -164,10 +160,10 @@ def extended(value: Any, cls: type[Any], **others: Any) -> Any:
 )
 def test_a_new_option_is_not_exported(layout: str, changed: str, tmp_path: Path) -> None:
     configs: dict[str, Any] = {
-        "root": ViTConfig(**{**VIT, "image_size": (8, 12), "patch_size": (1, 1)}, root=RootConfig(width=64)),
+        "root": square_config(image_size=(8, 12), patch_size=(1, 1), root=RootConfig(width=64)),
         "resnet": ResNetConfig(image_size=(8, 9), depths=(1,), width=32, num_classes=2),
     }
-    config = configs.get(changed, ViTConfig(**VIT))
+    config = configs.get(changed, square_config())
     bundle: Any = random_bundle(config)
     LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "known"))
     name = "temperature"
@@ -187,14 +183,14 @@ def test_a_new_option_is_not_exported(layout: str, changed: str, tmp_path: Path)
 @pytest.mark.parametrize("layout", ["google", "big-vision", "timm", "huggingface", "torchvision"])
 @pytest.mark.parametrize("field", [{"attention": "local:window=3"}, {"reduction": TokenReduction(tokens=1)}])
 def test_attention_of_fewer_tokens_is_not_exported(layout: str, field: dict[str, Any], tmp_path: Path) -> None:
-    bundle = random_bundle(ViTConfig(**VIT, **field))
+    bundle = random_bundle(square_config(**field))
     with pytest.raises(BundleError, match=rf"cannot store {next(iter(field))}=.* \(only "):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
 
 
 @pytest.mark.parametrize("layout", ["google", "big-vision", "timm", "huggingface", "torchvision"])
 def test_a_new_meaning_of_the_outputs_is_not_exported(layout: str, tmp_path: Path) -> None:
-    bundle: Any = random_bundle(ViTConfig(**VIT))
+    bundle: Any = random_bundle(square_config())
     bundle.output = "distances"
     with pytest.raises(BundleError, match=f"^the layout {layout} cannot store output='distances'$"):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.make import assert_same, golden, make_bundle, random_bundle, write_file
+from tests.make import assert_same, golden, make_bundle, random_bundle, small_config, square_config, write_file
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
@@ -107,10 +107,7 @@ def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_pat
 
 @pytest.mark.parametrize(("side", "edge"), [(32, 37), (48, 186), (16, 93), (224, 232)])
 def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int) -> None:
-    config = ViTConfig(
-        image_size=(side, side), patch_size=(side, side), width=12, depth=1, heads=3, mlp_width=20, num_classes=2
-    )
-    bundle = random_bundle(config)
+    bundle = random_bundle(square_config(image_size=(side, side), patch_size=(side, side)))
     bundle.preprocess = Preprocess(image_size=(side, side), resize="crop", crop_share=side / edge)
     written = written_config(bundle)["pretrained_cfg"]["crop_pct"]
     assert math.floor(side / written) == scaled_side(side, written) == edge
@@ -283,10 +280,8 @@ def test_where_two_squares_are_possible_the_size_decides(tmp_path: Path) -> None
 
 
 def test_a_folder_as_on_the_hub(tmp_path: Path) -> None:
-    config = ViTConfig(
-        image_size=(12, 10), patch_size=(4, 5), channels=1, width=12, depth=2, heads=3, mlp_width=18, num_classes=2,
-        pool="gap", final_norm="pooled", position_resize="bicubic-antialias",
-    )  # fmt: skip
+    fields: dict[str, Any] = {"channels": 1, "mlp_width": 18, "num_classes": 2, "pool": "gap", "final_norm": "pooled"}
+    config = small_config(**fields, position_resize="bicubic-antialias")
     assert TIMM.write(random_bundle(config), tmp_path / "out") == ()
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     written = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -346,8 +341,7 @@ def test_the_architecture_is_one_that_timm_can_build(fields: dict[str, Any], arc
     ],
 )  # fmt: skip
 def test_networks_that_no_model_of_timm_has_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
-    defaults: dict[str, Any] = {"patch_size": (16, 32), "width": 12, "depth": 1, "heads": 3, "mlp_width": 20}
-    config = ViTConfig(**{**defaults, "image_size": (32, 64), "num_classes": 3, **fields})
+    config = small_config(**{"image_size": (32, 64), "patch_size": (16, 32), **fields})
     with pytest.raises(BundleError, match="the layout timm cannot store"):
         TIMM.write(random_bundle(config), tmp_path / "out")
     assert not (tmp_path / "out").exists()
