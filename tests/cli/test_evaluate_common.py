@@ -42,7 +42,6 @@ def trained_on(spec: str, share: float, validation: str = "auto", **more: Any) -
 
 
 def keys_of(source: Source | None) -> set[str]:
-    assert source is not None
     return {source.key(index) for index in range(len(source))}
 
 

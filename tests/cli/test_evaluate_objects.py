@@ -28,7 +28,7 @@ def test_boxes_have_a_table_and_json_with_notes_of_the_data(tmp_path: Path, cli:
     found = load(model).predict([data / test.key(index) for index in range(len(test))])
     truths = [test.target(index) for index in range(len(test))]
     assert all(isinstance(one, Objects) for one in truths)
-    expected = average_precision(truths, found, len(OBJECT_NAMES))  # type: ignore[arg-type]
+    expected = average_precision(truths, found, len(OBJECT_NAMES))
     assert row["average_precision"] == pytest.approx(expected.precision.value)
     assert row["average_precision_50_low"] == pytest.approx(expected.precision_50.low)
     assert row["average_precision_small"] == pytest.approx(expected.by_size["small"])

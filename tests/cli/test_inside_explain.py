@@ -33,7 +33,7 @@ def save_model(path: Path, *, classes: tuple[str, ...] = ("ant & bee", "cat", "d
         "image_size": (12, 20), "patch_size": (4, 5), "width": 16, "depth": 2, "heads": 2, "mlp_width": 24,
         "num_classes": len(classes),
     }  # fmt: skip
-    network = VisionTransformer(ViTConfig(**{**defaults, **fields}))  # type: ignore[arg-type]
+    network = VisionTransformer(ViTConfig(**{**defaults, **fields}))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -56,7 +56,6 @@ def image(tmp_path: Path) -> Path:
 def about_of(text: str) -> dict[str, Any]:
     """Return the data of a page, without the weights."""
     found = re.search(r'id="about">(.*?)</script>', text)
-    assert found is not None
     return dict(json.loads(found[1]))
 
 
@@ -98,7 +97,7 @@ def test_the_page_has_the_numbers(model: Path, image: Path, tmp_path: Path) -> N
     # The network sees a window of 28 x 47 in the middle of 33 x 47 pixels.
     np.testing.assert_allclose(about["area"], [0, 2.36, 47, 28.2], atol=0.1)
     (prediction,) = bundle.predict([image], top=2)
-    label, probability = prediction.ranking[0]  # type: ignore[union-attr]
+    label, probability = prediction.ranking[0]
     assert html.escape(label) in text and f"{probability:.1%}" in text
 
 

@@ -54,7 +54,6 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Running, l
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     lines: list[str] = []
     try:
-        assert process.stderr is not None
         port = None
         while port is None:
             lines.append(process.stderr.readline())
@@ -69,7 +68,6 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Running, l
         if process.poll() is None:
             process.kill()
         process.wait()
-        assert process.stderr is not None
         process.stderr.close()
 
 

@@ -35,7 +35,7 @@ def test_classes_in_words_without_training(words: Path, colour_folder: Path, tmp
     command = ["predict", str(words), str(image), "--classes", "a red wall", "a blue wall", "--json"]
     row = json.loads(cli.shows(*command, "--save", tmp_path / "walls"))
     expected = zero_shot(load(words), ["a red wall", "a blue wall"]).predict([image])[0]
-    assert row["probabilities"] == pytest.approx(dict(expected.ranking), abs=1e-5)  # type: ignore[union-attr]
+    assert row["probabilities"] == pytest.approx(dict(expected.ranking), abs=1e-5)
     assert cli.json("predict", tmp_path / "walls", image)["probabilities"] == pytest.approx(
         row["probabilities"], abs=1e-5
     )
@@ -109,7 +109,7 @@ def test_the_texts_of_a_head_are_recorded(words: Path, walls: tuple[str, str, st
         text = " ".join(cli.shows("models", model).split())
         assert "a {} wall, {} paint" in text and "in 2 texts" in text
         assert ("Training changed" in text) == bool(load(model).provenance.get("step"))
-    assert cli.json("models", words)["words"]["scale"] == pytest.approx(load(words).words.scale)  # type: ignore[union-attr]
+    assert cli.json("models", words)["words"]["scale"] == pytest.approx(load(words).words.scale)
     assert "--layers: it belongs to the list" in cli.refuses("models", words, "--layers")
 
 
@@ -139,7 +139,7 @@ def test_settings_of_a_recipe_for_a_new_text_tower(words: Path, tmp_path: Path, 
     assert "--text-width: the initial model has a text tower" in error
     cli.shows("train", "scenes", "--init", words, *small)
     trained = load(run / "model").words
-    assert trained is not None and trained.tower.config == load(words).words.tower.config  # type: ignore[union-attr]
+    assert trained is not None and trained.tower.config == load(words).words.tower.config
 
 
 @pytest.mark.slow

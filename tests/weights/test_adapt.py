@@ -108,7 +108,7 @@ def test_the_hidden_layer_goes_with_its_head(num_classes: int | None, vit: Calla
     bundle = vit(head_hidden=7)
     new = adapted(bundle, num_classes=num_classes, drop_head_hidden=True)
     config = new.network.config
-    assert isinstance(config, ViTConfig) and config.head_hidden == 0
+    assert config.head_hidden == 0
     assert config.num_classes == (3 if num_classes is None else num_classes)
     assert "the hidden layer before the head was removed, together with the head" in new.notes
     assert not any(name.startswith("head_hidden") for name in new.network.state_dict())

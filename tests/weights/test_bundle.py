@@ -273,7 +273,6 @@ def test_embeddings_are_what_the_head_sees() -> None:
     embeddings = bundle.embed(arrays, batch_size=3)
     assert embeddings.shape == (4, 12) and embeddings.dtype == torch.float32 and embeddings.device.type == "cpu"
     network = bundle.network
-    assert network.head_hidden is not None and network.head is not None
     with torch.no_grad():
         expected = network.head(torch.tanh(network.head_hidden(embeddings)))
     torch.testing.assert_close(expected, logits(bundle, arrays), atol=1e-5, rtol=1e-5)

@@ -155,7 +155,7 @@ def test_pairs_come_back_as_they_were(pool: Any, bias: float | None, tmp_path: P
     bundle.save(tmp_path / "ours")
     vitrail.convert(tmp_path / "ours", tmp_path / "theirs", to="big-vision-pair")
     again = vitrail.load(tmp_path / "theirs", device="cpu")
-    assert again.words is not None and again.words.bias == bias
+    assert again.words.bias == bias
     file = (tmp_path / "theirs" / "spiece.model").rename(tmp_path / "bare.model")
     (tmp_path / "theirs" / "tokenizer_config.json").unlink()
     weights = tmp_path / "theirs" / "model.npz"
@@ -203,7 +203,7 @@ def test_lit_of_vision_transformer(form: str, tmp_path: Path) -> None:
         message = "neither big_vision's own network nor BERT" if form == "another network" else "(spiece.model)"
         assert any(message in note for note in ours.notes)
         return
-    assert ours.words is not None and ours.words.bias is None and ours.words.tokenizer.cleaning == "none"
+    assert ours.words.bias is None and ours.words.tokenizer.cleaning == "none"
     tokens = torch.from_numpy(ours.words.tokenizer.encode(TEXTS).tokens)
     with torch.inference_mode():
         expected = theirs.text_model(input_ids=tokens).pooler_output
@@ -284,7 +284,7 @@ def test_lit_with_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     command = ["convert", str(file), str(tmp_path / "ours"), "--to", "vitrail", "--tokenizer", str(vocabulary)]
     assert main(command) == 0 and "the other positions (21 in all)" in capsys.readouterr().out
     saved = vitrail.load(tmp_path / "ours", device="cpu")
-    assert saved.words is not None and saved.words.bias is None and saved.preprocess.resize == "squash"
+    assert saved.words.bias is None and saved.preprocess.resize == "squash"
     assert saved.words.scale == pytest.approx(2.3) and saved.words.tokenizer.context == 16
     tokens = torch.from_numpy(saved.words.tokenizer.encode(BERT_TEXTS).tokens)
     assert (tokens == 0).sum(1).unique().tolist() == [0, 2, 9, 14]

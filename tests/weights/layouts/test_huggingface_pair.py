@@ -94,7 +94,6 @@ def check_same(theirs: Any, ours: vitrail.Bundle, tokens: torch.Tensor) -> None:
         out = theirs(input_ids=tokens, pixel_values=images)
         embedded = torch.nn.functional.normalize(ours.network.embed(images), dim=-1)
         texts = ours.embed_texts(TEXTS)
-    assert ours.words is not None
     assert torch.allclose(embedded, out.image_embeds, atol=1e-5)
     assert torch.allclose(texts, out.text_embeds, atol=1e-5)
     logits = np.exp(ours.words.scale) * embedded @ texts.T + (ours.words.bias or 0.0)
@@ -107,7 +106,6 @@ def test_logits_embeddings_and_tokens_are_those_of_the_library(kind: str, tmp_pa
     torch.manual_seed(0)
     theirs = MAKERS[kind](tmp_path / "theirs")
     ours = vitrail.load(tmp_path / "theirs", device="cpu")
-    assert ours.words is not None
     tokens = torch.from_numpy(ours.words.tokenizer.encode(TEXTS).tokens)
     if kind == "siglip2":
         reader: Any = transformers.Siglip2Tokenizer.from_pretrained(tmp_path / "theirs")

@@ -93,7 +93,7 @@ def test_embeddings_are_those_of_the_same_weights_in_transformers(act: str, tmp_
     assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
     again = vitrail.load(tmp_path / "back", device="cpu")
     assert again.preprocess == ours.preprocess and again.network.config == ours.network.config
-    assert again.words is not None and again.words.tower.config == ours.words.tower.config
+    assert again.words.tower.config == ours.words.tower.config
     vitrail.convert(tmp_path / "theirs", tmp_path / "back", to="open-clip", overwrite=True)
 
 
@@ -170,7 +170,7 @@ def test_siglip_with_an_image_tower_of_timm(tmp_path: Path) -> None:
     torch.manual_seed(0)
     theirs = save_siglip_of_open_clip(tmp_path / "theirs")
     ours = vitrail.load(tmp_path / "theirs", device="cpu")
-    assert ours.words is not None and ours.words.bias == -4.0
+    assert ours.words.bias == -4.0
     check_same(theirs, ours, torch.from_numpy(ours.words.tokenizer.encode(TEXTS).tokens))
     assert ours.preprocess.resize == "squash" and ours.preprocess.image_size == (24, 24)
     plain, odd = ours.words.tokenizer.encode(["a bee and its fine", "A_bee, &amp; it's  FINE!"]).tokens
@@ -183,7 +183,7 @@ def test_siglip_with_an_image_tower_of_timm(tmp_path: Path) -> None:
     assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
     again = vitrail.load(tmp_path / "back", device="cpu")
     assert again.preprocess == ours.preprocess and again.network.config == ours.network.config
-    assert again.words is not None and again.words.tower.config == ours.words.tower.config
+    assert again.words.tower.config == ours.words.tower.config
 
 
 @pytest.mark.slow
@@ -195,7 +195,6 @@ def test_an_image_tower_of_a_published_size_is_named(activation: Any, is_publish
         position_resize="bicubic-antialias",
     )  # fmt: skip
     small = model_with_words(bias=-3.0)
-    assert small.words is not None
     text = replace(small.words.tower.config, outputs=768, pool="last", is_causal=False, output_bias=True)
     model = Bundle(
         build(config), (), Preprocess(image_size=(256, 256), resize="squash"),
