@@ -53,17 +53,21 @@ def image(tmp_path: Path) -> Path:
     return tmp_path / "a rose.png"
 
 
+@pytest.fixture
+def explain(model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Explains one image."""
+    return Cli(capsys, "explain", model, image, "--out", tmp_path / "out", "--device", "cpu")
+
+
 def about_of(text: str) -> dict[str, Any]:
     """Return the data of a page, without the weights."""
     found = re.search(r'id="about">(.*?)</script>', text)
     return dict(json.loads(found[1]))
 
 
-def test_files_have_the_size_of_the_picture(model: Path, image: Path, tmp_path: Path, cli: Cli) -> None:
+def test_files_have_the_size_of_the_picture(image: Path, tmp_path: Path, explain: Cli) -> None:
     out = tmp_path / "out"
-    assert cli.shows("explain", model, image, "--out", out, "--device", "cpu").splitlines() == [
-        f"{image}: {out / 'a rose.html'}"
-    ]
+    assert explain.shows() == f"{image}: {out / 'a rose.html'}\n"
     maps = ["layer-01-head-00", "layer-01-head-01", "relevance", "rollout"]
     assert sorted(path.name for path in out.glob("*.png")) == [f"a rose-{name}.png" for name in maps]
     pictures = {}
@@ -77,11 +81,9 @@ def test_files_have_the_size_of_the_picture(model: Path, image: Path, tmp_path: 
     assert not changed[:2].any() and not changed[-2:].any() and changed[5:28].all()
 
 
-def test_the_page_has_the_numbers(model: Path, image: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words = ["explain", str(model), str(image), "--out", str(out), "--label", "ant & bee", "--top", "2"]
-    assert main([*words, "--device", "cpu"]) == 0
-    text = (out / "a rose.html").read_text(encoding="utf-8")
+def test_the_page_has_the_numbers(model: Path, image: Path, tmp_path: Path, explain: Cli) -> None:
+    explain.shows("--label", "ant & bee", "--top", "2")
+    text = (tmp_path / "out" / "a rose.html").read_text(encoding="utf-8")
     assert not re.search(r'<(?:iframe|img|link(?! [^>]*href="data:,"))', text), "the page needs no other file"
     about, bundle = about_of(text), load(model, device="cpu")
     assert (about["grid"], about["layers"], about["heads"]) == ([3, 4], [0, 1], [0, 1])
@@ -118,11 +120,9 @@ def test_tokens_have_names(image: Path, tmp_path: Path) -> None:
         assert about["prefix"] == ["class token", *names]
 
 
-def test_a_page_that_would_be_too_large_is_announced(model: Path, image: Path, tmp_path: Path, cli: Cli) -> None:
-    words = ["explain", str(model), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    printed = cli.call(*words, "--page-size", "0.01")
+def test_a_page_that_would_be_too_large_is_announced(tmp_path: Path, explain: Cli) -> None:
     note = "The page has no attention of heads, because one map of 13 tokens exceeds the limit of 0.01 MB (--page-size)"
-    assert f"vitrail: a rose.html: {note}. Choose a smaller --image-size" in printed.err
+    assert f"a rose.html: {note}. Choose a smaller --image-size" in explain.call("--page-size", "0.01").err
     assert note in (tmp_path / "out" / "a rose.html").read_text(encoding="utf-8")
 
 
@@ -135,17 +135,16 @@ def test_images_of_one_name_and_a_broken_one(model: Path, image: Path, tmp_path:
     assert sorted(path.name for path in (tmp_path / "out").glob("*.html")) == ["a rose-2.html", "a rose.html"]
 
 
-def test_only_earlier_explanations_are_replaced(model: Path, image: Path, tmp_path: Path, cli: Cli) -> None:
+def test_only_earlier_explanations_are_replaced(tmp_path: Path, explain: Cli) -> None:
     out = tmp_path / "out"
-    words = ["explain", str(model), str(image), "--out", str(out), "--device", "cpu"]
-    cli.shows(*words, "--layers", "0", "-1", "--heads", "0")
+    explain.shows("--layers", "0", "-1", "--heads", "0")
     found = sorted(path.name for path in out.glob("*head*"))
     assert found == ["a rose-layer-00-head-00.png", "a rose-layer-01-head-00.png"]
-    assert "--overwrite" in cli.refuses(*words)
-    cli.shows(*words, "--overwrite")
+    assert "--overwrite" in explain.refuses()
+    explain.shows("--overwrite")
     assert not (out / "a rose-layer-00-head-00.png").exists() and (out / "a rose-layer-01-head-00.png").exists()
     (out / "mine.png").write_bytes(b"")
-    assert "holds files that Vitrail did not write (mine.png)" in cli.refuses(*words, "--overwrite")
+    assert "holds files that Vitrail did not write (mine.png)" in explain.refuses("--overwrite")
     assert "a rose.html" in json.loads((out / "explain.json").read_text())["files"]
 
 
@@ -169,16 +168,14 @@ def test_names_with_wildcards_and_raw_bytes(
     assert printed.getvalue() == 2 * os.fsencode(f"{words[2]}: {tmp_path}/raw/{raw.replace('png', 'html')}\n")
 
 
-def test_numbers_that_are_not_finite_are_refused(
-    model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_that_are_not_finite_are_refused(model: Path, tmp_path: Path, explain: Cli) -> None:
     for name, value, message in (
         ("blocks.1.norm1.weight", float("nan"), "layer 1 of the model has attention that is not finite"),
         ("head.bias", float("inf"), "outputs are not finite"),
     ):
-        broken = load(model, device="cpu")
+        broken = save_model(model.with_name(name))
+        bundle = load(broken, device="cpu")
         with torch.no_grad():
-            broken.network.get_parameter(name)[0] = value
-        folder = broken.save(tmp_path / name)
-        assert main(["explain", str(folder), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 2
-        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+            bundle.network.get_parameter(name)[0] = value
+        bundle.save(model, overwrite=True)
+        assert message in explain.refuses() and not (tmp_path / "out").exists()
