@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -18,7 +17,7 @@ from pytest import CaptureFixture, MonkeyPatch
 from tests.weights.hub_server import Hub, cut_off, restart_client, serving
 from tests.words import square_model_with_words
 from vitrail.cli import main
-from vitrail.errors import BundleError, SaveError
+from vitrail.errors import BundleError
 from vitrail.recipes import RECIPES
 from vitrail.serving.watch import ModelFiles
 from vitrail.weights.bundle import Bundle
@@ -225,18 +224,6 @@ def test_a_proxy_page_is_not_the_hub(hub: Hub) -> None:
 
 
 @pytest.mark.slow
-def test_a_dropped_connection_is_taken_up_again(hub: Hub) -> None:
-    weights = bytes(range(256)) * 40
-    hub.add("org/name", {"config.json": b"{}", "model.safetensors": weights})
-    hub.cut["model.safetensors"] = [1000, 0, 3000]
-    for _ in range(4):  # the first attempt gets all of it; older clients (1.0) leave retries to the caller
-        with contextlib.suppress(BundleError):
-            download("org/name")
-    assert not hub.cut["model.safetensors"]
-    assert (download("org/name") / "model.safetensors").read_bytes() == weights
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["cut", "shrunk"])
 def test_a_download_that_breaks_off(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     old = hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"old"})
@@ -273,16 +260,6 @@ def test_a_server_that_goes_down_between_files(hub: Hub) -> None:
     assert re.search(r"config.json of model 'org/name' could not be downloaded: .*500", message("org/name"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blocked", ["home", "home/hub"])
-def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, blocked: str) -> None:
-    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
-    (tmp_path / blocked).parent.mkdir(exist_ok=True)
-    (tmp_path / blocked).write_text("not a folder")
-    text = message("org/name", SaveError)
-    assert text.startswith(f"model 'org/name' cannot be written to the cache {tmp_path / 'home/hub'}: [Errno")
-
-
 def test_an_unknown_repository(hub: Hub) -> None:
     hub.add("org/name", {})
     text = message("org/nome")
@@ -297,26 +274,9 @@ def test_an_unknown_revision(hub: Hub) -> None:
     assert message("org/name@xyz") == "model 'org/name' has no revision 'xyz'; choices: main, v1.0"
 
 
-@pytest.mark.slow
-def test_a_gated_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
-    hub.repositories["org/name"].token = "hf_secret"
-    text = message("org/name")
-    assert f"model 'org/name' is gated: ask for access at {hub.endpoint}/org/name, then log in" in text
-    assert hub.fetched() == []
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    restart_client()
-    assert files_in(download("org/name")) == {"config.json", "model.safetensors"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [(403, "access to model 'org/name' is refused (403"), (400, "the hub refuses model 'org/name'")],
-)
-def test_other_refusals(hub: Hub, status: int, expected: str) -> None:
-    hub.status = status
-    assert expected in message("org/name")
+def test_an_answer_that_no_one_foresaw(hub: Hub) -> None:
+    hub.status = 400
+    assert "the hub refuses model 'org/name'" in message("org/name")
 
 
 def test_a_repository_without_weights(hub: Hub) -> None:
