@@ -194,6 +194,14 @@ def assert_same(first: Bundle, second: Bundle) -> None:
     assert first.network.config == second.network.config
 
 
+def assert_close(first: Bundle, second: Bundle, *, atol: float = 1e-5, rtol: float = 1e-5) -> None:
+    """Assert that two models have the same outputs for random images of their size."""
+    config = first.network.config
+    images = torch.randn(3, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(second.network.eval()(images), first.network.eval()(images), atol=atol, rtol=rtol)
+
+
 SUFFIXES = {
     "google": ".npz", "big-vision": ".npz", "bit": ".npz", "bit-torch": ".pth", "timm": "", "huggingface": "",
     "huggingface-clip": "", "huggingface-siglip": "", "open-clip": "", "big-vision-pair": "",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.make import random_bundle, small_config, square_config
+from tests.make import assert_close, assert_same, random_bundle, small_config, square_config
 from vitrail.errors import BundleError
 from vitrail.models.positions import resize_grid
 from vitrail.models.predictor import Engine
@@ -269,8 +269,7 @@ def test_a_model_with_projections_for_another_size_says_so() -> None:
         "attention='linformer:rows=4' were interpolated"
     )
     again = adapted(larger, image_size=(10, 14))  # from the first projections, not from the interpolated ones
-    for name, tensor in bundle.network.state_dict().items():
-        assert torch.equal(again.network.state_dict()[name], tensor), name
+    assert_same(again, bundle)
 
 
 @pytest.mark.parametrize("before", ["class", "patches", "all"])
@@ -283,6 +282,4 @@ def test_moved_positions_change_nothing(before: Any, after: Any, registers: int,
     state, moved = moved_positions(bundle.network.state_dict(), config, after)
     other = random_bundle(moved)
     other.network.load_state_dict(state)
-    images = torch.randn(2, 3, 8, 6)
-    with torch.inference_mode():
-        torch.testing.assert_close(other.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)
+    assert_close(bundle, other)

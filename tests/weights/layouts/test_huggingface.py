@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from tests.make import golden, make_bundle
+from tests.make import assert_close, assert_same, golden, make_bundle
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.vit_config import ViTConfig
@@ -182,8 +182,7 @@ def test_newer_releases_keep_the_gate_apart(tmp_path: Path) -> None:
         else:
             tensors[as_new(name).replace("weights_out", "down_proj")] = tensor
     read = load(make_folder(tmp_path / "model", tensors, None), device="cpu")
-    images = pictures(bundle.network.config)
-    assert torch.equal(read.network(images), bundle.network.eval()(images))
+    assert_close(bundle, read, atol=0, rtol=0)
 
 
 def test_shards_with_an_index(tmp_path: Path) -> None:
@@ -398,11 +397,9 @@ def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
     bundle = make_bundle(**{**KINDS, **DETECTORS}[kind])
     HUGGINGFACE.write(bundle, tmp_path / "model")
     read = load(tmp_path / "model", device="cpu")
-    assert read.network.config == bundle.network.config
+    assert_same(bundle, read)
     assert read.classes == bundle.classes and read.preprocess == bundle.preprocess and read.notes == ()
     assert read.output == bundle.output
-    own, other = bundle.network.state_dict(), read.network.state_dict()
-    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
     HUGGINGFACE.write(read, tmp_path / "again")
     for file in (tmp_path / "model").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
@@ -445,11 +442,9 @@ def test_cutting_rectangles_is_lost(tmp_path: Path) -> None:
 
 def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path) -> None:
     bundle = make_bundle(**{**REGISTERS, "pool": "cls"})
-    images = pictures(bundle.network.config)
     lost = HUGGINGFACE.write(bundle, tmp_path / "model")
     assert lost == ("pool='cls' (the head also reads the mean of the patches, with weights of zero)",)
-    read = load(tmp_path / "model", device="cpu")
-    torch.testing.assert_close(read.network(images), bundle.network.eval()(images), atol=1e-5, rtol=0)
+    assert_close(bundle, load(tmp_path / "model", device="cpu"), rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -588,9 +583,8 @@ def test_we_read_what_the_library_saves(tmp_path: Path, kind: str) -> None:
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model")
     model.save_pretrained(tmp_path / "saved")
     read = load(tmp_path / "saved", device="cpu")
-    assert read.network.config == bundle.network.config and read.classes == bundle.classes
-    own, other = bundle.network.state_dict(), read.network.state_dict()
-    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert_same(bundle, read)
+    assert read.classes == bundle.classes
 
 
 @pytest.mark.slow
@@ -663,9 +657,8 @@ def test_images_of_a_detector_keep_their_proportions(tmp_path: Path) -> None:
 
 def test_tokens_without_positions_get_zeros(tmp_path: Path) -> None:
     bundle = make_bundle(**{**DETECTOR, "positions_cover": "class", "positions_at": "every-layer"})
-    images = pictures(bundle.network.config)
     assert HUGGINGFACE.write(bundle, tmp_path / "model") == ()
-    torch.testing.assert_close(load(tmp_path / "model", device="cpu").network(images), bundle.network.eval()(images))
+    assert_close(bundle, load(tmp_path / "model", device="cpu"), rtol=1.3e-6)
 
 
 @pytest.mark.slow

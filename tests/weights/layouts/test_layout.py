@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.make import place_of, random_bundle, square_config
+from tests.make import assert_close, place_of, random_bundle, square_config
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.reduction import TokenReduction
@@ -95,11 +95,9 @@ def test_positions_of_other_tokens_are_moved_when_a_layout_is_written(
     path = place_of(layout, tmp_path)
     LAYOUTS[layout].write(bundle, path)
     again = load(path, device="cpu", image_size=(12, 12), **({"heads": 3} if layout == "torchvision" else {}))
-    images, patches = torch.randn(3, 3, 12, 12), math.prod(bundle.network.config.grid)
-    with torch.inference_mode():
-        torch.testing.assert_close(again.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)
+    assert_close(bundle, again)
     shapes = open_tensors(path / "model.safetensors" if path.is_dir() else path).shapes
-    assert shapes[place] == (1, patches + (layout != "big-vision"), 12)
+    assert shapes[place] == (1, math.prod(bundle.network.config.grid) + (layout != "big-vision"), 12)
 
 
 def test_cells_of_a_hybrid_round_up() -> None:
