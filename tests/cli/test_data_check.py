@@ -57,27 +57,12 @@ def test_json_is_the_report(broken: Path, cli: Cli) -> None:
 
 
 def test_the_page_goes_where_it_is_told(colour_folder: Path, here: Path, cli: Cli) -> None:
-    captured = cli.call("data", "check", colour_folder, "--page", "a.html", "--json")
+    captured = cli.call("data", "check", colour_folder, "--page", "a.html", "--json", "--sample", "9")
     assert [path.name for path in here.iterdir()] == ["a.html"]
+    assert sum(split["looked_at"] for split in json.loads(captured.out)["splits"]) == 9
     assert captured.err == "pictures of it: a.html\n"
     cli.shows("data", "check", colour_folder, "--page", "None")
     assert [path.name for path in here.iterdir()] == ["a.html"]
-
-
-def test_a_sample_is_deterministic(colour_folder: Path, cli: Cli) -> None:
-    shown = []
-    for threads in ("1", "3"):
-        words = ["data", "check", str(colour_folder), "--sample", "9", "--json", "--page", "None"]
-        shown.append(cli.shows(*words, "--threads", threads))
-    assert shown[0] == shown[1]
-    assert sum(split["looked_at"] for split in json.loads(shown[0])["splits"]) == 9
-
-
-def test_copies_are_named_side_by_side(colour_folder: Path, cli: Cli) -> None:
-    shutil.copy(colour_folder / "blue" / "03.png", colour_folder / "red" / "again.png")
-    shown = cli.shows("data", "check", colour_folder, "--validation-share", "0")
-    assert "train: blue/03.png = train: red/again.png" in shown
-    assert "warning 2 images in 1 group of copies with different labels (identical pixels)" in shown
 
 
 @pytest.mark.parametrize("typed", [["age", "height"], ["age,height"], ["age,", "height"]])
@@ -133,13 +118,7 @@ def test_faults_of_the_structure_are_findings(
         entry.rename(colour_folder / "train" / entry.name)
     assert main(["data", "check", str(colour_folder)]) == 2
     captured = capsys.readouterr()
-    expected = (
-        "error", f"{colour_folder}/val has unknown classes: mauve; the known classes are: ",
-        "This check leaves out 1 image of val/.",
-        f"warning {colour_folder}/train: skipped 1 class folder without images: bare",
-        f"note {colour_folder}/train: skipped 2 folders of the system or of other programs: __MACOSX, red/@eaDir",
-    )  # fmt: skip
-    for text in expected:
+    for text in ("unknown classes: mauve", "leaves out 1 image of val/", "without images: bare", "red/@eaDir"):
         assert text in captured.out
     assert f"would fail: {colour_folder}/val has unknown classes: mauve" in captured.err
     page = (here / "data-check.html").read_text(encoding="utf-8")

@@ -72,37 +72,6 @@ def test_words_become_values(name: str, typed: list[str], value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "typed", "message"),
-    [
-        ("count", ["many"], "--count: 'many' is not a whole number"),
-        ("kind", ["c"], "--kind: 'c' is not one of a, b"),
-        ("names", ["x", "z"], "--names: 'z' is not one of x, y"),
-        ("size", ["4", "6.5"], "--size: '6.5' is not a whole number"),
-        ("rate", ["fast"], "--rate: 'fast' is not a number or one of auto"),
-    ],
-)
-def test_words_that_do_not_fit(name: str, typed: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        convert(OPTIONS[name], typed)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("typed", "advice"),
-    [
-        ("--lr", "nearest: --learning-rate"),
-        ("--lerning_rate", "nearest: --learning-rate"),
-        ("--rate", "nearest: --learning-rate"),
-        ("--q", "see vitrail train --help-all"),
-        ("--out", "nearest: --run"),
-    ],
-)
-def test_an_unknown_option_names_the_nearest(typed: str, advice: str) -> None:
-    message = unknown_option(typed, "train", ["learning_rate", "batch_size", "run"])
-    assert message == f"{typed}: vitrail train has no such option; {advice}"
-
-
-@pytest.mark.parametrize(
     ("names", "advice"),
     [
         (("data", "run"), "nearest: --run"), (("out", "json"), "nearest: --out"), (("page",), "nearest: --page"),
@@ -189,9 +158,10 @@ def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
     [
         ("m --batchsize 3 -x", "--batchsize: vitrail try has no such option; nearest: --batch-size, --image-size\n"
          "-x: vitrail try has no such option; see vitrail try --help-all"),
+        ("m --size 3", "--size: vitrail try has no such option; nearest: --batch-size, --image-size"),
         ("m --batch-size", "--batch-size: needs N"),
         ("m --image-size", "--image-size: needs H [W]"),
-        ("m --layers", "--layers: needs N ..."),
+        ("m --layers", "--layers: needs N ..."), ("m --shots 4 6.5", "--shots: '6.5' is not a whole number"),
         ("m --flip=yes", "--flip: takes no value"),
         ("m --no-no-cache", "--no-no-cache: vitrail try has no such option; nearest: --no-cache"),
         ("m --batch-size 1 --batch-size 2", "--batch-size is given twice, as 1 and as 2; give it once"),
