@@ -71,6 +71,10 @@ def test_words_become_values(name: str, typed: list[str], value: Any) -> None:
     assert convert(OPTIONS[name], typed) == value
 
 
+def test_an_option_is_found_by_a_part_of_its_name() -> None:
+    assert unknown_option("--rate", "train", ["learning_rate", "run"]).endswith("; nearest: --learning-rate")
+
+
 @pytest.mark.parametrize(
     ("names", "advice"),
     [
@@ -158,7 +162,6 @@ def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
     [
         ("m --batchsize 3 -x", "--batchsize: vitrail try has no such option; nearest: --batch-size, --image-size\n"
          "-x: vitrail try has no such option; see vitrail try --help-all"),
-        ("m --size 3", "--size: vitrail try has no such option; nearest: --batch-size, --image-size"),
         ("m --batch-size", "--batch-size: needs N"),
         ("m --image-size", "--image-size: needs H [W]"),
         ("m --layers", "--layers: needs N ..."), ("m --shots 4 6.5", "--shots: '6.5' is not a whole number"),
