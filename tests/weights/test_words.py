@@ -43,12 +43,6 @@ def test_a_saved_model_reads_the_same_texts(model: Bundle, tmp_path: Path) -> No
     assert sorted(path.name for path in bare.iterdir()) == ["model.json", "model.safetensors"]
 
 
-def test_embeddings_of_texts_are_those_of_the_pair(model: Bundle, tokenizer: TextTokenizer) -> None:
-    tokens = torch.from_numpy(tokenizer.encode(["a bee", "wasps"]).tokens)
-    expected = torch.nn.functional.normalize(model.words.tower(tokens), dim=-1)
-    assert torch.allclose(model.embed_texts(["a bee", "wasps"]), expected, atol=1e-6)
-
-
 def test_a_long_text_is_cut_and_said_so(model: Bundle) -> None:
     with pytest.warns(UserWarning, match="12 tokens"):
         model.embed_texts(["a bee", "wasp " * 40])

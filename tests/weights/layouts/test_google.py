@@ -69,14 +69,18 @@ FORMS: dict[str, Callable[[Arrays], Arrays]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_form_gives_the_reference_outputs(name: str, form: str, tmp_path: Path) -> None:
-    reference = golden(name)
+def test_every_form_gives_the_reference_outputs_and_has_the_preprocessing_of_its_code(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    reference, is_new = golden(name), name.startswith("bigvision")
     path = write_file(FORMS[form](reference.tensors), tmp_path / "x.npz")
     bundle = load(path, device="cpu", image_size=reference.image_size)
     assert reference.difference(bundle) < 1e-5
-    assert bundle.provenance["layout"] == ("big-vision" if name.startswith("bigvision") else "google")
+    assert bundle.provenance["layout"] == ("big-vision" if is_new else "google")
     for parameter in bundle.network.parameters():  # a row does not keep the whole stack in memory
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    code: Any = "big_vision-squash" if "img" in form else "big_vision-crop" if is_new else "vision_transformer"
+    assert bundle.preprocess == Preprocess(image_size=reference.image_size, mean=(0.5,), std=(0.5,)).with_geometry(code)
 
 
 def test_a_class_token_added_after_the_positions(tmp_path: Path) -> None:
@@ -97,25 +101,6 @@ def test_what_is_not_the_image_networks_is_left_out(tmp_path: Path) -> None:
     bundle = load(write_file(tensors, tmp_path / "x.npz"), device="cpu", image_size=reference.image_size)
     assert reference.difference(bundle) < 1e-5
     assert "2 tensors do not belong to the image network and were skipped" in bundle.notes
-
-
-@pytest.mark.parametrize(
-    ("name", "form", "geometry"),
-    [
-        ("google_vit_gap", "params", "vision_transformer"),
-        ("google_hybrid", "opt/target", "vision_transformer"),
-        ("bigvision_gap_sincos", "params", "big_vision-crop"),
-        ("bigvision_map", "opt/target", "big_vision-crop"),
-        ("bigvision_map", "params/img", "big_vision-squash"),
-        ("bigvision_map", "opt/target/img", "big_vision-squash"),
-    ],
-)
-def test_each_has_the_preprocessing_of_its_code(name: str, form: str, geometry: Any, tmp_path: Path) -> None:
-    reference = golden(name)
-    path = write_file(FORMS[form](reference.tensors), tmp_path / "x.npz")
-    preprocess = load(path, device="cpu", image_size=reference.image_size).preprocess
-    assert preprocess == Preprocess(image_size=reference.image_size).with_geometry(geometry)
-    assert (preprocess.mean, preprocess.std) == ((0.5,), (0.5,))
 
 
 @pytest.mark.parametrize("shape", [None, (64, 64), (64,)])
