@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -24,15 +23,10 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
 
-@pytest.fixture
-def vit() -> Callable[..., Bundle]:
-    """Return a function that makes small Vision Transformers for images of 12 x 12 in patches of 4 x 4."""
-
-    def make(**fields: Any) -> Bundle:
-        config = square_config(**{"depth": 2, "num_classes": 3, **fields})
-        return random_bundle(config, metrics={"test_accuracy": 0.9}, notes=("before",))
-
-    return make
+def vit(**fields: Any) -> Bundle:
+    """Return a small Vision Transformer for images of 12 x 12 in patches of 4 x 4."""
+    config = square_config(**{"depth": 2, "num_classes": 3, **fields})
+    return random_bundle(config, metrics={"test_accuracy": 0.9}, notes=("before",))
 
 
 def outputs(bundle: Bundle, size: tuple[int, int]) -> torch.Tensor:
@@ -42,14 +36,14 @@ def outputs(bundle: Bundle, size: tuple[int, int]) -> torch.Tensor:
     return result
 
 
-def test_two_classes_do_not_share_a_name(vit: Callable[..., Bundle]) -> None:
+def test_two_classes_do_not_share_a_name() -> None:
     with pytest.raises(BundleError, match="a occur more than once"):
         adapted(vit(), classes=["a", "b", "a"])
     same = replace(vit(), classes=("a", "b", "a"))
     assert adapted(same, classes=["a", "b", "a"]) is same, "a file may have such names"
 
 
-def test_another_network_is_not_computed_by_the_runtime_of_the_old_one(vit: Callable[..., Bundle]) -> None:
+def test_another_network_is_not_computed_by_the_runtime_of_the_old_one() -> None:
     def run(images: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the runtime has the old network")
 
@@ -65,14 +59,14 @@ def test_another_network_is_not_computed_by_the_runtime_of_the_old_one(vit: Call
         assert other.engine is None and len(other.predict([np.zeros((9, 9, 3), np.uint8)])) == 1
 
 
-def test_nothing_asked_for_changes_nothing(vit: Callable[..., Bundle]) -> None:
+def test_nothing_asked_for_changes_nothing() -> None:
     bundle = vit()
     assert adapted(bundle) is bundle
     same = {"image_size": (12, 12), "num_classes": 3, "classes": ["class 0", "class 1", "class 2"]}
     assert adapted(bundle, drop_head_hidden=True, **same) is bundle
 
 
-def test_another_number_of_classes_gets_a_head_of_zeros(vit: Callable[..., Bundle]) -> None:
+def test_another_number_of_classes_gets_a_head_of_zeros() -> None:
     bundle = vit(head_bias=-10.0)
     new = adapted(bundle, num_classes=5)
     assert new.classes == ("0", "1", "2", "3", "4")
@@ -85,7 +79,7 @@ def test_another_number_of_classes_gets_a_head_of_zeros(vit: Callable[..., Bundl
     assert new.network.config == replace(bundle.network.config, num_classes=5)
 
 
-def test_class_names_come_with_their_number(vit: Callable[..., Bundle]) -> None:
+def test_class_names_come_with_their_number() -> None:
     bundle = vit()
     new = adapted(bundle, classes=["cat", "dog"])
     assert new.classes == ("cat", "dog") and new.network.config.num_classes == 2
@@ -96,7 +90,7 @@ def test_class_names_come_with_their_number(vit: Callable[..., Bundle]) -> None:
         adapted(bundle, num_classes=3, classes=["a", "b"])
 
 
-def test_a_head_can_be_left_out_and_put_on(vit: Callable[..., Bundle]) -> None:
+def test_a_head_can_be_left_out_and_put_on() -> None:
     headless = adapted(vit(), num_classes=0)
     assert headless.classes == () and headless.network.head is None
     assert headless.notes[-1] == "the head was removed" and outputs(headless, (12, 12)).shape == (2, 12)
@@ -104,7 +98,7 @@ def test_a_head_can_be_left_out_and_put_on(vit: Callable[..., Bundle]) -> None:
 
 
 @pytest.mark.parametrize("num_classes", [None, 0, 3, 6])
-def test_the_hidden_layer_goes_with_its_head(num_classes: int | None, vit: Callable[..., Bundle]) -> None:
+def test_the_hidden_layer_goes_with_its_head(num_classes: int | None) -> None:
     bundle = vit(head_hidden=7)
     new = adapted(bundle, num_classes=num_classes, drop_head_hidden=True)
     config = new.network.config
@@ -127,9 +121,7 @@ RESIZED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("size", "fields"), [*zip(cycle([(16, 8), (4, 24), (20, 20), (12, 16)]), RESIZED)])
-def test_the_network_does_what_it_did_with_images_of_that_size(
-    size: tuple[int, int], fields: dict[str, Any], vit: Callable[..., Bundle]
-) -> None:
+def test_the_network_does_what_it_did_with_images_of_that_size(size: tuple[int, int], fields: dict[str, Any]) -> None:
     bundle = vit(**fields)
     new = adapted(bundle, image_size=size)
     assert new.network.config == replace(bundle.network.config, image_size=size)
@@ -142,9 +134,7 @@ def test_the_network_does_what_it_did_with_images_of_that_size(
 
 
 @pytest.mark.parametrize("positions", ["learned", "learned-2d", "relative-bias", "relative-keys"])
-def test_a_second_change_of_the_size_starts_from_the_first_positions(
-    positions: str, vit: Callable[..., Bundle]
-) -> None:
+def test_a_second_change_of_the_size_starts_from_the_first_positions(positions: str) -> None:
     bundle = vit(positions=positions, position_resize="bicubic")
     smaller = adapted(adapted(bundle, image_size=(8, 4)), num_classes=7)
     for size in ((12, 12), (20, 24)):
@@ -154,7 +144,7 @@ def test_a_second_change_of_the_size_starts_from_the_first_positions(
     assert adapted(smaller, image_size=(20, 24)).network.config.num_classes == 7
 
 
-def test_trained_positions_are_resized_as_they_are(vit: Callable[..., Bundle]) -> None:
+def test_trained_positions_are_resized_as_they_are() -> None:
     smaller = adapted(vit(), image_size=(8, 4))
     with torch.no_grad():
         smaller.network.positions.embedding[:, -1] += 1
@@ -174,7 +164,7 @@ def test_a_resnet_takes_any_size_and_a_new_head() -> None:
     assert torch.equal(outputs(new, (16, 16)), torch.zeros(2, 2))
 
 
-def test_the_given_bundle_is_not_changed(vit: Callable[..., Bundle]) -> None:
+def test_the_given_bundle_is_not_changed() -> None:
     bundle = vit(head_hidden=4)
     before = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
     copy = replace(bundle)
@@ -184,7 +174,7 @@ def test_the_given_bundle_is_not_changed(vit: Callable[..., Bundle]) -> None:
     assert bundle == copy
 
 
-def test_load_adapts_and_the_result_can_be_trained_and_saved(vit: Callable[..., Bundle], tmp_path: Path) -> None:
+def test_load_adapts_and_the_result_can_be_trained_and_saved(tmp_path: Path) -> None:
     path = vit(head_hidden=4).save(tmp_path / "ours")
     bundle = load(path, device="cpu", image_size=(8, 20), classes=["cat", "dog"], drop_head_hidden=True)
     bundle.network.train()(torch.randn(2, 3, 8, 20)).sum().backward()
@@ -222,7 +212,7 @@ def test_a_grey_network_given_three_channels_has_the_same_outputs_for_grey_image
     assert len(shared) == len(old) - 1
 
 
-def test_other_changes_of_channels_are_refused(vit: Callable[..., Bundle]) -> None:
+def test_other_changes_of_channels_are_refused() -> None:
     bundle = vit()
     assert adapted(bundle, channels=3) is bundle
     with pytest.raises(BundleError, match=r"channels=1 does not fit a network of 3 channels; only a grey network can"):
@@ -231,7 +221,7 @@ def test_other_changes_of_channels_are_refused(vit: Callable[..., Bundle]) -> No
         adapted(random_bundle(GREY["ViT"]), channels=4)
 
 
-def test_a_reduction_is_saved_and_shares_the_weights(vit: Callable[..., Bundle], tmp_path: Path) -> None:
+def test_a_reduction_is_saved_and_shares_the_weights(tmp_path: Path) -> None:
     bundle, settings = vit(), TokenReduction(tokens=2, by="prune", schedule="decreasing")
     reduced = with_reduction(bundle, settings)
     weights = reduced.network.state_dict()
@@ -245,7 +235,7 @@ def test_a_reduction_is_saved_and_shares_the_weights(vit: Callable[..., Bundle],
     assert with_reduction(again, settings) is again
 
 
-def test_a_reduction_that_does_not_fit(vit: Callable[..., Bundle]) -> None:
+def test_a_reduction_that_does_not_fit() -> None:
     with pytest.raises(BundleError, match="positions='relative-bias', which act inside attention"):
         with_reduction(vit(positions="relative-bias"), TokenReduction(tokens=1))
     resnet = random_bundle(ResNetConfig(depths=(1,), width=32, num_classes=3, image_size=(32, 32)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.make import assert_close, place_of, random_bundle, square_config
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
@@ -120,31 +119,10 @@ def test_depth_is_counted_by_the_largest_number() -> None:
         depth_of(tensors, "layers.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmViT(ViTConfig):
-    """A config with an option that changes the arithmetic and that no layout knows."""
-
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmRoot(RootConfig):
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmResNet(ResNetConfig):
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmPreprocess(Preprocess):
-    gamma: float = 1.0
-
-
-def extended(value: Any, cls: type[Any], **others: Any) -> Any:
-    """Return the same values in a class with one more field."""
-    return cls(**{item.name: getattr(value, item.name) for item in fields(value)} | others)
+def extended(value: Any, name: str) -> Any:
+    """Return the same values in a class with one more field, which changes the arithmetic and which no layout knows."""
+    cls = make_dataclass("Extended", [(name, float, 1.0)], bases=(type(value),), frozen=True, kw_only=True)
+    return cls(**{item.name: getattr(value, item.name) for item in fields(value)})
 
 
 @pytest.mark.parametrize(
@@ -166,12 +144,12 @@ def test_a_new_option_is_not_exported(layout: str, changed: str, tmp_path: Path)
     LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "known"))
     name = "temperature"
     if changed == "preprocess":
-        name, bundle.preprocess = "gamma", extended(bundle.preprocess, WarmPreprocess)
+        bundle.preprocess = extended(bundle.preprocess, name)
     elif changed == "root":
+        bundle.network.config = replace(config, root=extended(config.root, name))
         name = "root.temperature"
-        bundle.network.config = extended(config, ViTConfig, root=extended(config.root, WarmRoot))
     else:
-        bundle.network.config = extended(config, WarmViT if changed == "transformer" else WarmResNet)
+        bundle.network.config = extended(config, name)
     message = rf"^the layout .* cannot store {name}=1\.0 \(an option that this layout does not know\)$"
     with pytest.raises(BundleError, match=message):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))

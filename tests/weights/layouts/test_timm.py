@@ -137,42 +137,35 @@ def test_published_sizes_need_no_heads(tmp_path: Path) -> None:
         load(folder, device="cpu", heads=4)
 
 
-@pytest.fixture
-def dinov2() -> Callable[..., tuple[Bundle, dict[str, torch.Tensor]]]:
+def dinov2(*, chunked: bool = False, **fields: Any) -> tuple[Bundle, dict[str, torch.Tensor]]:
     """Return a network with registers and LayerScale, and its tensors under the names of DINOv2's own code."""
-
-    def make(*, chunked: bool = False, **fields: Any) -> tuple[Bundle, dict[str, torch.Tensor]]:
-        defaults: dict[str, Any] = {
-            "image_size": (28, 28), "patch_size": (7, 7), "width": 12, "depth": 4, "heads": 3, "mlp_width": 20,
-            "num_classes": 0, "registers": 4, "layer_scale": 1e-5, "position_resize": "bicubic-antialias",
-        }  # fmt: skip
-        bundle = random_bundle(ViTConfig(**{**defaults, **fields}))
-        tensors = {"mask_token": torch.zeros(1, 12)}
-        for name, tensor in bundle.network.state_dict().items():
-            new = name.replace("patches.projection.weight", "patch_embed.proj.weight")
-            new = new.replace("patches.projection.bias", "patch_embed.proj.bias")
-            new = new.replace("prefix.cls", "cls_token").replace("prefix.registers", "register_tokens")
-            new = new.replace("positions.embedding", "pos_embed").replace(".attention.qkv.", ".attn.qkv.")
-            new = new.replace(".attention.out.", ".attn.proj.").replace("scale1.gamma", "ls1.gamma")
-            new = new.replace("scale2.gamma", "ls2.gamma")
-            up, down = ("w12", "w3") if fields.get("activation") == "swiglu" else ("fc1", "fc2")
-            new = new.replace(".mlp.up.", f".mlp.{up}.").replace(".mlp.down.", f".mlp.{down}.")
-            if chunked and new.startswith("blocks."):
-                layer = int(new.split(".")[1])
-                new = f"blocks.{layer // 2}.{new.removeprefix('blocks.')}"
-            tensors[new] = tensor.reshape(12, 3, 7, 7) if new == "patch_embed.proj.weight" else tensor
-        return bundle, tensors
-
-    return make
+    defaults: dict[str, Any] = {
+        "image_size": (28, 28), "patch_size": (7, 7), "width": 12, "depth": 4, "heads": 3, "mlp_width": 20,
+        "num_classes": 0, "registers": 4, "layer_scale": 1e-5, "position_resize": "bicubic-antialias",
+    }  # fmt: skip
+    bundle = random_bundle(ViTConfig(**{**defaults, **fields}))
+    tensors = {"mask_token": torch.zeros(1, 12)}
+    for name, tensor in bundle.network.state_dict().items():
+        new = name.replace("patches.projection.weight", "patch_embed.proj.weight")
+        new = new.replace("patches.projection.bias", "patch_embed.proj.bias")
+        new = new.replace("prefix.cls", "cls_token").replace("prefix.registers", "register_tokens")
+        new = new.replace("positions.embedding", "pos_embed").replace(".attention.qkv.", ".attn.qkv.")
+        new = new.replace(".attention.out.", ".attn.proj.").replace("scale1.gamma", "ls1.gamma")
+        new = new.replace("scale2.gamma", "ls2.gamma")
+        up, down = ("w12", "w3") if fields.get("activation") == "swiglu" else ("fc1", "fc2")
+        new = new.replace(".mlp.up.", f".mlp.{up}.").replace(".mlp.down.", f".mlp.{down}.")
+        if chunked and new.startswith("blocks."):
+            layer = int(new.split(".")[1])
+            new = f"blocks.{layer // 2}.{new.removeprefix('blocks.')}"
+        tensors[new] = tensor.reshape(12, 3, 7, 7) if new == "patch_embed.proj.weight" else tensor
+    return bundle, tensors
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(
     "fields", [{}, {"activation": "swiglu"}, {"registers": 0}, {"activation": "swiglu", "depth": 2}]
 )
-def test_dinov2_by_its_own_names(
-    chunked: bool, fields: dict[str, Any], dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], tmp_path: Path
-) -> None:
+def test_dinov2_by_its_own_names(chunked: bool, fields: dict[str, Any], tmp_path: Path) -> None:
     resize = "bicubic-antialias" if fields.get("registers", 4) else "bicubic-offset"
     bundle, tensors = dinov2(chunked=chunked, position_resize=resize, **fields)
     loaded = load(write_file(tensors, tmp_path / "x.pth"), device="cpu", heads=3)
@@ -185,9 +178,7 @@ def test_dinov2_by_its_own_names(
 
 
 @pytest.mark.parametrize("registers", [0, 4])
-def test_dinov2_for_518_pixels_takes_images_of_224(
-    registers: int, dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], tmp_path: Path
-) -> None:
+def test_dinov2_for_518_pixels_takes_images_of_224(registers: int, tmp_path: Path) -> None:
     bundle, tensors = dinov2(image_size=(518, 518), patch_size=(7, 7), registers=registers, depth=1)
     file = write_file(tensors, tmp_path / "x.safetensors")
     loaded = load(file, device="cpu", heads=3)
@@ -234,9 +225,7 @@ def test_a_bare_file_of_ours_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert load(tmp_path / "y.safetensors", device="cpu", heads=3, image_size=(12, 10)).preprocess.mean == (0.5,)
 
 
-def test_registers_without_positions_are_written_as_timm_has_them(
-    dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], tmp_path: Path
-) -> None:
+def test_registers_without_positions_are_written_as_timm_has_them(tmp_path: Path) -> None:
     bundle, _ = dinov2()
     TIMM.write(bundle, tmp_path / "out")
     assert open_tensors(tmp_path / "out" / "model.safetensors").shapes["pos_embed"] == (1, 16, 12)
