@@ -49,18 +49,13 @@ def scanned(tensors: Arrays) -> Arrays:
     return rest
 
 
-def wide_norms(tensors: Arrays) -> Arrays:
-    """Return the tensors with group norms of (1, 1, 1, channels), as in the published hybrids."""
-    return {name: tensor[None, None, None] if "gn" in name else tensor for name, tensor in tensors.items()}
-
-
 FORMS: dict[str, Callable[[Arrays], Arrays]] = {
     "old names": old_names,
     "params": lambda tensors: {f"params/{name}": tensor for name, tensor in tensors.items()},
     "opt/target": lambda tensors: {f"opt/target/{name}": tensor for name, tensor in tensors.items()},
     "params/img": lambda tensors: {f"params/img/{name}": tensor for name, tensor in tensors.items()},
     "opt/target/img": lambda tensors: {f"opt/target/img/{name}": tensor for name, tensor in tensors.items()},
-    "wide norms": wide_norms,
+    "wide norms": lambda tensors: {n: t[None, None, None] if "gn" in n else t for n, t in tensors.items()},
     "scanned": scanned,
     "scanned, params, old": lambda tensors: {f"params/{n}": t for n, t in old_names(scanned(tensors)).items()},
     "float64": lambda tensors: {name: tensor.astype(np.float64) for name, tensor in tensors.items()},

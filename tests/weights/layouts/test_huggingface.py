@@ -105,10 +105,6 @@ def edit(folder: Path, file: str = "config.json", **fields: Any) -> Path:
     return folder
 
 
-def pictures(config: Any) -> Tensor:
-    return torch.randn(2, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
-
-
 def as_new(name: str) -> str:
     """Return the name that newer releases give a tensor of ViT or DINOv2."""
     for part, new in (("query", "q"), ("key", "k"), ("value", "v")):
@@ -567,7 +563,8 @@ def test_the_library_computes_what_we_do(tmp_path: Path, kind: str) -> None:
     missing = {name for name in found["missing_keys"] if not name.startswith("pooler.")}
     assert not missing and not found["unexpected_keys"] and not found["mismatched_keys"]
     outputs = "logits" if bundle.classes else "pooler_output" if "pooler" in kind else "cls"
-    images = pictures(bundle.network.config)
+    config = bundle.network.config
+    images = torch.randn(2, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
     assert largest_difference(model.eval(), bundle.network, images, outputs=outputs) < 1e-4
     if bundle.classes:
         assert [model.config.id2label[number] for number in range(3)] == list(bundle.classes)
