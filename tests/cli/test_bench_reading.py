@@ -9,8 +9,6 @@ import pytest
 
 from tests.cli.conftest import Cli
 from vitrail.cli import main
-from vitrail.data.pipeline import default_threads
-from vitrail.errors import plural
 
 
 @pytest.mark.slow
@@ -24,17 +22,6 @@ def test_a_table_of_photographs_in_three_forms(
     assert any("4 images of " in line and "to 21 x 28, in batches of 2, 1 thread" in line for line in lines)
     rows = [line for line in lines if line.startswith(("folder", "shards", "Parquet", "decoding alone", "Pillow,"))]
     assert len(rows) == 5 and rows[3].split()[-2] == "1.00x" and rows[4].split()[-1] == "1.00x"
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [([], plural(default_threads(), "thread")), (["--threads", "0"], "0 threads")],
-)
-def test_the_header_says_how_many_threads_read(words: list[str], expected: str, cli: Cli, colour_folder: Path) -> None:
-    words = [str(colour_folder), *words, "--images", "4", "--batch-size", "2", "--image-size", "5", "7"]
-    assert f"to 5 x 7, in batches of 2, {expected}" in " ".join(
-        cli.shows("bench", "data", *words, "--repetitions", "1", "--warmup", "0").split()
-    )
 
 
 def test_json_of_a_data_set(cli: Cli, colour_folder: Path) -> None:

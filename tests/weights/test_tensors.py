@@ -257,24 +257,19 @@ def test_a_damaged_index(text: str, tmp_path: Path) -> None:
         open_tensors(path)
 
 
-def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"weights '\S+none\.npz' do not exist: there is no such file"):
-        open_tensors(tmp_path / "none.npz")
-    with pytest.raises(BundleError, match="do not exist"):
-        open_tensors(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "shown"), [("weights.h5", r"'\.h5'"), ("weights", "'no suffix'")])
-def test_an_unknown_suffix(name: str, shown: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(BundleError, match=rf"{shown} is not one of \.safetensors, \.npz, \.pth, \.pt, \.bin"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.npz", None, r"weights '\S+none\.npz' do not exist: there is no such file"), (".", None, "do not exist"),
+        ("weights.h5", b"x", r"'\.h5' is not one of \.safetensors, \.npz, \.pth, \.pt, \.bin"),
+        ("weights", b"x", "'no suffix' is not one of"), *((f"x{suffix}", b"", "is empty") for suffix in SUFFIXES),
+    ],
+)  # fmt: skip
+def test_what_is_no_file_of_weights_is_named(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(BundleError, match=message):
         open_tensors(tmp_path / name)
-
-
-def test_an_empty_file(path: Path) -> None:
-    path.touch()
-    with pytest.raises(BundleError, match=rf"{path.name} is empty"):
-        open_tensors(path)
 
 
 def test_a_file_without_tensors(path: Path) -> None:
