@@ -1,13 +1,16 @@
-"""Tests of `vitrail bench`."""
+"""Tests of `vitrail bench` and `vitrail bench data`."""
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cli.conftest import Cli
+from vitrail.cli import main
 
 SHAPE = (
     "--image-size", "28", "21", "--num-classes", "5", "--width", "32", "--depth", "2", "--heads", "2", "--mlp-width",
@@ -101,7 +104,7 @@ def test_kinds_of_attention(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_largest_batch(cli: Cli) -> None:
-    words = ["train", "ViT-Pico/7", *SHAPE, "--image-size", "224", "224", "--largest-batch", "--memory-limit", "500MB"]
+    words = ["train", "ViT-Pico/7", *SHAPE[3:], "--image-size", "224", "224", "--largest-batch", "--memory-limit", "500MB"]
     largest = cli.json("bench", *words)["largest_batch"]
     assert largest["limit"] == 500_000_000 and 1 <= largest["batch"] <= 2 * largest["predicted"]
 
@@ -111,3 +114,44 @@ def test_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = cli.shows("bench", "load", "ViT-Pico/7", *SHAPE, "--warmup", "1", "--repetitions", "1")
     assert "…" not in shown and "vitrail predict" in shown and "safetensors.torch.load_file" in shown
+
+
+@pytest.mark.slow
+def test_a_table_of_photographs_in_three_forms(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path))
+    words = "bench data --images 4 --batch-size 2 --image-size 21 28 --threads 1 --repetitions 1 --warmup 0"
+    assert main(words.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("4 images of " in line and "to 21 x 28, in batches of 2, 1 thread" in line for line in lines)
+    rows = [line for line in lines if line.startswith(("folder", "shards", "Parquet", "decoding alone", "Pillow,"))]
+    assert len(rows) == 5 and rows[3].split()[-2] == "1.00x" and rows[4].split()[-1] == "1.00x"
+
+
+def test_json_of_a_data_set(cli: Cli, colour_folder: Path) -> None:
+    words = ["bench", "data", str(colour_folder), "--images", "20", "--batch-size", "8", "--image-size", "5", "7"]
+    printed = cli.call(*words, "--repetitions", "2", "--json")
+    found = json.loads(printed.out)
+    assert "--images 20: each round reads 16" in " ".join(printed.err.split())
+    assert found["images"] == 16
+    assert list(found["seconds"]) == [str(colour_folder), "decoding alone", "Pillow, one by one"]
+    assert [len(times) for times in found["seconds"].values()] == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_opening_many(cli: Cli) -> None:
+    assert cli.json("bench", "data", "--entries", "10050")["images"] == 10050
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--against", "tim"], "unknown loader 'tim' in --against; nearest: timm"),
+        (["SPEC", "--against", "timm"], "--against: it needs generated images; leave SPEC out"),
+        (["SPEC", "--file-size", "30", "40"], "--file-size: it needs generated images; leave SPEC out"),
+        (["--against", "datasets"], "--against datasets: datasets is not installed"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(words: list[str], message: str, cli: Cli) -> None:
+    assert message in " ".join(cli.refuses("bench", "data", *words).split())
