@@ -175,10 +175,7 @@ def test_a_folder_is_packed_and_said_to_be(folder: Callable[[int], Path], tmp_pa
     words = ["data", "pack", str(source), str(out), "--shard-size", "8kB", "--max-side", "10", "--workers", "2"]
     shown = cli.shows(*words)
     assert "train: 7 images, 6 of them scaled down, in 4 shards of 0.0 MB in all" in shown
-    assert (
-        "1 of the images cannot be read and were copied as they are:\n  rose/bad.jpg: is not an image in a format"
-        in shown
-    )
+    assert "1 of the images cannot be read and were copied as they are:\n  rose/bad.jpg: is not an image" in shown
     assert f"The shards are in {out}. Train on them: vitrail train --data {out}" in shown
     assert len(open_shards(str(out), None).train) == 7
     assert cli.shows(*words) == shown

@@ -42,10 +42,10 @@ def test_a_page_figures_and_numbers_are_written(tmp_path: Path, report: Cli) -> 
     heads = ("What the first layer", "Layers", "Patches", "Saliency maps", "Embeddings", "Classes")
     assert all(f"<h2>{head}" in page for head in heads)
     assert "http" not in page.replace("http://www.w3.org", "").replace("http-equiv", "")
-    names = (
+    names = [
         "deletion", "distance", "embedding", "entropy", "insertion", "norms", "probes", "random_weights", "similarity",
-    )  # fmt: skip
-    assert sorted(path.stem for path in out.glob("*.svg")) == list(names)
+    ]  # fmt: skip
+    assert sorted(path.stem for path in out.glob("*.svg")) == names
     assert all(ElementTree.parse(out / f"{name}.svg").getroot().tag.endswith("svg") for name in names)
     for name in ("filters", "positions", "patches"):
         with Image.open(out / f"{name}.png") as picture:

@@ -81,11 +81,8 @@ def test_csv_has_the_numbers_of_json(model: Path, trained: RunResult, tmp_path: 
     pairs = [word for pair in row["probabilities"].items() for word in map(str, pair)]
     assert first == [row["image"], *pairs, ""]
     assert second == [str(broken), "", "", "", "", error["error"]] and error["error"] in captured.err
-    assert (
-        cli.shows("predict", model, trained.examples[0].path, "--csv")
-        .splitlines()[0]
-        .endswith("class_3,probability_3,error")
-    )
+    head = cli.shows("predict", model, trained.examples[0].path, "--csv").splitlines()[0]
+    assert head.endswith("class_3,probability_3,error")
 
 
 def test_a_table_of_paths_needs_no_labels_and_may_begin_with_a_tilde(

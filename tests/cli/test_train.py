@@ -223,9 +223,8 @@ def test_a_run_records_its_choice_of_splits_and_is_extended_with_moved_data(
     cli.shows("train", *words, "--splits", "train=first site,test=second site")
     spec = f"{data}?train=first%20site&test=second%20site"
     assert read_record(tmp_path / "run").config.data.spec == spec
-    assert (
-        "To train it further, give a larger total with --steps or --epochs" in cli.call("train", "--resume", folder).err
-    )
+    finished = cli.call("train", "--resume", folder).err
+    assert "To train it further, give a larger total with --steps or --epochs" in finished
     data.rename(tmp_path / "moved")
     assert "add --data NEW --allow data" in cli.refuses("train", "--resume", folder, "--steps", "4")
     moved = spec.replace("/data?", "/moved?")

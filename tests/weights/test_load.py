@@ -193,9 +193,8 @@ def test_metrics_of_another_preprocessing_are_dropped(tmp_path: Path) -> None:
 def test_what_is_written_is_read(
     kind: str, layout: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    config: AnyConfig = (
-        ViTConfig(**data.draw(vits(layout))) if kind == "ViT" else ResNetConfig(**data.draw(resnets(layout)))
-    )
+    make, fields = (ViTConfig, vits) if kind == "ViT" else (ResNetConfig, resnets)
+    config = make(**data.draw(fields(layout)))
     bundle = random_bundle(config, preprocess=preprocesses(config, data))
     path = place_of(layout, tmp_path_factory.mktemp("round"))
     lost = LAYOUTS[layout].write(bundle, path)

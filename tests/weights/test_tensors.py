@@ -131,9 +131,8 @@ def test_prefixes_of_wrappers(prefix: str, suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("average", ["model_ema", "state_dict_ema", "teacher", "swa_model"])
 def test_the_average_goes_before_the_trained_weights(average: str, tmp_path: Path) -> None:
-    torch.save(
-        {"model": {name: torch.zeros_like(t) for name, t in TENSORS.items()}, average: TENSORS}, tmp_path / "x.pth"
-    )
+    trained = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    torch.save({"model": trained, average: TENSORS}, tmp_path / "x.pth")
     file = open_tensors(tmp_path / "x.pth")
     assert_read(file, TENSORS)
     (note,) = file.notes

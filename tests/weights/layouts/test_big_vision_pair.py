@@ -334,11 +334,9 @@ def test_files_of_lit_with_bert_that_do_not_fit_are_refused(tmp_path: Path) -> N
     head = {"txt/head/kernel": np.zeros((192, 35), np.float32), "txt/head/bias": np.zeros(35, np.float32)}
     more = whole | {"txt/BertEncoder_0/pooler/kernel": np.zeros((5, 3), np.float32)}
     for tensors, message in (
-        (narrow, "width 65 of BERT"),
-        (few, "lacks the tensor .*segment_ids"),
-        (more, "pooler/kernel"),
+        (narrow, "width 65 of BERT"), (few, "lacks the tensor .*segment_ids"), (more, "pooler/kernel"),
         (whole | head, "embeds in 33 numbers, but the text tower in 35"),
-    ):
+    ):  # fmt: skip
         np.savez(tmp_path / "changed.npz", **tensors)
         with pytest.raises(BundleError, match=message):
             vitrail.load(tmp_path / "changed.npz", tokenizer=vocabulary)

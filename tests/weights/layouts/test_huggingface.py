@@ -590,15 +590,12 @@ def test_we_read_what_the_library_saves(tmp_path: Path, kind: str) -> None:
 def test_the_library_makes_the_same_pixels(tmp_path: Path, fields: dict[str, Any], interpolation: Any) -> None:
     transformers = pytest.importorskip("transformers")
     bundle = make_bundle(**DINOV2)
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    bundle.preprocess = Preprocess(
-        image_size=(28, 28), channels=3, interpolation=interpolation, mean=mean, std=std, **fields
-    )
+    colours: Any = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    bundle.preprocess = Preprocess(image_size=(28, 28), interpolation=interpolation, **colours, **fields)
     HUGGINGFACE.write(bundle, tmp_path / "model")
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
-    picture = np.random.default_rng(0).integers(
-        0, 256, (50, 75, 3), dtype=np.uint8
-    )  # scaled to 32 x 48: both round alike
+    size = (50, 75, 3)  # scaled to 32 x 48: both round alike
+    picture = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     theirs = torch.as_tensor(processor(picture, return_tensors="pt")["pixel_values"])
     ours = bundle.preprocess.normalise(torch.from_numpy(bundle.preprocess.pixels(picture))[None])
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)

@@ -112,9 +112,8 @@ def test_logits_embeddings_and_tokens_are_those_of_the_library(kind: str, tmp_pa
         expected = [[*reader(text, add_special_tokens=False)["input_ids"], reader.eos_token_id] for text in TEXTS]
         assert [row[row != reader.pad_token_id].tolist() for row in tokens] == expected
     else:
-        reader = (transformers.SiglipTokenizer if kind == "siglip" else transformers.CLIPTokenizer).from_pretrained(
-            tmp_path / "theirs"
-        )
+        family = transformers.SiglipTokenizer if kind == "siglip" else transformers.CLIPTokenizer
+        reader = family.from_pretrained(tmp_path / "theirs")
         expected = reader(TEXTS, padding="max_length", truncation=True, max_length=28)["input_ids"]
         assert tokens.tolist() == expected
     check_same(theirs, ours, tokens)

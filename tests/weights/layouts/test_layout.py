@@ -63,13 +63,12 @@ def test_the_network_has_the_tensors_of_the_file_and_no_copies(bundle: Bundle) -
 
 def test_a_layout_that_forgets_a_tensor_is_a_mistake_of_ours(bundle: Bundle) -> None:
     state = bundle.network.state_dict()
-    pairs = [Pair(name, (name,)) for name in state if name != "head.bias"]
+    rest = {name: tensor for name, tensor in state.items() if name != "head.bias"}
+    pairs = tuple(Pair(name, (name,)) for name in rest)
     with pytest.raises(AssertionError, match="a layout forgot"):
         theirs_of(state, pairs)
     with pytest.raises(AssertionError, match="a layout forgot"):
-        assemble(
-            description_of(bundle, {name: state[name] for name in state if name != "head.bias"}, pairs=tuple(pairs))
-        )
+        assemble(description_of(bundle, rest, pairs=pairs))
 
 
 SQUARE: dict[str, Any] = {"position_resize": "bicubic", "patch_size": (4, 4), "image_size": (12, 12)}
