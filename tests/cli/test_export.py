@@ -91,6 +91,8 @@ def test_an_earlier_output_is_replaced_only_with_overwrite(to: str, ours: Path, 
     assert f"{out} exists already; choose another" in cli.refuses("convert", ours, out, *words)
     cli.shows("convert", ours, out, *words, "--overwrite")
     cli.shows("convert", ours, fresh, *words)
+    heads = ["--heads", "3"] if to == "torchvision" else []
+    cli.shows("convert", out, out, *words, *heads, "--overwrite")  # onto itself
     for file in [out] if FIELDS[to] else sorted(out.iterdir()):
         twin = fresh if FIELDS[to] else fresh / file.name
         assert file.read_bytes() == twin.read_bytes()
