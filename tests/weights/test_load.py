@@ -107,16 +107,11 @@ def vits(draw: st.DrawFn, layout: str) -> dict[str, Any]:
         patch, grid = (patch[0],) * 2, (grid[0],) * 2
     heads = draw(st.integers(1, 3))
     fields: dict[str, Any] = {
-        "image_size": (patch[0] * grid[0], patch[1] * grid[1]),
-        "patch_size": patch,
-        "channels": draw(st.sampled_from([1, 3])),
-        "heads": heads,
-        "width": 4 * heads * draw(st.integers(1, 2)),
-        "depth": draw(st.integers(1, 3)),
-        "mlp_width": draw(st.integers(1, 9)),
-        "num_classes": draw(st.integers(0, 3)),
-        "head_hidden": draw(st.integers(0, 4)),
-    }
+        "image_size": (patch[0] * grid[0], patch[1] * grid[1]), "patch_size": patch, "heads": heads,
+        "channels": draw(st.sampled_from([1, 3])), "width": 4 * heads * draw(st.integers(1, 2)),
+        "depth": draw(st.integers(1, 3)), "mlp_width": draw(st.integers(1, 9)),
+        "num_classes": draw(st.integers(0, 3)), "head_hidden": draw(st.integers(0, 4)),
+    }  # fmt: skip
     if layout == "torchvision":
         return {**fields, "position_resize": "bicubic-corners"}
     if layout == "google":
@@ -132,46 +127,35 @@ def vits(draw: st.DrawFn, layout: str) -> dict[str, Any]:
     positions = draw(st.sampled_from(["learned", "none"]))
     covers = ["patches", "all"] if registers else ["class", "patches"] if has_cls else ["class"]
     return {
-        **fields,
-        "head_hidden": 0,
-        "pool": pool,
-        "class_token": None if has_cls == (pool == "cls") else has_cls,
-        "registers": registers,
-        "positions": positions,
+        **fields, "head_hidden": 0, "pool": pool, "class_token": None if has_cls == (pool == "cls") else has_cls,
+        "registers": registers, "positions": positions, "position_resize": "bicubic-antialias",
         "positions_cover": draw(st.sampled_from(covers)) if positions == "learned" else "class",
-        "position_resize": "bicubic-antialias",
         "final_norm": draw(st.sampled_from(["tokens", "pooled"])),
         "activation": draw(st.sampled_from(["gelu", "gelu-tanh", *(["swiglu"] if pool != "map" else [])])),
         "layer_scale": draw(st.sampled_from([0.0, 1e-5, 0.1])),
         **{name: draw(st.booleans()) for name in ("qk_norm", "qkv_bias", "dense_bias")},
-    }
+    }  # fmt: skip
 
 
 @st.composite
 def resnets(draw: st.DrawFn, layout: str) -> dict[str, Any]:
     return {
-        "image_size": draw(st.tuples(st.integers(8, 20), st.integers(8, 20))),
-        "channels": draw(st.sampled_from([1, 3])),
+        "image_size": draw(st.tuples(st.integers(8, 20), st.integers(8, 20))), "width": 32,
+        "channels": draw(st.sampled_from([1, 3])), "num_classes": draw(st.integers(0, 3)),
         "depths": tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=2))),
-        "width": 32,
-        "num_classes": draw(st.integers(0, 3)),
         "weight_eps": 1e-8 if layout == "timm" else 1e-10,
-    }
+    }  # fmt: skip
 
 
 def preprocesses(config: AnyConfig, drawn: st.DataObject) -> Preprocess:
     """Draw a preprocessing for a config, with a number for each channel, as timm's folders have it."""
-    numbers = st.floats(0.1, 0.9)
-    per_channel = st.tuples(*[numbers] * config.channels)
+    per_channel = st.tuples(*[st.floats(0.1, 0.9)] * config.channels)
     return Preprocess(
-        image_size=config.image_size,
-        channels=config.channels,
-        resize=drawn.draw(st.sampled_from(["squash", "crop"])),
+        image_size=config.image_size, channels=config.channels, mean=drawn.draw(per_channel),
+        std=drawn.draw(per_channel), resize=drawn.draw(st.sampled_from(["squash", "crop"])),
         crop_share=drawn.draw(st.sampled_from([0.875, 0.9, 1.0])),
         interpolation=drawn.draw(st.sampled_from(["nearest", "bilinear", "bicubic"])),
-        mean=drawn.draw(per_channel),
-        std=drawn.draw(per_channel),
-    )
+    )  # fmt: skip
 
 
 def test_metrics_of_another_preprocessing_are_dropped(tmp_path: Path) -> None:
