@@ -210,7 +210,7 @@ def _table(trials: Sequence[dict[str, Any]]) -> Table:
             trial["precision"],
             " x ".join(map(str, trial["image_size"])),
             str(trial["blocks"]),
-            f"-{trial['removed_tokens']} {trial['removed_by'] or ''}".rstrip(),
+            f"-{trial['removed_tokens']} {trial['removed_by']}" if trial["removed_tokens"] else "all",
             f"{trial['flops'] / 1e9:.3g}",
             f"{trial['accuracy']:.1%}",
             f"{trial['milliseconds_per_image']:.3g}",

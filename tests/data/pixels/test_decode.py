@@ -11,9 +11,10 @@ import subprocess
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,6 +232,52 @@ def test_exif_turns_jpeg_upright(number: int) -> None:
     found = decode(encode(turned, "JPEG", quality=98, subsampling=0, exif=orientation(number)), 3)
     assert found.shape == upright.shape and np.abs(found.astype(int) - upright).max() <= 3
     np.testing.assert_array_equal(np.ascontiguousarray(STORED[number](found)), decode(stored, 3))
+
+
+def outcome(read: Callable[[], Any]) -> Any:
+    try:
+        return np.asarray(read())
+    except UndecodableImage as error:
+        return str(error)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    channels=st.sampled_from([1, 3]),
+    options=st.fixed_dictionaries(
+        {
+            "quality": st.integers(1, 100),
+            "subsampling": st.integers(0, 2),
+            "progressive": st.booleans(),
+            "restart_marker_blocks": st.integers(0, 3),
+        }
+    ),
+    number=st.integers(1, 8),
+    damage=st.none() | st.tuples(st.floats(0.1, 1), st.integers(0, 255)),
+    wanted=st.sampled_from([1, 3]),
+)
+def test_both_decoders_of_jpeg_give_the_same_pixels_and_errors(
+    size: tuple[int, int],
+    channels: int,
+    options: dict[str, Any],
+    number: int,
+    damage: tuple[float, int] | None,
+    wanted: int,
+) -> None:
+    pixels = np.random.default_rng(sum(size)).integers(256, size=(*size, channels), dtype=np.uint8)
+    stored = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+    options |= {"keep_rgb": True} if options["subsampling"] == 0 else {}
+    data = encode(stored, "JPEG", exif=orientation(number), **options)
+    if damage is not None:
+        place = min(int(damage[0] * len(data)), len(data) - 1)
+        data = data[:place] + (bytes([damage[1]]) + data[place + 1 :] if damage[1] % 2 else b"")
+    by_pillow, found = outcome(lambda: to_pil(data, wanted)), outcome(lambda: decode(data, wanted))
+    if isinstance(found, str):
+        assert found == by_pillow
+    else:
+        assert found.flags.c_contiguous
+        np.testing.assert_array_equal(found.reshape(by_pillow.shape), by_pillow)
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0\0\0"])

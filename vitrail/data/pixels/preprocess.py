@@ -209,19 +209,25 @@ class Preprocess:
         shrink = 1
         if self.scaled_decode:
             shrink = opened.shrink_for(min(taken[0] / height, taken[1] / width) / SPARE)
-        picture, part = opened.load(self.channels, shrink), None
-        if shrink > 1:
-            down, right = opened.begin(shrink)
-            part = down + top / shrink, right + left / shrink, taken[0] / shrink, taken[1] / shrink
-        elif box is not None and not isinstance(box, Jitter):
-            picture = picture.crop((left, top, left + taken[1], top + taken[0]))
         begin = placement.top, placement.left  # of the window in the scaled picture, which it can extend beyond
         sides = zip(begin, self.image_size, placement.scaled, strict=True)
         rows, columns = (slice(max(start, 0), min(start + size, scaled)) for start, size, scaled in sides)
-        if self.resampler in WHOLE:
-            levels = self._scaled(picture, part, placement.scaled)[rows, columns]
+        is_box = box is not None and not isinstance(box, Jitter)
+        if self._scales_arrays and shrink == 1:
+            array = opened.pixels(self.channels)
+            array = array[top : top + taken[0], left : left + taken[1]] if is_box else array
+            if self.resampler not in WHOLE:
+                levels = self._like_tensorflow(array, placement.scaled, (rows, columns))
+            else:
+                levels = _scaled_by_torch(array, placement.scaled, self.interpolation, self.antialias)[rows, columns]
         else:
-            levels = self._like_tensorflow(self._array(picture), placement.scaled, (rows, columns))
+            picture, part = opened.load(self.channels, shrink), None
+            if shrink > 1:
+                down, right = opened.begin(shrink)
+                part = down + top / shrink, right + left / shrink, taken[0] / shrink, taken[1] / shrink
+            elif is_box:
+                picture = picture.crop((left, top, left + taken[1], top + taken[0]))
+            levels = self._scaled_by_pillow(picture, part, placement.scaled)[rows, columns]
         if levels.shape[:2] == self.image_size:
             return levels
         canvas = np.empty((*self.image_size, self.channels), levels.dtype)
@@ -230,8 +236,10 @@ class Preprocess:
         canvas[down_to : down_to + levels.shape[0], right_to : right_to + levels.shape[1]] = levels
         return canvas
 
-    def _array(self, picture: Image.Image) -> UInt8[np.ndarray, "h w c"]:
-        return np.asarray(picture).reshape(picture.height, picture.width, self.channels)
+    @property
+    def _scales_arrays(self) -> bool:
+        """False if Pillow scales, which takes its own pictures. It always scales pictures that the decoder shrank."""
+        return self.resampler != "pillow" or not (self.antialias or self.interpolation == "nearest")
 
     def _like_tensorflow(
         self, picture: UInt8[np.ndarray, "h w c"], size: tuple[int, int], window: tuple[slice, slice]
@@ -242,14 +250,11 @@ class Preprocess:
         levels = resize(picture, size, self.interpolation, antialias=self.antialias, window=window)
         return levels.clip(0, 255).astype(np.uint8) if self.resampler == "tensorflow-uint8" else levels
 
-    def _scaled(self, picture: Image.Image, part: Part | None, size: tuple[int, int]) -> UInt8[np.ndarray, "h w c"]:
+    def _scaled_by_pillow(
+        self, picture: Image.Image, part: Part | None, size: tuple[int, int]
+    ) -> UInt8[np.ndarray, "h w c"]:
         """Return the picture, or the region `part` of it, scaled to a height and width."""
         height, width = size
-        if part is None and picture.size == (width, height):
-            return self._array(picture)
-        is_torch = self.resampler == "torch" and part is None
-        if is_torch or (not self.antialias and self.interpolation != "nearest"):
-            return _scaled_by_torch(self._array(picture), size, self.interpolation, antialias=self.antialias)
         if part is None:
             return self._array(picture.resize((width, height), FILTERS[self.interpolation]))
         # Pixels outside the region must not count, so they are cut off first.
@@ -259,13 +264,18 @@ class Preprocess:
         within = left - first[0], top - first[1], right - first[0], bottom - first[1]
         return self._array(inside.resize((width, height), FILTERS[self.interpolation], box=within))
 
+    def _array(self, picture: Image.Image) -> UInt8[np.ndarray, "h w c"]:
+        return np.asarray(picture).reshape(picture.height, picture.width, self.channels)
+
 
 def _scaled_by_torch(
-    picture: UInt8[np.ndarray, "h w c"], size: tuple[int, int], interpolation: Interpolation, *, antialias: bool
+    picture: UInt8[np.ndarray, "h w c"], size: tuple[int, int], interpolation: Interpolation, antialias: bool
 ) -> UInt8[np.ndarray, "height width c"]:
     """Scale with antialiasing in whole levels, or without it in float32, rounding halves to even. "bicubic" is Keys's
     kernel with a = -1/2, or a = -3/4 without antialiasing."""
-    planes = torch.from_numpy(picture.copy()).permute(2, 0, 1)[None]  # PyTorch warns of arrays that are read-only
+    if picture.shape[:2] == size:
+        return picture
+    planes = torch.from_numpy(picture.copy()).permute(2, 0, 1)[None]  # PyTorch takes no read-only and reversed arrays
     source = planes if antialias else planes.float()
     scaled = torch.nn.functional.interpolate(source, size, mode=interpolation, align_corners=False, antialias=antialias)
     if not antialias:
