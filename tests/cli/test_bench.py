@@ -24,18 +24,11 @@ def test_json_of_training(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("timm", "timm.models"):
         monkeypatch.setitem(sys.modules, name, None)
     result = cli.json("bench", "train", "ViT-Pico/7", *TINY, "--against", "timm, torchvision", "--precision", "bf16")
-    assert list(result) == [
-        "machine", "workload", "repetitions", "warmup", "rows", "product_flops", "large_gflops", "breakdown",
-        "skipped",
-    ]  # fmt: skip
     assert result["workload"]["image_size"] == [28, 21] and result["workload"]["precision"] == "bf16"
     assert [row["library"] for row in result["rows"]] == ["vitrail", "products alone"]
     for row in result["rows"]:
-        assert list(row) == [
-            "library", "settings", "ran_with", "seconds", "images_per_second", "gflops", "share_of_limit",
-            "vitrail_times_as_fast", "memory_bytes",
-        ]  # fmt: skip
         assert len(row["seconds"]) == 2 and list(row["images_per_second"]) == ["median", "low", "high"]
+        assert {"ran_with", "gflops", "share_of_limit", "vitrail_times_as_fast", "memory_bytes"} <= row.keys()
     assert result["skipped"].pop("timm").startswith("is not installed")
     assert result["skipped"] == {"torchvision": "supports only square images, not 28 x 21"}
     assert "products" in result["breakdown"]
@@ -104,7 +97,17 @@ def test_kinds_of_attention(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_largest_batch(cli: Cli) -> None:
-    words = ["train", "ViT-Pico/7", *SHAPE[3:], "--image-size", "224", "224", "--largest-batch", "--memory-limit", "500MB"]
+    words = [
+        "train",
+        "ViT-Pico/7",
+        *SHAPE[3:],
+        "--image-size",
+        "224",
+        "224",
+        "--largest-batch",
+        "--memory-limit",
+        "500MB",
+    ]
     largest = cli.json("bench", *words)["largest_batch"]
     assert largest["limit"] == 500_000_000 and 1 <= largest["batch"] <= 2 * largest["predicted"]
 

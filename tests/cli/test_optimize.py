@@ -44,10 +44,7 @@ def test_a_faster_model_is_written_and_used(
     assert "--overwrite" in cli.refuses(*words)
     shown = cli.shows(*words, "--overwrite")
     assert "the model" in shown and "times as fast at" in shown and f"Written: {out}" in shown
-    table = shown[shown.index(" height x") : shown.index("times as fast at")].splitlines()[:-1]
-    assert max(map(len, table)) <= 80 and "…" not in shown
-    for trial in result["trials"]:
-        assert any(f" {trial['accuracy']:.1%} " in line for line in table), "accuracies are not cut off"
+    assert "…" not in shown and all(f" {trial['accuracy']:.1%} " in shown for trial in result["trials"])
     assert cli.json("evaluate", out, "--data", "bundled")["test"]["images"] == 300
 
 
