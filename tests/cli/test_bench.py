@@ -97,18 +97,8 @@ def test_kinds_of_attention(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_largest_batch(cli: Cli) -> None:
-    words = [
-        "train",
-        "ViT-Pico/7",
-        *SHAPE[3:],
-        "--image-size",
-        "224",
-        "224",
-        "--largest-batch",
-        "--memory-limit",
-        "500MB",
-    ]
-    largest = cli.json("bench", *words)["largest_batch"]
+    words = ["train", "ViT-Pico/7", *SHAPE[3:], "--image-size", "224", "224", "--largest-batch"]
+    largest = cli.json("bench", *words, "--memory-limit", "500MB")["largest_batch"]
     assert largest["limit"] == 500_000_000 and 1 <= largest["batch"] <= 2 * largest["predicted"]
 
 
