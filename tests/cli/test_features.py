@@ -110,12 +110,8 @@ def test_another_image_size_resizes_positions(embed: Cli, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_parquet_is_a_file_for_each_split(embed: Cli, tmp_path: Path) -> None:
     embed.shows("--format", "parquet")
-    table = pyarrow.parquet.read_table(tmp_path / "out" / "train.parquet")
-    embed.shows()
-    features = load_features(tmp_path / "out" / "train")
-    assert np.array_equal(np.array(table["feature"].to_pylist(), np.float32), features.features)
-    assert table["key"].to_pylist() == list(features.keys)
-    assert table["label"].to_pylist() == features.truth.values.tolist()
+    rows = {split: len(pyarrow.parquet.read_table(tmp_path / f"out/{split}.parquet")) for split in ("train", "test")}
+    assert rows == {"train": 33, "test": 3}
     errors = embed.refuses("--format", "parquet")
     assert "train.parquet exists already; choose another file, or replace it with --overwrite" in errors
     embed.shows("--format", "parquet", "--overwrite")
