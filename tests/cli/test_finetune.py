@@ -101,6 +101,25 @@ def test_options_replace_what_the_rule_says(
     assert not torch.equal(before.blocks[1].mlp.up.weight, after.blocks[1].mlp.up.weight)
 
 
+@pytest.mark.parametrize(("more", "figure"), [((), "all labels right"), (("--numbers", "red"), "red: R²")])
+def test_several_labels_and_numbers_have_figures_of_their_own(
+    more: tuple[str, ...], figure: str, model: Path, tmp_path: Path, cli: Cli
+) -> None:
+    random, lines = np.random.default_rng(0), ["file,red,green"]
+    for number in range(24):
+        there = random.integers(0, 2, 2)
+        pixels = np.zeros((20, 30 + number, 3), dtype=np.uint8)
+        pixels[..., :2] = 250 * there
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        lines.append(f"{number}.png,{there[0]},{there[1]}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines), encoding="utf-8")
+    words = [model, "--data", tmp_path / "labels.csv", "--run", tmp_path / "run", "--validation-share", "0.4", *more]
+    out = cli.shows("finetune", *words, *QUICK, "--steps", "2")
+    (shown,) = re.findall(rf"{figure} +(-?[\d.]+)", out)
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert shown in re.findall("<strong>(.*?)</strong>", page)[0] and "difficult class" not in out
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_command(
