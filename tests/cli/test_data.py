@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.cli.conftest import Cli
+from tests.make import make_colour_folder
 from vitrail.cli import main
 from vitrail.data.check.findings import Report
 from vitrail.data.check.report import check_data
@@ -70,6 +71,12 @@ def test_the_page_goes_where_it_is_told(colour_folder: Path, here: Path, cli: Cl
     assert captured.err == "pictures of it: a.html\n"
     cli.shows("data", "check", colour_folder, "--page", "None")
     assert [path.name for path in here.iterdir()] == ["a.html"]
+
+
+def test_many_classes_are_summed_up(tmp_path: Path, cli: Cli) -> None:
+    make_colour_folder(tmp_path / "data", images=2, classes=tuple(f"class-{number:02}" for number in range(30)))
+    shown = cli.shows("data", "check", tmp_path / "data", "--validation-share", "0")
+    assert "10 more" in shown and "class-19" in shown and "class-20 " not in shown
 
 
 @pytest.mark.parametrize("typed", [["age", "height"], ["age,height"], ["age,", "height"]])

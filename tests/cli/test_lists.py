@@ -34,6 +34,8 @@ def test_lists_parameters_and_cost(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     assert lines["BiT-R50x1"][:-1] == ["3-4-6-3", "224", "49", "25,549,352", "4.09"]
     assert lines["ViT-e/14"][:-1] == ["1792/56/15360/16", "224", "257", "3,807,214,312", "990.7"]
     assert lines["ViT-e/14"][-1].endswith("*") and not lines["ViT-B/16"][-1].endswith("*"), "more memory than there is"
+    (line,) = (line for line in cli.shows("models", "--batch-size", "40960").splitlines() if "ViT-e/14" in line)
+    assert line.endswith("k*"), "thousands of gigabytes"
     assert lines["ViT-Pico/7"][1] == "28" and lines["ViT-Nano/8"][1] == "64" and lines["Conv+ViT-Pico/8"][1] == "32"
 
 
