@@ -207,6 +207,8 @@ def test_unknown_choices_are_refused(bundle: Bundle, types_unchecked: None) -> N
         bundle.predict([b"no image"], undecodable=cast(Any, "skip"))
     with pytest.raises(ConfigError, match="engine='tensorrt' is not one of 'auto'"):
         vitrail.with_engine(bundle, cast(Any, "tensorrt"))
+    with pytest.raises(BundleError, match="output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"):
+        dataclasses.replace(bundle, output="odds")
 
 
 def test_numbers_are_the_networks_outputs(tmp_path: Path) -> None:
@@ -368,6 +370,11 @@ def test_a_description_that_cannot_be_is_refused(saved: Path, name: str, value: 
     rewrite(saved, **{name: value})
     with pytest.raises(BundleError, match=message):
         load_bundle(saved, device="cpu")
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"model '.*nowhere' does not exist: there is no such folder"):
+        load_bundle(tmp_path / "nowhere", device="cpu")
 
 
 def test_weights_that_do_not_fit_are_all_named(bundle: Bundle, saved: Path) -> None:

@@ -318,6 +318,9 @@ def test_heads_that_contradict_the_file(tmp_path: Path) -> None:
     bit = write_file(golden("bit_torch_small").tensors, tmp_path / "x.pth")
     with pytest.raises(BundleError, match=r"heads=2 does not agree with \S+x\.pth, which has no attention"):
         load(bit, device="cpu", heads=2)
+    timm = write_file(golden("timm_vit").tensors, tmp_path / "x.safetensors")
+    with pytest.raises(BundleError, match=r"x\.safetensors: width=64 is not divisible by heads=5"):
+        load(timm, device="cpu", heads=5, image_size=(32, 48))
 
 
 @pytest.mark.parametrize("name", ["google_vit_token", "google_vit_gap", "google_hybrid", "timm_vit_gap"])
