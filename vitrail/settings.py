@@ -14,8 +14,9 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, reduce
-from numbers import Integral
+from numbers import Integral, Real
 from operator import or_
+from pathlib import Path, PurePath
 from typing import (
     Any,
     Literal,
@@ -134,7 +135,7 @@ def problem_of(name: str, value: Any, kind: Any, metadata: Mapping[str, Any]) ->
         rule = "" if value in choices else f"is not one of {', '.join(map(repr, choices))}"
     elif kind == tuple[int, int]:
         if not (isinstance(value, Sequence) and len(value) == 2 and all(isinstance(one, Integral) for one in value)):
-            return f"{name}={value!r} is not a pair of whole numbers, (height, width)"
+            return f"{name}={value!r} is not {NOUNS[kind][0]}"
         rule = _broken(min(value), metadata)
     elif isinstance(value, tuple):
         if metadata.get("distinct") and (twice := [one for one in value if value.count(one) > 1]):
@@ -198,8 +199,10 @@ NOUNS: dict[Any, tuple[str, str]] = {
     float: ("a number", "numbers"),
     bool: ("true or false", "values that are true or false"),
     str: ("a text", "texts"),
+    Path: ("a path", "paths"),
+    tuple[int, int]: ("a pair of whole numbers, (height, width)", "pairs of whole numbers"),
 }
-"""Names of JSON's types in messages, in singular and plural."""
+"""Names of types in messages, in singular and plural."""
 
 
 def to_plain(value: Any) -> dict[str, Any]:
@@ -220,13 +223,26 @@ def from_plain(cls: type[T], values: Any) -> T:
     return _object(cls, _tuples(values), "")
 
 
+def typed(kind: Any, value: Any, name: str) -> Any:
+    """Return a value that Python code gives as a value of a type. Lists become tuples, paths become texts, and numbers
+    of other libraries become Python's. Raise `ConfigError` with the name for a value of any other type."""
+    return _read(kind, _given(value), name)
+
+
+def typed_fields(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of fields of a dataclass, by their names, as values of their types. Raise `ConfigError` as
+    `typed`, with the bare name of the field."""
+    kinds, names = _kinds(cls), {field: bare for bare, field in bare_names(cls).items()}
+    return {field: typed(kinds[field], value, names[field]) for field, value in values.items()}
+
+
 def from_word(kind: Any, word: str) -> Any:
     """Return the value of a type that a word of the command line states. Raise `ValueError` for any other word."""
     for one in get_args(kind) if get_origin(kind) in UNIONS else (kind,):
         for choice in get_args(one) if get_origin(one) is Literal else ():
             if str(choice) == word:
                 return choice
-        if get_origin(one) is not Literal:
+        if get_origin(one) is not Literal and (word or one is not Path):  # Path("") is the current folder
             with suppress(ValueError):
                 return one(word)
     raise ValueError(f"{word!r} is not {_noun(kind, str)}")
@@ -247,6 +263,17 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _tuples(item) for name, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _given(value: Any) -> Any:
+    """Return a value of Python code in the form of the values of settings."""
+    if type(value) in (list, tuple):
+        return tuple(map(_given, value))
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _field_names(cls: Any) -> list[str]:

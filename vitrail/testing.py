@@ -38,6 +38,7 @@ from vitrail.models.variants import build, variant_config
 from vitrail.processes.group import Processes
 from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.task import BatchObjective, LossOutput, Objective, Position, Task
+from vitrail.training.job import target_fits, target_rule
 from vitrail.training.start import head_fields
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -360,15 +361,17 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
             _check_numbers(key, label, len(classes))
         elif kind == "texts":
             assert label is None or is_texts(label), f"the target of {key!r} must be texts or None, not {label!r}"
+        elif kind in ("boxes", "mask"):
+            assert target_fits(label, kind, len(classes)), f"{key!r}: {target_rule(kind, len(classes))}, not {label!r}"
         else:
             _check_label(key, label, len(classes))
-    if kind not in ("numbers", "texts"):
+    if kind not in ("numbers", "texts", "boxes", "mask"):
         assert len({type(label) is tuple for label in labels}) == 1, (
             "either all samples or none may have several labels"
         )
     first = [source[index] for index in range(count)]
     for sample, key, label in zip(first, keys, labels, strict=True):
-        assert (sample.key, repr(sample.target)) == (key, repr(label)), (
+        assert (sample.key, str(sample.target)) == (key, str(label)), (
             f"the key and target of source[...] must equal key() and target(), but differ for {key!r}"
         )
         assert isinstance(sample.image, bytes | np.ndarray), f"the image of {key!r} must be bytes or an array"
@@ -392,9 +395,7 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
         ("after pickling", [elsewhere[index] for index in range(count)]),
     ):  # fmt: skip
         for one, other in zip(first, again, strict=True):
-            assert one.key == other.key and repr(one.target) == repr(other.target), (
-                f"{one.key!r} differs when read {how}"
-            )
+            assert one.key == other.key and str(one.target) == str(other.target), f"{one.key!r} differs when read {how}"
             assert np.array_equal(_comparable(one.image), _comparable(other.image)), (
                 f"the image of {one.key!r} differs when read {how}"
             )

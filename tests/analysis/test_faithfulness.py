@@ -93,13 +93,16 @@ def test_rank_correlation_is_scipys() -> None:
     assert rank_correlation(np.ones(3), second[:3]) == 0.0
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(types_unchecked: None) -> None:
     network, images = make(), images_of(2)
     own: Any = maps_of(np.ones((2, 3, 4)))
     with pytest.raises(ConfigError, match="maps has the name 'random', which stands for a random order"):
         saliency_curves(network, images, {"random": own})
     with pytest.raises(ConfigError, match=r"maps\['own'\] has the shape \(2, 4, 3\), but these images have patches"):
         saliency_curves(network, images, {"own": maps_of(np.ones((2, 4, 3)))})
+    for targets, rule in ((torch.tensor([1]), "one whole number for each of 2"), (torch.tensor([0, 9]), "targets=9")):
+        with pytest.raises(ConfigError, match=rule):
+            saliency_curves(network, images, {}, targets)
     with pytest.raises(ConfigError, match="steps=0 is less than 1"):
         saliency_curves(network, images, {"own": own}, steps=0)
     with pytest.raises(ConfigError, match=r"^a model that predicts numbers cannot be measured by these curves"):

@@ -250,7 +250,7 @@ def test_sparse_attention_has_a_map_with_zeros() -> None:
             trace(make(attention=name), images)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(types_unchecked: None) -> None:
     network, images = make(), images_of()
     with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into; choose a Vision Tr"):
         trace(create("BiT-Pico", image_size=32, num_classes=3), images)
@@ -260,6 +260,9 @@ def test_what_is_refused() -> None:
         trace(network, images, heads=[0, -5])
     with pytest.raises(ConfigError, match="targets=5 is not a class of this network; choose from 0 to 4"):
         trace(network, images, keep=("gradients",), targets=torch.tensor([0, 5, 1]))
+    for targets in (torch.tensor([1]), torch.tensor(1), torch.tensor([0.0, 1.0, 2.0])):
+        with pytest.raises(ConfigError, match=r"targets of shape .* one whole number for each of 3 images"):
+            trace(network, images, keep=("gradients",), targets=targets)
     with pytest.raises(ConfigError, match="keep='gradients' needs the logit of a class, but this network has no head"):
         trace(make(num_classes=0), images, keep=("gradients",))
     with pytest.raises(ConfigError, match=r"image_size=\(3, 20\) is not a multiple of patch_size=\(4, 5\)"):

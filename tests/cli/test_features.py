@@ -305,6 +305,15 @@ def test_a_model_with_the_same_tensors_is_not_the_same_model(
     assert again == expected, "prepared as the features are"
 
 
+def test_vectors_of_a_search_are_rows(features: Path, types_unchecked: None) -> None:
+    index = FeatureIndex.open(features)
+    assert index.search(index.features[:2].tolist()) == index.search(index.features[:2])
+    with pytest.raises(DataError, match=r"vectors of shape \(\d+,\) must be rows"):
+        index.search(index.features[0])
+    with pytest.raises(ConfigError, match=r"top=1\.5 is not a whole number"):
+        index.search(index.features, top=1.5)
+
+
 def test_features_of_earlier_versions_are_searched_with_a_warning(nearest: Cli, features: Path, tmp_path: Path) -> None:
     about = features / "test" / "features.json"
     content = json.loads(about.read_text())

@@ -111,6 +111,13 @@ def test_a_model_without_class_token_or_head(image: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out" / "a rose-relevance.png").exists()
 
 
+def test_a_name_of_two_classes_is_refused(image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_model(tmp_path / "model", classes=("crane", "bee", "crane"))
+    words = ["explain", str(model), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main([*words, "--label", "crane"]) == 2 and main([*words, "--label", "bee"]) == 0
+    assert "is the name of 2 classes" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_tokens_have_names(image: Path, tmp_path: Path) -> None:
     for pool, names in (("cls", ["register 0", "register 1"]), ("cls+dist", ["distillation token", "register 1"])):

@@ -130,12 +130,27 @@ COMMAND = Command(
         ("m --shots --batch-size -2", {"model": "m", "shots": (), "batch_size": -2}),
         ("--head-bias -1e-3 m", {"model": "m", "head_bias": -0.001}),
         ("--out a -- --m", {"model": "--m", "out": "a"}),
-        ("m --batch-size 2 --batch-size=2 --flip --flip", {"model": "m", "batch_size": 2, "flip": True}),
+        ("m --batch-size 1 --batch-size 2", {"model": "m", "batch_size": 2}),
         ("m --shots 1 2 --batch-size 2 --shots 3", {"model": "m", "shots": (1, 2, 3), "batch_size": 2}),
     ],
 )
 def test_only_what_is_given_is_returned(typed: str, given: dict[str, Any]) -> None:
     assert COMMAND.parse(typed.split()) == given
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("m --batch-size 1 --batch-size 2", "--batch-size is given twice, as 1 and as 2"),
+        ("m --image-size 3 --image-size 3 4", "--image-size is given twice, as 3 3 and as 3 4"),
+        ("m --flip --no-flip", "--flip is given twice, as yes and as no"),
+        ("m --batch-size 2 --batch-size=2 --flip --flip --shots 1 --shots 2", ""),
+    ],
+)
+def test_a_value_that_a_later_one_replaces_is_said(typed: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    COMMAND.parse(typed.split())
+    error = capsys.readouterr().err
+    assert error.startswith(said) if said else not error
 
 
 def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
@@ -167,9 +182,6 @@ def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
         ("m --layers", "--layers: needs N ..."), ("m --shots 4 6.5", "--shots: '6.5' is not a whole number"),
         ("m --flip=yes", "--flip: takes no value"),
         ("m --no-no-cache", "--no-no-cache: vitrail try has no such option; nearest: --no-cache"),
-        ("m --batch-size 1 --batch-size 2", "--batch-size is given twice, as 1 and as 2; give it once"),
-        ("m --image-size 3 --image-size 3 4", "--image-size is given twice, as 3 3 and as 3 4; give it once"),
-        ("m --flip --no-flip", "--flip is given twice, as yes and as no; give it once"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(typed: str, message: str) -> None:

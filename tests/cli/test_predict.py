@@ -46,6 +46,11 @@ def test_what_vitrail_wrote_is_neither_predicted_nor_data(
     assert "all.csv, said.jsonl, two.csv" in notes and "that Vitrail wrote: runs" in notes
 
 
+def test_an_empty_path_is_not_the_current_folder(model: Path, cli: Cli) -> None:
+    assert "'' is not a path" in cli.refuses("predict", model, "")  # such as an unset variable of the shell
+    assert "names nothing" in cli.refuses("data", "check", "")
+
+
 def test_a_table_of_a_run_shows_the_likeliest(trained: RunResult, cli: Cli) -> None:
     example = trained.examples[0]
     shown = cli.shows("predict", trained.folder, example.path, "--top", "2")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from vitrail.data.formats import folder, idx
 from vitrail.data.source import Source, samples_of, target_kind
 from vitrail.data.sources import open_data, open_mixed, open_whole
 from vitrail.data.splits import Splits, check_classes, check_numbers
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 
 Trees = Callable[..., Path]
 
@@ -42,6 +43,21 @@ def test_class_folders_are_cut_and_the_cut_is_stated(tree: Trees) -> None:
         f"data {str(root)!r} has no validation split: 30 of its 120 training images are held out for "
         "validation (by a hash of their names, 25%)",
     )
+
+
+@pytest.mark.parametrize("share", [1, -0.1, float("nan"), "0.1"])
+def test_fractions_that_cannot_be_are_refused(share: Any, tree: Trees, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=r"^validation_share="):
+        open_data(str(tree(*many("a", "b"))), validation_share=share)
+
+
+def test_data_is_named_by_a_text_or_a_path_that_is_not_empty(tree: Trees, types_unchecked: None) -> None:
+    root = tree(*many("a", "b"))
+    assert keys_of(open_data(root, validation_share=0).train) == keys_of(open_data(str(root), validation_share=0).train)
+    with pytest.raises(DataError, match="data '' names nothing"):  # such as an unset variable of the shell
+        open_data("", validation_share=0)
+    with pytest.raises(ConfigError, match="data=5 is not a text"):
+        open_data(5, validation_share=0)  # type: ignore[arg-type]
 
 
 def test_the_cut_is_the_same_wherever_the_folder_lies(tree: Trees) -> None:

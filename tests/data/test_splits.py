@@ -133,10 +133,10 @@ def test_images_are_held_out_by_position(official: Splits) -> None:
     assert keys_of(percent.validation) == ["t0", "t1", "t2"] and percent.test is None
 
 
-def test_a_source_that_draws_its_samples_keeps_them_all(official: Splits) -> None:
-    drawn = FractalSource(2, 10)
-    splits = with_validation(Splits(drawn, official.validation, None), "x", 0.5, validation="train")
-    assert splits.train is drawn and len(splits.validation or ()) == 20 and splits.test is official.validation
+def test_a_source_that_draws_its_samples_keeps_them_all() -> None:
+    drawn, own = FractalSource(2, 10), FractalSource(2, 5)
+    splits = with_validation(Splits(drawn, own, None), "x", 0.5, validation="train")
+    assert splits.train is drawn and len(splits.validation or ()) == 20 and splits.test is own
 
 
 @pytest.mark.parametrize(

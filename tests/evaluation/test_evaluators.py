@@ -170,6 +170,19 @@ def check_shots(metrics: dict[str, float], accuracies: dict[int, tuple[float, ..
 
 
 @pytest.mark.slow
+def test_metrics_of_one_name_and_unknown_layers_are_refused(types_unchecked: None) -> None:
+    outputs, source = make_outputs(), Pictures(6)
+    measured: dict[str, Any] = {
+        name: lambda *given, value=value: {"mine": value, "no": np.nan, "images": 6 * value}
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
+    with pytest.raises(ConfigError, match="evaluator b: another evaluator measures another 'mine'"):
+        measure(measured, outputs, source, source)
+    assert measure({"a": measured["a"], "c": measured["a"]}, outputs, source, source)["mine"] == 1
+    with pytest.raises(ConfigError, match=r"^layer='head' is not one of"):
+        outputs.features(source, "head")  # type: ignore[arg-type]
+
+
 def test_evaluators_measure_the_features_that_the_bundle_embeds() -> None:
     bundle, train, test = make_bundle(), Pictures(45, 1), Pictures(21, 2)
     outputs = make_outputs(bundle)

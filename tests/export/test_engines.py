@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -202,6 +203,14 @@ def test_what_cannot_be_computed(model: Bundle, tmp_path: Path, monkeypatch: pyt
     notes: list[str] = []
     assert with_engine(model, images=MANY, note=notes.append).engine is None
     assert "VITRAIL_DATA" in notes[0]
+
+
+def test_a_network_that_was_changed_is_not_computed_from_the_cache(model: Bundle) -> None:
+    changed = copy.deepcopy(model)
+    changed.network.blocks[0].register_forward_hook(lambda module, given, found: -found)
+    with pytest.raises(ConfigError, match="network was changed"):
+        with_engine(changed, "onnxruntime")
+    assert with_engine(changed, images=MANY).engine is None
 
 
 def vitrail_export(model: Bundle, path: Path) -> None:

@@ -78,6 +78,8 @@ def test_an_exported_file_cannot_be_trained_or_changed(
         lambda: load(path, num_classes=7),
         lambda: load(path, image_size=(24, 20)),
         lambda: load(path, mean=(0.5,)),
+        lambda: load(path, heads=2),
+        lambda: load(path, drop_head_hidden=True),
         lambda: load(path, device="meta"),
     ):
         with pytest.raises(VitrailError, match=r"flowers\.onnx|device"):

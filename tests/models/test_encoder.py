@@ -160,6 +160,7 @@ def test_the_encoder_sees_the_patches_that_are_kept(positions: dict[str, Any]) -
         alone = network.encode(images[row : row + 1], keep=torch.tensor([sorted(places)]))
         order = [sorted(places).index(place) for place in places]
         torch.testing.assert_close(found.patches[row], alone.patches[0, order], atol=1e-5, rtol=1e-4)
+    assert torch.equal(network.encode(images, keep=keep - 9).patches, found.patches), "they also count from the end"
     everything = torch.arange(9).expand(2, -1)
     torch.testing.assert_close(
         joined(network.encode(images, keep=everything)), joined(network.features(images)), atol=1e-5, rtol=1e-4

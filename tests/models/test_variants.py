@@ -295,7 +295,7 @@ def test_fields_that_do_not_fit_are_named(name: str, fields: dict[str, Any], mes
 
 @pytest.mark.usefixtures("types_unchecked")
 def test_image_size_of_three_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"image_size=\(1, 2, 3\) must be one number or \(height, width\)"):
+    with pytest.raises(ConfigError, match=r"image_size=\(1, 2, 3\) is not a pair of whole numbers"):
         create("ViT-B/16", image_size=(1, 2, 3))
 
 

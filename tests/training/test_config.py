@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vitrail.errors import ConfigError
@@ -197,6 +200,26 @@ def test_a_recipe_trains_the_variant_that_is_named() -> None:
     assert (config.width, config.depth, config.heads, config.mlp_width) == (384, 12, 6, 1536)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 5.5), ("steps", "5"), ("seed", True), ("batch_size", 8.0), ("optimizer", None), ("mean", 0.5),
+        ("learning_rate", "1e-3"), ("image_size", 16), ("width", 16.0), ("qkv_bias", "no"), ("device", 0),
+    ],
+)  # fmt: skip
+def test_override_refuses_values_of_other_types(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}={re.escape(repr(value))} is not "):
+        TrainConfig().override(variant="ViT-Pico/7", **{name: value})
+
+
+def test_override_reads_lists_paths_and_numbers_of_numpy() -> None:
+    given = {"image_size": [14, 21], "run": Path("runs/x"), "seed": np.int64(3), "width": np.int64(48)}
+    config = TrainConfig().override(**given, learning_rate=np.float32(0.5), mean=[0.5])
+    assert TrainConfig.from_plain(json.loads(json.dumps(config.to_plain()))) == config
+    assert (config.images.image_size, config.run.folder, config.run.seed) == ((14, 21), "runs/x", 3)
+    assert config.model.overrides["width"] == 48
+
+
 def test_override_names_the_nearest_field() -> None:
     with pytest.raises(ConfigError, match=r"^unknown field 'lerning_rate'; nearest: learning_rate"):
         TrainConfig().override(lerning_rate=1.0)
@@ -211,6 +234,15 @@ def test_no_two_sections_have_a_field_of_the_same_bare_name(task: str) -> None:
     names = [name for one in sections if not isinstance(one, ModelConfig) for name in bare_names(type(one))]
     names += ["variant", *override_fields()]
     assert len(set(names)) == len(names) and set(names) == set(config.settings())
+
+
+def test_a_task_whose_setting_has_the_name_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = dataclasses.make_dataclass(
+        "Wide", [("width", int, 3)], bases=(Classification,), namespace={"name": "wide"}, frozen=True, kw_only=True
+    )
+    monkeypatch.setitem(TASKS, "wide", wide)
+    with pytest.raises(ConfigError, match=r"^width is a setting of task and of model"):
+        TrainConfig().override(task="wide", width=48)
 
 
 @pytest.mark.parametrize(

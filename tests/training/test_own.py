@@ -15,15 +15,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import vitrail
+from tests.make import make_masks_folder, make_voc_folder
 from tests.training.jobs import Make, train_until
-from vitrail.data.source import Sample
+from vitrail.data.source import Sample, target_kind
+from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
-from vitrail.errors import BundleError, ConfigError, RunError
+from vitrail.errors import BundleError, ConfigError, DataError, RunError
 from vitrail.tasks.own_model import OwnModel
+from vitrail.testing import check_source as checked
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import check_source
+from vitrail.training.job import Probe, check_source
 from vitrail.training.run import resume, train
+from vitrail.weights.bundle import Bundle
 
 
 class Stripes:
@@ -226,6 +230,7 @@ PICTURE = np.zeros((4, 5, 3), np.uint8)
 
 BROKEN: list[tuple[Any, str]] = [
     (changed(classes=["dark", "light"]), "classes must be a tuple of names, not ['dark', 'light']"),
+    (changed(classes=("dark", "dark")), "classes must be different names"),
     (changed(count=0), "a source must have at least one sample"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
     (changed(target=lambda self, index: 7), "target(0) is 7, but the targets of this source must be None or an index"),
@@ -247,6 +252,54 @@ BROKEN: list[tuple[Any, str]] = [
 def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match=f"^data: Stripes breaks a rule of its contract: .*{re.escape(rule)}"):
         check_source(source)
+
+
+@pytest.mark.parametrize("amounts", [[0.5], [1, -1], [float("nan"), 1], [float("inf"), 0], 1.0])
+def test_soft_targets_that_are_no_amounts_are_refused(amounts: Any, config: Make) -> None:
+    soft = changed(has_soft_targets=True, soft_target=lambda self, index: amounts)
+    with pytest.raises(DataError, match=r"^soft_target\(\d+\) of Stripes"):
+        train(config(**SIZES), data=soft)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_run_neither_uses_nor_changes_the_state_of_its_caller(context: Any, config: Make, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with context():
+        train(config(steps=2, **SIZES), data=Stripes())
+    assert torch.equal(torch.get_rng_state(), before) and torch.is_grad_enabled()
+
+
+def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match="config is a str; pass a TrainConfig"):
+        train("demo")  # type: ignore[arg-type]
+    for every in (0, 1.5):
+        with pytest.raises(ConfigError, match=f"^every={every} is "):
+            Probe("features", every, lambda outputs, known, asked: {})  # type: ignore[arg-type]
+    with pytest.raises(BundleError, match="network is a Small without a config"):
+        Bundle(Small(), ("a", "b"), config().images)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [(float("inf"),), (1.0, 2.0), ()])
+def test_numbers_that_cannot_be_learned_are_refused(wrong: Any, config: Make) -> None:
+    source = changed(numbers=True, classes=("brightness",), target=lambda self, index: wrong if index == 3 else (1.5,))
+    with pytest.raises(DataError, match=r"target of row 3 is .* NaN stands for an unknown number"):
+        train(config(task="regression", **SIZES), data=source)
+
+
+def test_splits_of_other_classes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^data: the validation split has the classes"):
+        Splits(Stripes(), changed(classes=("light", "dark")), None)
+
+
+@pytest.mark.parametrize("make", [make_voc_folder, make_masks_folder])
+def test_data_with_boxes_or_masks_is_a_source(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    source = open_data(str(make(tmp_path / "data")), validation_share=0.0).train
+    check_source(source)
+    checked(source)
+    other = changed(classes=("one",), target=lambda self, index: source.target(1), target_kind=target_kind(source))
+    with pytest.raises(ConfigError, match=r"target\(\d+\) is .* indices from"):
+        check_source(other)
 
 
 def test_an_object_that_is_no_source_is_refused(config: Make, types_unchecked: None) -> None:

@@ -191,6 +191,13 @@ def test_a_loaded_model_needs_its_name(initial: Initial, tiny: Make) -> None:
         train(tiny(), initial=load(initial(), device="cpu"))
 
 
+def test_a_changed_network_is_no_initial_model(initial: Initial, from_model: Make, colour_folder: Path) -> None:
+    bundle = load(initial(), device="cpu")
+    bundle.network.blocks[0].register_forward_hook(lambda module, given, found: -found)
+    with pytest.raises(ConfigError, match=r"^init=.* network of the initial model was changed"):
+        train(from_model(initial(), colour_folder), initial=bundle)
+
+
 @pytest.mark.slow
 def test_grey_images_are_converted_for_a_colour_model(initial: Initial, from_model: Make, tmp_path: Path) -> None:
     data = make_idx_folder(tmp_path / "grey", train=60, test=10)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.make import assert_close, assert_same, random_bundle, small_config, square_config
-from vitrail.errors import BundleError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.models.positions import resize_grid
 from vitrail.models.predictor import Engine
 from vitrail.models.reduction import TokenReduction
@@ -56,6 +56,29 @@ def test_another_network_is_not_computed_by_the_runtime_of_the_old_one() -> None
         assert other.engine is None and len(other.predict([np.zeros((9, 9, 3), np.uint8)])) == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        ({}, lambda bundle: with_reduction(with_reduction(bundle, TokenReduction(tokens=1)), None)),
+        ({}, lambda bundle: adapted(adapted(bundle, image_size=(16, 20)), image_size=(12, 12))),
+        ({"channels": 1}, lambda bundle: adapted(bundle, channels=3)),
+    ],
+)
+def test_what_a_user_changed_in_a_network_stays(fields: Any, change: Callable[[Bundle], Bundle]) -> None:
+    bundle = vit(**fields)
+    image = np.random.default_rng(0).integers(0, 255, (12, 12), np.uint8)
+    plain = bundle.predict([image])
+    bundle.network.blocks[0].register_forward_hook(lambda module, given, found: -found)
+    bundle.network.blocks.requires_grad_(False)
+    bundle.network.blocks[1].mlp.train()
+    changed = change(bundle)
+    (found,), (expected,) = changed.predict([image]), bundle.predict([image])
+    assert found.label == expected.label and found.probability == pytest.approx(expected.probability, rel=1e-4)
+    assert found.probability != pytest.approx(plain[0].probability, rel=1e-2)
+    assert not any(weight.requires_grad for weight in changed.network.blocks.parameters())
+    assert changed.network.head.weight.requires_grad and changed.network.blocks[1].mlp.training
+
+
 def test_nothing_asked_for_changes_nothing() -> None:
     bundle = vit()
     assert adapted(bundle) is bundle
@@ -85,6 +108,14 @@ def test_class_names_come_with_their_number() -> None:
     assert renamed.metrics == bundle.metrics
     with pytest.raises(BundleError, match="num_classes=3 does not fit the 2 class names; give only one"):
         adapted(bundle, num_classes=3, classes=["a", "b"])
+
+
+def test_values_of_other_types_are_refused(types_unchecked: None) -> None:
+    wrong: dict[str, Any] = {"num_classes": 2.5, "classes": "cat", "image_size": 16}
+    for name, value in wrong.items():
+        with pytest.raises(ConfigError, match=f"^{name}={value!r} is not "):
+            adapted(vit(), **{name: value})
+    assert adapted(vit(), image_size=[16, 20]).network.config.image_size == (16, 20)
 
 
 def test_a_head_can_be_left_out_and_put_on() -> None:

@@ -211,6 +211,45 @@ def test_unknown_choices_are_refused(bundle: Bundle, types_unchecked: None) -> N
         dataclasses.replace(bundle, output="odds")
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("top", 1.5), ("top", True), ("batch_size", "2"), ("batch_size", 1.5), ("precision", ""), ("undecodable", None)],
+)
+def test_arguments_of_other_types_are_refused(argument: str, value: Any, bundle: Bundle, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=f"^{argument}={value!r} is not "):
+        bundle.predict(images(1), **{argument: value})
+
+
+@pytest.mark.parametrize("image", [None, 5, bytearray(b"x"), torch.zeros(4, 4, 3, dtype=torch.uint8)], ids=repr)
+def test_items_that_are_no_images_are_refused(image: Any, bundle: Bundle, types_unchecked: None) -> None:
+    for undecodable in ("raise", "return"):
+        with pytest.raises(ConfigError, match="its items must be paths, "):
+            bundle.predict([image], undecodable=cast(Any, undecodable))
+
+
+@pytest.mark.parametrize("classes", ["abc", (1, 2, 3), {"a"}, None], ids=repr)
+def test_classes_that_are_no_list_of_names_are_refused(classes: Any, bundle: Bundle, types_unchecked: None) -> None:
+    with pytest.raises(BundleError, match=r"^classes=.* must be a list of names"):
+        dataclasses.replace(bundle, classes=classes)
+    assert dataclasses.replace(bundle, classes=["a", "b", "c"]).classes == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_weights_of_other_number_formats_are_saved_in_float32(
+    dtype: torch.dtype, tmp_path: Path, types_unchecked: None
+) -> None:
+    bundle = make_bundle()
+    bundle.network.to(dtype)
+    with pytest.raises(ConfigError, match=rf"{dtype}, in which precision='float32' .* network\.float\(\)"):
+        bundle.predict(images(1))
+    loaded = vitrail.load(bundle.save(tmp_path / "model"), device="cpu")
+    bundle.network.float()
+    assert_same(loaded, bundle)
+    assert loaded.predict(images(2)) == bundle.predict(images(2))
+    with pytest.raises(ConfigError, match="stored='float16' is not one of"):
+        bundle.save(tmp_path / "other", stored=cast(Any, "float16"))
+
+
 def test_numbers_are_the_networks_outputs(tmp_path: Path) -> None:
     bundle, arrays = make_bundle(output="numbers"), images(5)
     assert load_bundle(bundle.save(tmp_path / "model"), device="cpu").output == "numbers"
@@ -491,11 +530,10 @@ def test_saving_never_deletes_other_files(bundle: Bundle, tmp_path: Path, is_mod
     assert sorted(entry.name for entry in folder.iterdir()) == ["model.json", "model.safetensors", "thesis.txt"]
 
 
-def test_other_number_formats_are_refused(bundle: Bundle, tmp_path: Path) -> None:
-    bundle.network.half()
-    bundle.save(tmp_path / "half")
+def test_other_number_formats_are_refused(bundle: Bundle, saved: Path) -> None:
+    replace_weights(saved, safetensors_bytes(bundle.network.half().state_dict()))
     with pytest.raises(BundleError, match=r"not float32 or bfloat16: .* is float16"):
-        load_bundle(tmp_path / "half", device="cpu")
+        load_bundle(saved, device="cpu")
 
 
 def test_weights_are_rounded_to_bfloat16_in_the_file_alone(tmp_path: Path) -> None:

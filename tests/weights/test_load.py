@@ -323,6 +323,31 @@ def test_heads_that_contradict_the_file(tmp_path: Path) -> None:
         load(timm, device="cpu", heads=5, image_size=(32, 48))
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("classes", "rose"), ("classes", (1, 2)), ("num_classes", 2.0), ("num_classes", True), ("image_size", 48),
+        ("heads", "3"), ("mean", 0.5), ("std", "0.5"),
+    ],
+)  # fmt: skip
+def test_options_of_other_types_are_refused(
+    option: str, value: Any, bundle: Bundle, tmp_path: Path, types_unchecked: None
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{option}={re.escape(repr(value))} is not "):
+        load(bundle.save(tmp_path / "model"), **{option: value})
+
+
+def test_lists_are_read_as_tuples(bundle: Bundle, tmp_path: Path, types_unchecked: None) -> None:
+    path, size = bundle.save(tmp_path / "model"), bundle.preprocess.image_size
+    loaded = load(path, image_size=[*size], mean=[*bundle.preprocess.mean], heads=np.int64(3))
+    assert loaded.preprocess == bundle.preprocess and loaded.notes == () and loaded.metrics == bundle.metrics
+
+
+def test_a_hidden_layer_that_is_not_there_cannot_be_dropped(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="drop_head_hidden=True does not fit"):
+        load(bundle.save(tmp_path / "model"), drop_head_hidden=True)
+
+
 @pytest.mark.parametrize("name", ["google_vit_token", "google_vit_gap", "google_hybrid", "timm_vit_gap"])
 def test_a_grid_that_is_no_square_needs_its_size(name: str, tmp_path: Path) -> None:
     layout, suffix = GOLDEN[name]
@@ -451,6 +476,8 @@ def test_a_folder_without_weights_and_one_with_several(tmp_path: Path) -> None:
         write_file({"w": torch.zeros(1)}, tmp_path / name)
     with pytest.raises(BundleError, match=r"has several files of weights, a\.pth, b\.npz: give the path of one"):
         load(tmp_path, device="cpu")
+    with pytest.raises(BundleError, match="weights '/dev/null' do not exist"):
+        load("/dev/null")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "anything.pth"])

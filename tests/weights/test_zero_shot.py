@@ -72,7 +72,12 @@ def test_published_templates_and_those_of_a_file(tmp_path: Path) -> None:
         read_templates(str(path))
 
 
-def test_faults_of_class_names(model: Bundle) -> None:
+def test_faults_of_class_names(model: Bundle, types_unchecked: None) -> None:
+    for classes in ("cat", {"cat", "dog"}, ["cat", None]):
+        with pytest.raises(ConfigError, match=r"^classes=.* is not a list of texts"):
+            zero_shot(model, classes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^texts=.* is not a list of texts"):
+        model.embed_texts(["a", 5])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="empty"):
         zero_shot(model, [])
     long = zero_shot(model, ["bee " * 50, "wasp"])

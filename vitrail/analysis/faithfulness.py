@@ -19,7 +19,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor, nn
 
 from vitrail.analysis.saliency import SaliencyMaps, attention_rollout, class_relevance
-from vitrail.analysis.tracing import transformer_of
+from vitrail.analysis.tracing import checked_targets, transformer_of
 from vitrail.errors import ConfigError
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.models.predictor import Predictor
@@ -137,7 +137,8 @@ class _Hiding:
         self.grid = config.grid_of(images.shape[2], images.shape[3])
         self.count = self.grid[0] * self.grid[1]
         self.patch = config.patch_size[0] * stride, config.patch_size[1] * stride
-        self.targets = self._probabilities(images).argmax(dim=1) if targets is None else targets
+        stated = checked_targets(transformer_of(network), images, targets)
+        self.targets = self._probabilities(images).argmax(dim=1) if stated is None else stated
 
     def order(self, name: str, maps: SaliencyMaps) -> Int64[np.ndarray, "b patches"]:
         """Return the patches of each image, most salient first. Raise `ConfigError` if the maps have other patches."""

@@ -227,12 +227,24 @@ def traces(
     if not chosen:
         raise ConfigError("layers is empty; name at least one block, or leave it out to trace all of them")
     tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
-    if targets is not None and vit.config.dense_head is None:
-        classes = vit.config.num_classes
-        wrong = targets[(targets < 0) | (targets >= classes)]
-        if len(wrong):
-            raise ConfigError(f"targets={int(wrong[0])} is not a class of this network; choose from 0 to {classes - 1}")
-    return _all_pieces(tracer, images, targets, batch_size)
+    return _all_pieces(tracer, images, checked_targets(vit, images, targets), batch_size)
+
+
+def checked_targets(network: VisionTransformer, images: Tensor, targets: Any) -> Int64[Tensor, " b"] | None:
+    """Return the classes to explain, on the device of the images. Raise `ConfigError` unless there is a class of the
+    network for each image."""
+    if targets is None:
+        return None
+    found = torch.as_tensor(targets, device=images.device)
+    if found.shape != (len(images),) or found.is_floating_point():
+        raise ConfigError(
+            f"targets of shape {tuple(found.shape)} and type {found.dtype} are not one whole number for each of "
+            f"{len(images)} images"
+        )
+    classes = network.config.num_classes
+    if network.config.dense_head is None and (wrong := found[(found < 0) | (found >= classes)]).numel():
+        raise ConfigError(f"targets={int(wrong[0])} is not a class of this network; choose from 0 to {classes - 1}")
+    return found.long()
 
 
 def transformer_of(network: nn.Module) -> VisionTransformer:

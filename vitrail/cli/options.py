@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -240,14 +241,14 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
 
 
 class _Once(argparse.Action):
-    """Refuses an option that is typed again with another value, of which only one could count."""
+    """Says that of two values of an option the last counts. Scripts append options to change those that come before."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = vars(namespace).get(self.dest)
         super().__call__(parser, namespace, values, option_string)
         if before is not None and before != (now := getattr(namespace, self.dest)):
             both = (" ".join(one) if isinstance(one, list) else "yes" if one else "no" for one in (before, now))
-            raise ConfigError(f"{flag(self.dest)} is given twice, as {' and as '.join(both)}; give it once")
+            print(f"{flag(self.dest)} is given twice, as {' and as '.join(both)}; the last counts", file=sys.stderr)
 
 
 class _OneValue(_Once, argparse._StoreAction):

@@ -30,6 +30,7 @@ from vitrail.data.splits import (
 from vitrail.data.targets import TargetKind, similar_names
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
 from vitrail.report.page import printable
+from vitrail.settings import problem_of, raise_problems, typed
 
 if TYPE_CHECKING:
     from vitrail.data.formats.pseudo_labels import Pool
@@ -53,7 +54,7 @@ AMOUNT = re.compile(r":(?P<number>\d+|\d*\.\d+)(?P<percent>%?)")
 
 
 def open_data(
-    spec: str,
+    spec: str | Path,
     *,
     validation_share: float,
     validation: str = "auto",
@@ -127,13 +128,15 @@ class OpenedData:
         cut_method: CutMethod = "stratified",
     ) -> Splits:
         """Return the splits by the rules of `open_data`, with the additional training data. Raises `DataError`."""
+        share = typed(float, validation_share, "validation_share")
+        raise_problems([problem_of("validation_share", share, float, {"least": 0, "below": 1})])
         splits = with_validation(self.whole, self.spec, validation_share, validation=validation, method=cut_method)
         splits = _reduced(splits, self.spec, _amount_of(self.spec)[1], per_class, subset_seed, cut_method)
         return _mixture(splits, self.mixed) if self.mixed else splits
 
 
 def open_whole(
-    spec: str,
+    spec: str | Path,
     *,
     classes: tuple[str, ...] | None = None,
     numbers: tuple[str, ...] = (),
@@ -150,6 +153,9 @@ def open_whole(
     is true, data can have no training images; `train` is then empty. With `texts`, texts are the targets of data that
     has both texts and labels.
     """
+    spec = str(typed(str, spec, "data"))
+    if not spec.strip():
+        raise DataError(f"data {spec!r} names nothing; name a folder, a file or a data set")
     if classes is not None and numbers:
         raise ConfigError(f"numbers={numbers} cannot be combined with classes: targets are either numbers or classes")
     if len(set(numbers)) < len(numbers):

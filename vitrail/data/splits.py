@@ -83,6 +83,17 @@ class Splits:
     faults: tuple[Fault, ...] = field(default=())
     """Faults in the structure of the data that are tolerated, because the data is only checked."""
 
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` if a split has other classes than the training split, or the same in another order."""
+        known = getattr(self.train, "classes", ())
+        for split, source in self.sources.items():
+            if (classes := getattr(source, "classes", ())) not in ((), known):
+                raise ConfigError(
+                    f"data: the {split} split has the classes {classes!r:.60}, but the training split has "
+                    f"{known!r:.60}; give all splits the same classes in the same order, because targets are indices "
+                    "of them"
+                )
+
     @property
     def classes(self) -> tuple[str, ...]:
         return self.train.classes

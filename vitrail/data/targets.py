@@ -129,7 +129,13 @@ class Targets:
             masks[:] = found
             return Targets(kind, names, masks)
         width = len(names) if kind == "numbers" else 0
-        numbers = [(math.nan,) * width if one is None or not width else one for one in found]
+        numbers: list[Any] = [(math.nan,) * width if one is None or not width else one for one in found]
+        for row, one in enumerate(numbers):
+            if len(one) != width or any(map(math.isinf, one)):
+                raise DataError(
+                    f"target of row {row} is {one!r:.60}, but it must be None or {width} finite numbers, one for each "
+                    "of the names; NaN stands for an unknown number"
+                )
         return Targets(kind, names, np.array(numbers, np.float64).reshape(len(found), width))
 
     @staticmethod

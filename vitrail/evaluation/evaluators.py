@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.outputs import Outputs
@@ -54,6 +56,9 @@ BY_HEAD: dict[OutputKind, str] = {
 UNLEARNED = frozenset({"retrieval", "zeroshot"})
 """Names of the evaluators that measure features without learning from training images."""
 
+COUNTS = frozenset({"images", "skipped", "training_images"})
+"""Metrics that are numbers of images, which evaluators share."""
+
 OF_PLACED: dict[str, frozenset[str]] = {
     "boxes": frozenset({"detection"}), "mask": frozenset({"masks", "segmentation"}), "texts": frozenset({"retrieval"}),
 }  # fmt: skip
@@ -88,11 +93,18 @@ def check_evaluators(evaluators: Mapping[str, Evaluator], outputs: Outputs, trai
 
 def measure(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
     """Return the metrics of several evaluators, which share features and predictions. Raise the errors of the
-    evaluators.
+    evaluators, and `ConfigError` if two of them measure different values of the same name, apart from `COUNTS`.
     """
     metrics: dict[str, float] = {}
     for name in sorted(evaluators, key=lambda name: name == "fewshot"):  # last: it can use the others' features
-        metrics |= evaluators[name](outputs, train, held_out)
+        found = evaluators[name](outputs, train, held_out)
+        both = [one for one in found if one in metrics and one not in COUNTS]
+        if twice := [one for one in both if not np.array_equal(metrics[one], found[one], equal_nan=True)]:
+            raise ConfigError(
+                f"evaluator {name}: another evaluator measures another {twice[0]!r}; give the metric another name, or "
+                "measure them one after the other"
+            )
+        metrics |= found
     return metrics
 
 

@@ -36,8 +36,8 @@ from vitrail.files import cache_folder, saving, write_json
 from vitrail.machine import Precision, cpu_name, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.predictor import Engine, EngineChoice, EngineName, Predictor
-from vitrail.settings import problem_of, raise_problems, to_plain
-from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.settings import to_plain, typed
+from vitrail.weights.bundle import Bundle, is_described, weights_sha256
 from vitrail.weights.exported import ExportedNetwork, open_onnx, open_openvino
 
 COMPARED = 32
@@ -98,14 +98,16 @@ def with_engine(
     Raise `ConfigError` for an unknown name and for a named runtime that is not installed or cannot compute this model,
     `ExportFailed` if its outputs differ from PyTorch's, and `SaveError` if the cache cannot be written.
     """
-    raise_problems([problem_of("engine", engine, EngineChoice, {})])
+    typed(EngineChoice, engine, "engine")
+    images = typed(int | None, images, "images")
     if engine == "torch":
         return replace(bundle, engine=None)
-    resolved = resolve_precision(precision or bundle.precision, bundle.device)
-    reason = _refusal(bundle, resolved)
+    resolved = resolve_precision(bundle.precision if precision is None else precision, bundle.device)
     names = [name for name in KINDS if _fits(name, resolved)]
+    is_unasked = engine == "auto" and (_is_small(bundle, images) or not names)
+    reason = None if is_unasked else _refusal(bundle, resolved)
     if engine == "auto":
-        if reason is not None or _is_small(bundle, images) or not names:
+        if is_unasked or reason is not None:
             return replace(bundle, engine=None)
     elif reason is not None or resolved not in KINDS[engine].precisions:
         raise ConfigError(
@@ -132,6 +134,8 @@ def _refusal(bundle: Bundle, precision: Precision) -> str | None:
         return f"it computes on the CPU, and the model is on {bundle.device}"
     if precision == "bf16" and bundle.output == "numbers":
         return "it computes the last layer in bf16, too, which rounds numbers in the units of the data"
+    if not is_described(network):
+        return "the network was changed, so its config and its weights alone do not determine its outputs"
     return None
 
 

@@ -332,8 +332,8 @@ def with_new_head(network: AnyModule, num_classes: int, *, drop_hidden: bool = F
 
 
 def with_resized_parts(network: AnyModule, config: Any, weights: Mapping[str, dict[str, Tensor]]) -> AnyModule:
-    """Return the same network for another image size. `weights` has the names of the modules that are made for one
-    size, with those of their weights that change.
+    """Return the same network for another image size or number of channels. `weights` has the names of the modules
+    that are made for one of them, with those of their weights that change.
 
     All other modules are copied with what the user has changed. Raises `ConfigError` if a module that is made anew has
     hooks or a replaced method, or is of another class, and if a copy would use modules of this network.
@@ -344,8 +344,8 @@ def with_resized_parts(network: AnyModule, config: Any, weights: Mapping[str, di
         old, new = network.get_submodule(name), _part_of(network, config, name)
         if new is None or not is_plain(old, type(new)):
             raise ConfigError(
-                f"{name} is made anew for images of {config.image_size}, but it was replaced or has hooks, which would "
-                "be lost; change the network after its image size"
+                f"{name} is made anew for {config.channels} channels of {config.image_size}, but it was replaced or "
+                "has hooks, which would be lost; change the network after its image size and channels"
             )
         frozen = {key for key, weight in old.named_parameters() if not weight.requires_grad}
         new.load_state_dict(old.state_dict() | resized, assign=True)

@@ -8,6 +8,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,7 +19,7 @@ from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import from_plain
+from vitrail.settings import from_plain, typed_fields
 
 AnyConfig = ViTConfig | ResNetConfig
 AnyNetwork = VisionTransformer | ResNet
@@ -108,17 +109,16 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
       of two 3 x 3 convolutions. "BiT-Micro" and "BiT-Milli" halve the sides by max pools instead of strides.
       "RNano+ViT-Pico/8", "RMicro+ViT-Pico/8" and "RMilli+ViT-Pico/8" are hybrids of theirs.
 
-    `fields` replace fields of the `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for an unknown name or field.
+    `fields` replace fields of the `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for an unknown name or field,
+    and for a value of another type.
     """
     config = _named(name)
     known = type(config).__dataclass_fields__
     for given in fields:
         if given not in known:
             raise ConfigError(f"unknown field {given!r} of {name}; {nearest(given, known)}")
-    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    if len(size) != 2:
-        raise ConfigError(f"image_size={image_size} must be one number or (height, width)")
-    return dataclasses.replace(config, **{"image_size": size, **fields})
+    size = (image_size, image_size) if isinstance(image_size, Integral) else image_size
+    return dataclasses.replace(config, **typed_fields(type(config), {"image_size": size, **fields}))
 
 
 def create(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any) -> AnyNetwork:
@@ -238,6 +238,9 @@ class ModelConfig:
         for name, cls in (("root", RootConfig), ("reduction", TokenReduction)):
             if isinstance(value := overrides.get(name), dict):  # JSON has lists instead of tuples
                 overrides[name] = from_plain(cls, value)
+        for kind in (ResNetConfig, ViTConfig) if self.variant is None else (config_type(self.variant),):
+            own = {name: value for name, value in overrides.items() if name in kind.__dataclass_fields__}
+            overrides |= typed_fields(kind, own)
         object.__setattr__(self, "overrides", overrides)
 
     @property

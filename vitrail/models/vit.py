@@ -216,12 +216,14 @@ class VisionTransformer(nn.Module):
     ) -> Features:
         """Encode only some patches, or patches with replaced embeddings, and return their tokens.
 
-        `keep[image, i]` is the index, in row-major order of the grid, of the i-th patch to encode. The result has the
-        patches in this order, and every patch keeps the position embedding of its index. `replace` receives the patch
-        embeddings, before positions are added, and returns their replacements: see
+        `keep[image, i]` is the index, in row-major order of the grid, of the i-th patch to encode, or counts backward
+        from -1. The result has the patches in this order, and every patch keeps the position embedding of its index.
+        `replace` receives the patch embeddings, before positions are added, and returns their replacements: see
         `vitrail.models.tokens.mask_tokens`. Raises `ConfigError` as `features` does.
         """
         patches = self._patches(images, keep, replace)
+        if keep is not None:
+            patches = patches._replace(kept=torch.where(keep < 0, keep + math.prod(patches.grid), keep))
         return self._split(self.tokens(images, patches), patches)
 
     def deep_outputs(

@@ -592,6 +592,8 @@ def _target(model: ServedModel, label: str | None) -> int | None:
     if label not in classes:
         hint = nearest(label, classes) if classes else "it has no classes"
         raise Refused(400, f"label: {label!r} is not a class of model {model.name!r}; {hint}")
+    if (count := classes.count(label)) > 1:
+        raise Refused(400, f"label: {label!r} is the name of {count} classes of model {model.name!r}")
     return classes.index(label)
 
 

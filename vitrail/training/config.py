@@ -36,6 +36,7 @@ from vitrail.settings import (
     raise_problems,
     seconds_in,
     setting,
+    typed_fields,
 )
 from vitrail.tasks import TASKS
 from vitrail.tasks.classification import Classification
@@ -399,7 +400,8 @@ class TrainConfig:
     def override(self, **values: Any) -> TrainConfig:
         """Return a copy with some settings replaced. Each setting is given by its bare name, such as `width` or `seed`.
         A bare name belongs to a field of one of the sections, or to a field of the network's config. `task` is the name
-        of the new task. Raises `ConfigError` with all problems. The message for an unknown name suggests similar names.
+        of the new task. Values may be lists, paths and numbers of numpy. Raises `ConfigError` with all problems. The
+        message for an unknown name suggests similar names.
         """
         task = self.task
         if (chosen := values.pop("task", task.name)) != task.name:
@@ -543,10 +545,16 @@ class TrainConfig:
 
 @cache
 def _sections(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str]:
-    """Return the bare names of all settings with their sections, from the names and types of the sections."""
+    """Return the bare names of all settings with their sections, from the names and types of the sections. Raise
+    `ConfigError` if two sections have a setting of one name, such as a user's own task and the network."""
     found: dict[str, str] = {}
     for section, kind in kinds:
         names = ("variant", *override_fields()) if kind is ModelConfig else bare_names(kind)
+        if both := sorted(found.keys() & {*names}):
+            raise ConfigError(
+                f"{both[0]} is a setting of {found[both[0]]} and of {section}; give the settings of a task of your own "
+                "other names"
+            )
         found |= dict.fromkeys(names, section)
     return found
 
@@ -573,4 +581,5 @@ def _replaced(section: Any, values: dict[str, Any]) -> Any:
     if isinstance(section, ModelConfig):
         return section.override(**values)
     fields = bare_names(type(section))
-    return dataclasses.replace(section, **{fields[name]: value for name, value in values.items()})
+    given = {fields[name]: value for name, value in values.items()}
+    return dataclasses.replace(section, **typed_fields(type(section), given))

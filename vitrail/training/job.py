@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.augment.settings import Augment
+from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import Readers, check_divisible, default_threads, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, check_outlines, fingerprint, target_kind
@@ -32,7 +33,7 @@ from vitrail.models.linear.float32 import resolve_float32_products
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, AnyNetwork, ModelConfig, transformer
 from vitrail.processes.group import Processes
-from vitrail.settings import raise_problems
+from vitrail.settings import problem_of, raise_problems, typed
 from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Position, StepCost, Task
 from vitrail.training.config import KINDS, RunConfig, TrainConfig
@@ -490,9 +491,8 @@ def named_splits(data: Any) -> Splits:
     Raises `ConfigError` with the broken rule if an object breaks the contract of `Source`.
     """
     splits = data if isinstance(data, Splits) else Splits(data, None, None)
-    for source in (splits.train, splits.validation, splits.test):
-        if source is not None:
-            check_source(source)
+    for source in splits.sources.values():
+        check_source(source)
     if splits.title == Splits.title:
         return Splits(splits.train, splits.validation, splits.test, splits.notes, type(splits.train).__name__)
     return splits
@@ -509,6 +509,8 @@ def check_source(source: Any) -> None:
     classes, count = source.classes, len(source)
     if not isinstance(classes, tuple) or not all(isinstance(name, str) for name in classes):
         raise _broken(source, f"classes must be a tuple of names, not {classes!r:.60}")
+    if len(set(classes)) < len(classes):
+        raise _broken(source, f"classes must be different names, not {classes!r:.60}")
     if not count:
         raise _broken(source, "a source must have at least one sample")
     kind = target_kind(source)
@@ -516,13 +518,13 @@ def check_source(source: Any) -> None:
         key, target = source.key(index), source.target(index)
         if not isinstance(key, str):
             raise _broken(source, f"key({index}) must be a name, not {key!r:.60}")
-        if not _fits(target, kind, len(classes)):
-            raise _broken(source, f"target({index}) is {target!r:.60}, but {_rule(kind, len(classes))}")
+        if not target_fits(target, kind, len(classes)):
+            raise _broken(source, f"target({index}) is {target!r:.60}, but {target_rule(kind, len(classes))}")
         try:
             sample = source[index]
         except UndecodableImage:
             continue
-        if sample.key != key or repr(sample.target) != repr(target):
+        if sample.key != key or str(sample.target) != str(target):
             raise _broken(
                 source, f"source[{index}] must have the key and the target that key({index}) and target({index}) return"
             )
@@ -599,11 +601,16 @@ def _broken(thing: Any, rule: str) -> ConfigError:
     return ConfigError(f"{name}: {type(thing).__name__} breaks a rule of its contract: {rule}")
 
 
-def _fits(target: Target, kind: TargetKind, count: int) -> bool:
+def target_fits(target: Target, kind: TargetKind, count: int) -> bool:
+    """Return True if a target is None or one of this kind for this number of classes or numbers."""
     if target is None or kind == "none":
         return target is None
     if kind == "class":
         return _is_class(target, count)
+    if kind == "boxes":
+        return isinstance(target, Objects) and bool(((target.labels >= 0) & (target.labels < count)).all())
+    if kind == "mask":
+        return isinstance(target, Mask) and all(-1 <= place < count for place in target.places)
     if not isinstance(target, tuple):
         return False
     if kind == "texts":
@@ -617,8 +624,11 @@ def _is_class(value: Any, count: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count
 
 
-def _rule(kind: TargetKind, count: int) -> str:
+def target_rule(kind: TargetKind, count: int) -> str:
+    """Return the rule of `target_fits` in words."""
     rules = {
+        "boxes": f"`Objects` with indices from 0 to {count - 1}",
+        "mask": f"a `Mask` with indices from -1 to {count - 1}",
         "texts": "tuples of strings",
         "numbers": f"tuples of {count} floats, one for each name in classes",
         "classes": f"tuples of indices from 0 to {count - 1}",
@@ -770,3 +780,6 @@ class Probe:
     evaluator: Evaluator
     """Evaluator of the model as it would be saved now, with averaged weights and merged adapters. The evaluator learns
     from the training split and measures on the validation split. The random state of PyTorch is restored afterwards."""
+
+    def __post_init__(self) -> None:
+        raise_problems([problem_of("every", typed(int, self.every, "every"), int, {"least": 1})])

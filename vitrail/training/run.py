@@ -90,6 +90,11 @@ def train(
     sharded weights, only the first process returns the weights of the model. Raises `ProcessError` if one of them ends
     or hangs.
     """
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; pass a TrainConfig, such as vitrail.RECIPES['demo']() or "
+            "vitrail.TrainConfig()"
+        )
     started = time.perf_counter() if started is None else started
     processes = join_processes(config.run.process_seconds)
     with processes.reporting():
@@ -105,7 +110,7 @@ def train(
             processes=processes,
         )  # fmt: skip
         memory = check_run_memory(job.config, job.network, job.device, processes)
-        with _same_arithmetic(job.config):
+        with _same_arithmetic(job):
             torch.manual_seed(config.run.seed)
             on_progress = log.extracting if log is not None and processes.is_first else None
             trained, job, notes = make_network(job, model, on_progress)
@@ -124,7 +129,7 @@ def train(
 
 
 def resume(
-    folder: Path,
+    folder: str | Path,
     *,
     data: Source | Splits | OpenedData | None = None,
     network: nn.Module | None = None,
@@ -154,7 +159,7 @@ def resume(
     if len(length) > 1:
         given = " and ".join(f"{name}={value}" for name, value in length.items())
         raise ConfigError(f"{given}: a run is extended to a number of epochs or of steps; give one of them")
-    record = read_record(folder)
+    record = read_record(folder := Path(folder))
     processes = join_processes(record.config.run.process_seconds)
     with processes.reporting(), _locked(folder, processes):
         _check_objects(folder, record, object_names(data, network))
@@ -180,7 +185,7 @@ def resume(
         processes.on_first(lambda: recover_folder(folder / "model"))
         from vitrail.tasks.pairs import saved_words
 
-        with _same_arithmetic(job.config):
+        with _same_arithmetic(job):
             torch.manual_seed(record.config.run.seed)
             trained, job, notes = make_network(replace(job, words=saved_words(folder)), model)
             if differences:
@@ -235,11 +240,15 @@ def _write_record(job: Job, folder: Path) -> None:
 
 
 @contextmanager
-def _same_arithmetic(config: TrainConfig) -> Iterator[None]:
+def _same_arithmetic(job: Job) -> Iterator[None]:
     """Compute inside the `with` block with the settings of a checked config, so that a resumed run computes the same
-    bits."""
+    bits, and with gradients. The caller's random state stays as it was."""
     share_cores()
+    config = job.config
     with (
+        torch.random.fork_rng([job.device] if job.device.type == "cuda" else []),
+        torch.inference_mode(False),
+        torch.enable_grad(),
         float32_products(config.run.float32_products),
         compute_threads(config.run.compute_threads),
         deterministic_algorithms(enabled=config.run.deterministic),

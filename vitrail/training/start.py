@@ -23,7 +23,7 @@ from vitrail.tasks.task import Task
 from vitrail.training.config import StartConfig
 from vitrail.weights.adapt import adapted, with_new_tokens
 from vitrail.weights.answers import OutputKind
-from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.bundle import Bundle, is_described, weights_sha256
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,11 @@ def network_from(
     no hidden layer (paper, section 3.2). Classes that have only numbers never match, because class "3" of one data set
     is not class "3" of another.
     """
+    if not is_described(bundle.network):
+        raise ConfigError(
+            f"init={start.init!r}: the network of the initial model was changed, and a new network with its config and "
+            "its weights computes something else; pass it as vitrail.train(config, network=...), or undo the changes"
+        )
     bundle = adapted(bundle, channels=images.channels)
     if "cut_uneven" in overrides:  # before the size changes to one that needs it
         settings: dict[str, Any] = {"cut_uneven": overrides["cut_uneven"]}

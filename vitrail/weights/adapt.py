@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import BundleError, ConfigError, listed
-from vitrail.models.network import with_weights
+from vitrail.models.copies import separate_copy
+from vitrail.models.network import with_resized_parts
 from vitrail.models.positions import Covered
 from vitrail.models.reduction import TokenReduction
+from vitrail.models.resnet import ResNet
 from vitrail.models.variants import AnyConfig, AnyNetwork
 from vitrail.models.vit_config import ViTConfig
+from vitrail.settings import typed
 from vitrail.weights.bundle import Bundle, FirstPositions
 
 STANDARDISED_STEMS = ("root.before.weight", "root.stem.weight", "stem.weight")
@@ -35,7 +38,11 @@ def adapted(
     bundle. The given bundle is not modified, and shares all unchanged tensors with the result. Raise `BundleError` if
     the number of class names is not `num_classes`, if two new classes have the same name, if patches do not divide the
     image size, or if `channels` is neither the network's number of channels nor 3 for a grey network (`in_colour`).
+    Raise `ConfigError` for a value of another type.
     """
+    image_size = typed(tuple[int, int] | None, image_size, "image_size")
+    num_classes = typed(int | None, num_classes, "num_classes")
+    classes = typed(tuple[str, ...] | None, classes, "classes")
     if classes is not None:
         if num_classes is not None and num_classes != len(classes):
             raise BundleError(
@@ -92,11 +99,12 @@ def resize_network(network: AnyNetwork, image_size: tuple[int, int]) -> AnyNetwo
 
 def with_reduction(bundle: Bundle, reduction: TokenReduction | None) -> Bundle:
     """Return a bundle whose network merges or prunes tokens when it predicts, or with None keeps all of them. All
-    tensors are shared.
+    tensors are shared, and hooks, replaced methods and frozen weights are kept.
 
-    Raise `BundleError` for a ResNet, and for a network whose tokens cannot be reduced.
+    Raise `BundleError` for a ResNet, and for a network whose tokens cannot be reduced, and `ConfigError` if `reduction`
+    is of another type.
     """
-    network = bundle.network
+    network, reduction = bundle.network, typed(TokenReduction | None, reduction, "reduction")
     if network.config.architecture != "ViT":
         raise BundleError(
             f"tokens can be merged or pruned in a ViT only; this model is a {network.config.architecture}"
@@ -107,7 +115,9 @@ def with_reduction(bundle: Bundle, reduction: TokenReduction | None) -> Bundle:
         config = replace(network.config, reduction=reduction)
     except ConfigError as error:
         raise BundleError(str(error)) from None
-    return replace(bundle, network=with_weights(network, config, network.state_dict()), metrics={})
+    reduced = separate_copy(network)
+    reduced.config = config
+    return replace(bundle, network=reduced, metrics={})
 
 
 def _resized(bundle: Bundle, image_size: tuple[int, int]) -> tuple[AnyNetwork, FirstPositions | None]:
@@ -115,8 +125,8 @@ def _resized(bundle: Bundle, image_size: tuple[int, int]) -> tuple[AnyNetwork, F
     time. Positions that were resized before, and have not been trained since, are resized from the first ones."""
     network, first = bundle.network, bundle.first_positions
     if first is not None:
-        state = network.state_dict()
-        unresized = with_weights(network, network.config.with_image_size(first.image_size), state | first.tensors)
+        state, unresized = network.state_dict(), resize_network(network, first.image_size)
+        unresized.load_state_dict(first.tensors, strict=False, assign=True)
         again = resize_network(unresized, network.config.image_size).state_dict()
         if all(torch.equal(again[name].cpu(), state[name].cpu()) for name in first.tensors):
             return resize_network(unresized, image_size).to(bundle.device), first
@@ -147,7 +157,8 @@ def in_colour(network: AnyNetwork, channels: int) -> AnyNetwork:
     that their sum is unchanged. The filters of a hybrid or a ResNet are standardised in every call, which would undo a
     division; the norm behind them divides their sum by three instead.
 
-    Raise `BundleError` unless the network has one channel and `channels` is 3.
+    Raise `BundleError` unless the network has one channel and `channels` is 3, and `ConfigError` if its first layer was
+    replaced or has hooks.
     """
     config = network.config
     if (config.channels, channels) != (1, 3):
@@ -155,14 +166,15 @@ def in_colour(network: AnyNetwork, channels: int) -> AnyNetwork:
             f"channels={channels} does not fit a network of {config.channels} channels; only a grey network can be "
             "given 3 channels"
         )
-    weights = dict(network.state_dict())
-    stem = next((name for name in STANDARDISED_STEMS if name in weights), None)
-    if stem is not None:
-        weights[stem] = weights[stem].repeat(1, channels, 1, 1)
-    else:
-        name = "patches.projection.weight"
-        weights[name] = weights[name].repeat(1, channels) / channels
-    return with_weights(network, replace(config, channels=channels), weights)
+    weights, projection = network.state_dict(), "patches.projection.weight"
+    name = next((name for name in STANDARDISED_STEMS if name in weights), projection)
+    repeated = weights[name].repeat(1, channels, *[1] * (weights[name].ndim - 2))
+    module = name.removesuffix(".weight")
+    weight = repeated / channels if name == projection else repeated
+    made = with_resized_parts(network, replace(config, channels=channels), {module: {"weight": weight}})
+    if isinstance(root := getattr(made, "root", None), ResNet):
+        root.config = replace(root.config, channels=channels)
+    return made
 
 
 def moved_positions(

@@ -26,7 +26,7 @@ from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
 from vitrail.models.predictor import Engine, EnginePredictor, Predictor
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
-from vitrail.settings import from_plain, problem_of, raise_problems, to_plain
+from vitrail.settings import from_plain, to_plain, typed
 from vitrail.weights.answers import (
     DENSE,
     OUTPUT_NOUNS,
@@ -104,8 +104,16 @@ class Bundle:
     def __post_init__(self) -> None:
         if self.engine is not None and self.engine.network is not self.network:
             self.engine = None
-        config = self.network.config
-        if len(self.classes) != config.num_classes:
+        config, names = getattr(self.network, "config", None), self.classes
+        if config is None:
+            raise BundleError(
+                f"network is a {type(self.network).__name__} without a config; give the network that vitrail.create or "
+                "vitrail.load made, without a wrapper"
+            )
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise BundleError(f"classes={names!r:.60} must be a list of names, one for each output")
+        self.classes = tuple(names)
+        if len(names) != config.num_classes:
             raise BundleError(
                 f"there are {len(self.classes)} class names, but the network has {config.num_classes} outputs"
             )
@@ -204,8 +212,8 @@ class Bundle:
 
         An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
         exception instead of a prediction for that image. Raises `DataError` for a path that does not exist,
-        `ConfigError` for a model without a head, a `top` that is out of range or an unknown choice, and `BundleError`
-        for outputs that are not finite.
+        `ConfigError` for a model without a head, a `top` that is out of range, an unknown choice or an argument of
+        another type, and `BundleError` for outputs that are not finite.
         """
         if not self.classes:
             raise ConfigError(
@@ -213,11 +221,11 @@ class Bundle:
                 + ("" if self.words is None else ", or name classes, which its text tower reads (--classes)")
             )
         self._count(top)
-        raise_problems([problem_of("undecodable", undecodable, Literal["raise", "return"], {})])
+        typed(Literal["raise", "return"], undecodable, "undecodable")
         results: list[AnyPrediction | UndecodableImage] = []
         predictor = self.predictor(precision)
         share_cores()
-        for batch in _batches(images, self._batch_size(batch_size, precision or self.precision)):
+        for batch in _batches(images, self._batch_size(batch_size, precision)):
             loaded = [self._pixels(image) for image in batch]
             broken = [item for item in loaded if isinstance(item, UndecodableImage)]
             if broken and undecodable == "raise":
@@ -235,8 +243,8 @@ class Bundle:
         """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
         share_cores()
         predictor = self.predictor()
-        parts = [torch.empty(0, self.network.config.embed_width)]
-        for batch in _batches(images, self._batch_size(batch_size, self.precision)):
+        parts = [torch.empty(0, self.network.config.embed_width, dtype=torch.float32)]
+        for batch in _batches(images, self._batch_size(batch_size, None)):
             pixels = []
             for image in batch:
                 item = self._pixels(image)
@@ -259,8 +267,15 @@ class Bundle:
 
     def predictor(self, precision: Precision | None = None) -> Predictor:
         """Return what computes the outputs of batches in a precision, by default the bundle's own: the engine if it has
-        this precision, else PyTorch. Raise `ConfigError` as `Predictor`."""
-        chosen = precision or self.precision
+        this precision, else PyTorch. Raise `ConfigError` as `Predictor`, and for weights in another number format than
+        float32, or bfloat16 if products are computed in it."""
+        chosen = self.precision if precision is None else precision
+        dtype = next(self.network.parameters()).dtype
+        if dtype != torch.float32 and (dtype, resolve_precision(chosen, self.device)) != (torch.bfloat16, "bf16"):
+            raise ConfigError(
+                f"the network's weights are {dtype}, in which precision={chosen!r} cannot be computed; convert them "
+                "with network.float()"
+            )
         if self.engine is not None and self.engine.precision == resolve_precision(chosen, self.device):
             return EnginePredictor(self.network, self.engine)
         return Predictor(self.network, chosen, exact_head=self.output == "numbers")
@@ -310,12 +325,14 @@ class Bundle:
     def save(self, path: str | Path, *, overwrite: bool = False, stored: StoredFormat = "float32") -> Path:
         """Write a folder that `vitrail.load` reads. If writing fails, `path` stays as it was.
 
-        `stored="bfloat16"` rounds the weights in the file, which then has half the size; the bundle keeps its weights.
+        Weights in other number formats are converted to float32. `stored="bfloat16"` rounds the weights in the file,
+        which then has half the size; the bundle keeps its weights.
         `overwrite` allows replacing an earlier model at `path`. Raises `DestinationError` if `path` is a file, a folder
         with other files, or an earlier model without `overwrite`. Raises `SaveError` if the folder cannot be written,
         and `BundleError` for a network that its config and its weights alone do not make again. A network of
         `torch.compile` is saved without the compilation.
         """
+        typed(StoredFormat, stored, "stored")
         check_model_folder(path := Path(path), overwrite=overwrite)
         bundle = replace(self, network=getattr(self.network, "_orig_mod", self.network))
         write_bundle(bundle, path, stored=stored)
@@ -339,14 +356,15 @@ class Bundle:
         there are none."""
         return {}
 
-    def _batch_size(self, given: int | None, precision: Precision) -> int:
-        if given is not None:
-            return given
+    def _batch_size(self, given: int | None, precision: Precision | None) -> int:
+        if (size := typed(int | None, given, "batch_size")) is not None:
+            return size
+        precision = self.precision if precision is None else precision
         return prediction_batch(self.network, self.preprocess.image_size, self.device, precision)
 
     def _count(self, top: int | None) -> int:
         """Return the number of classes that a prediction ranks."""
-        if top is None:
+        if (top := typed(int | None, top, "top")) is None:
             return len(self.classes)
         if self.output not in ("softmax", "sigmoid"):
             raise ConfigError(
@@ -357,6 +375,11 @@ class Bundle:
         return top
 
     def _pixels(self, image: ImageLike) -> Pixels | UndecodableImage:
+        if not isinstance(image, get_args(ImageLike)):
+            raise ConfigError(
+                f"images has a {type(image).__name__}; its items must be paths, encoded files (bytes), uint8 arrays or "
+                "Pillow images"
+            )
         try:
             return self.preprocess.pixels(read_image(image) if isinstance(image, str | Path) else image)
         except UndecodableImage as error:
@@ -471,6 +494,18 @@ def check_loadable(network: AnyNetwork) -> None:
             module.training, module._compiled_call_impl = mode, compiled
 
 
+def is_described(network: AnyNetwork) -> bool:
+    """Return True if the config and the weights of a network, or the file of an exported one, determine its outputs, so
+    that results can be stored under a hash of them."""
+    if isinstance(getattr(network, "sha256", None), str):
+        return True
+    try:
+        check_loadable(network)
+    except (BundleError, KeyError):  # KeyError: an architecture that is not in `ARCHITECTURES`
+        return False
+    return True
+
+
 def weights_sha256(network: nn.Module) -> str:
     """Return a hash of all weights and their names. The hash does not depend on the file format or the layout.
 
@@ -519,8 +554,8 @@ def read_image(path: str | Path) -> bytes:
     """Return the bytes of an image file. Raise `DataError` if the file cannot be read."""
     try:
         return Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read image {str(path)!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise DataError(f"cannot read image {str(path)!r}: {getattr(error, 'strerror', error)}") from error
 
 
 def image_list(images: Images) -> Sequence[ImageLike]:

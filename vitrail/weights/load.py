@@ -13,6 +13,7 @@ from vitrail.errors import BundleError, ConfigError, nearest
 from vitrail.files import check_new_file, check_new_folder
 from vitrail.machine import pick_device
 from vitrail.registry import Registry
+from vitrail.settings import typed
 from vitrail.weights.adapt import adapted
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
@@ -81,6 +82,8 @@ def load(
     The bundle's `notes` name everything that was assumed, resized or replaced. Raise `BundleError` for a model that is
     missing, damaged or does not fit, and `SaveError` if a download cannot be written to the cache.
     """
+    heads, image_size = typed(int | None, heads, "heads"), typed(tuple[int, int] | None, image_size, "image_size")
+    mean, std = typed(tuple[float, ...], mean, "mean"), typed(tuple[float, ...], std, "std")
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
     source = download(str(path)) if looks_like_hub_name(path) else shipped_folder(path) or Path(path)
     exported = exported_file(source) if layout is None else None
@@ -90,6 +93,7 @@ def load(
         bundle, target = load_exported(exported), torch.device("cpu")
         changes = {
             "num_classes": num_classes, "classes": classes, "mean": mean, "std": std, "tokenizer": tokenizer,
+            "heads": heads, "drop_head_hidden": drop_head_hidden or None,
         }  # fmt: skip
         if image_size != bundle.preprocess.image_size:
             changes["image_size"] = image_size
@@ -108,6 +112,8 @@ def load(
         check_heads(hints, bundle.network.config, source)
     else:
         bundle = _read(source, layout, hints, None if tokenizer is None else Path(tokenizer).expanduser())
+    if drop_head_hidden and not getattr(bundle.network.config, "head_hidden", 0):
+        raise BundleError(f"drop_head_hidden=True does not fit {source}, which has no hidden layer before its head")
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
     preprocess = replace(bundle.preprocess, **colours)
     if preprocess != bundle.preprocess:
@@ -248,7 +254,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"model {str(path)!r} does not exist: there is no such file or folder. Vitrail itself contains "
             f"{', '.join(SHIPPED)}, which needs no file"
         )
-    if path.is_file():
+    if not path.is_dir():
         return Checkpoint(open_tensors(path))
     return Checkpoint(
         open_tensors(_weights_file(path)),

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -74,6 +75,9 @@ def write_folder(
     """Write the folder over an earlier version of it, with the weights in the number format `stored`. `further` are the
     contents of more files of the model by their names. Other files in the folder stay. Raise `SaveError`."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    for name, tensor in weights.items():
+        if tensor.dtype != torch.bfloat16:  # no other format is read
+            weights[name] = tensor.float()
     places = [tensor.untyped_storage().data_ptr() for tensor in weights.values()]
     # The format stores each tensor once, so tensors that modules share are copied.
     weights = {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitrail.data.texts import FILES, TextTokenizer
 from vitrail.errors import BundleError, ConfigError, listed, plural
 from vitrail.models.text import Pair, TextConfig, TextTower
-from vitrail.settings import from_plain, to_plain
+from vitrail.settings import from_plain, to_plain, typed
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.saved import TEXT_WEIGHTS, StoredFormat
 
@@ -85,6 +85,7 @@ class Words:
         context are cut, and a note says so. Raise `ConfigError` for an empty list or an empty text."""
         if not texts or isinstance(texts, str):
             raise ConfigError("texts must be a list with at least one text")
+        texts = typed(tuple[str, ...], [*texts], "texts")
         if empty := [number for number, text in enumerate(texts) if not text.strip()]:
             raise ConfigError(f"text {empty[0] + 1} of {len(texts)} is empty; give every text at least one character")
         tokens, cut = self.tokenizer.encode(texts)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
 from vitrail.models.network import with_weights
 from vitrail.models.vit_config import ViTConfig
+from vitrail.settings import typed
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.words import TextEmbeddings
 
@@ -39,6 +40,8 @@ def zero_shot(
 
     Raise `ConfigError` for a model without a text tower, for empty names, and for names that are given twice.
     """
+    classes = typed(tuple[str, ...], classes, "classes")
+    templates = typed(str | tuple[str, ...], templates, "templates")
     texts = [readable_name(name) for name in classes] if readable else list(classes)
     chosen = read_templates(templates) if isinstance(templates, str) else _checked(templates, "templates")
     found = embed_classes(bundle, texts, chosen)

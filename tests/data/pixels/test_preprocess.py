@@ -177,6 +177,7 @@ def test_normalise_is_the_formula_for_every_value(
         ({"mean": (0.5, 0.5)}, "mean=(0.5, 0.5) needs 1 number, or one for each of 3 channels"),
         ({"channels": 1, "std": (0.1, 0.2, 0.3)}, "std=(0.1, 0.2, 0.3) needs 1 number, or one for each of 1 channels"),
         ({"std": (0.5, 0.0, 0.5)}, "mean=(0.5,) and std=(0.5, 0.0, 0.5) must be finite, and std above 0"),
+        ({"mean": (123.7, 116.3, 103.5)}, "mean=(123.7, 116.3, 103.5) is above 1; pixels are from 0 to 1"),
         ({"std": (-1.0,)}, "mean=(0.5,) and std=(-1.0,) must be finite, and std above 0"),
     ],
 )

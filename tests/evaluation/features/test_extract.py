@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -89,7 +90,8 @@ class Watched:
 
     def __call__(self, source: object, cache: Path | None, **options: object) -> FeatureSet:
         settings = {"on_note": self.notes.append, "on_progress": lambda done, total: self.progress.append(done)}
-        return extracted(self.network, source, **{"batch_size": 5, "cache": cache, **settings, **options})
+        with patch("vitrail.evaluation.features.extract.is_described", return_value=True):  # it calls the network, too
+            return extracted(self.network, source, **{"batch_size": 5, "cache": cache, **settings, **options})
 
 
 def by_hand(network: VisionTransformer, source: Pictures) -> np.ndarray:
@@ -169,6 +171,16 @@ def test_the_second_time_they_are_read_and_mapped(tmp_path: Path) -> None:
     for features in (first, second):
         assert isinstance(features.features, np.memmap) and not features.features.flags.writeable
     assert sorted(path.name for path in the_entry(tmp_path).iterdir()) == ["entry.json", "features.npy"]
+
+
+def test_features_of_a_changed_network_are_not_those_of_the_cache(tmp_path: Path) -> None:
+    network, source, notes = make_network(), Pictures(3), list[str]()
+    before = extracted(network, source, cache=tmp_path)
+    network.blocks[0].register_forward_hook(lambda module, given, found: -found)
+    changed = extracted(network, source, cache=tmp_path, on_note=notes.append)
+    assert not np.allclose(before.features, changed.features, atol=0.01) and "network was changed" in notes[0]
+    assert np.allclose(changed.features, by_hand(network, source), atol=1e-5)
+    assert same(before, extracted(make_network(), source, cache=tmp_path))
 
 
 def test_the_network_is_left_as_it_was(tmp_path: Path) -> None:
@@ -280,7 +292,7 @@ def test_who_comes_second_waits_and_reads(tmp_path: Path) -> None:
     second, waits, results = Watched(), threading.Event(), []
 
     def run() -> None:
-        results.append(extracted(second.network, source, batch_size=5, cache=tmp_path, on_note=said))
+        results.append(second(source, tmp_path, on_note=said))
 
     def said(note: str) -> None:
         second.notes.append(note)

@@ -123,6 +123,8 @@ class Preprocess:
                 yield (f"{name}={getattr(self, name)} needs 1 number, or one for each of {self.channels} channels")
         if not all(0 < value < math.inf for value in self.std) or not all(map(math.isfinite, self.mean)):
             yield f"mean={self.mean} and std={self.std} must be finite, and std above 0"
+        elif any(value > 1 for value in self.mean):
+            yield f"mean={self.mean} is above 1; pixels are from 0 to 1, so divide a mean and std of 0 to 255 by 255"
         if not self.antialias and self.interpolation == "area":
             yield "interpolation='area' averages pixels, which antialias=False forbids"
         if self.scaled_decode and (not self.antialias or self.interpolation == "nearest"):

@@ -16,7 +16,7 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.nearest import lengths_of, nearest
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.features.feature_files import about_features, feature_folders, load_features
-from vitrail.settings import from_plain, to_plain
+from vitrail.settings import from_plain, to_plain, typed
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported import ExportedNetwork
 
@@ -139,9 +139,11 @@ class FeatureIndex:
 
     def search(self, vectors: Float[np.ndarray, "m d"], top: int = 5) -> list[list[Similar]]:
         """Return the `top` images that resemble each vector most, the most similar one first. Images that are equally
-        similar are in the order in which they are stored. Raise `DataError` for vectors of another width, and
-        `ConfigError` for a `top` below 1."""
-        found = []
+        similar are in the order in which they are stored. Raise `DataError` for vectors of another width and for an
+        array that is not made of rows, and `ConfigError` for a `top` that is not a number from 1 on."""
+        found, vectors, top = [], np.asarray(vectors), typed(int, top, "top")
+        if vectors.ndim != 2:
+            raise DataError(f"vectors of shape {vectors.shape} must be rows, (number of queries, width)")
         for part in nearest(self.features, vectors, min(top, len(self)), lengths=self._lengths):
             for rows, cosines in zip(part.indices.tolist(), part.similarities.tolist(), strict=True):
                 found.append([
