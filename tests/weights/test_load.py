@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import vitrail
 from tests.make import assert_close, assert_same, golden, place_of, random_bundle, square_config, write_file
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import BundleError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.models.vit_config import ViTConfig
