@@ -284,7 +284,7 @@ class MemorySource:
 
     def __getitem__(self, index: int) -> Sample:
         assert self.images is not None, "no image may be read here"
-        return Sample(self.keys[index], self.images[index], self.labels[index])
+        return Sample(self.key(index), self.images[index], self.target(index))
 
     def key(self, index: int) -> str:
         return self.keys[index]

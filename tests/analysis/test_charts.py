@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import re
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -23,18 +25,13 @@ def parsed(chart: str) -> ElementTree.Element:
 def test_many_series_differ_in_colour_or_dashes() -> None:
     series = [Series(f"head {number}", [(0.0, float(number)), (3.0, number + 1.0)]) for number in range(12)]
     root = parsed(series_chart(series, label="Lines.", x_name="layer", y_name="pixels", integers=True))
-    lines = [
-        one for one in root.iter(f"{SVG}path") if one.get("class") == "series" and one.find(f"{SVG}title") is not None
-    ]
+    lines = [one for one in root.iter(f"{SVG}path") if one.get("class") == "series" and len(one)]
     assert len({(one.get("stroke"), one.get("stroke-dasharray")) for one in lines}) == 12
     texts = [text for one in root.iter(f"{SVG}text") if (text := one.text)]
     assert {"layer", "pixels", "head 0", "head 11"} <= {*texts} and "1.5" not in texts
-    assert root.get("aria-label") == "Lines."
     last = [one for one in root.iter(f"{SVG}circle") if "head 11" in (one[0].text or "")]
     assert [one[0].text for one in last] == ["head 11: 0, 11", "head 11: 3, 12"]
     assert float(last[0].get("cy", "")) > float(last[1].get("cy", ""))  # upward
-    inside = [float(one.get("y", "0")) for one in root.iter(f"{SVG}text")]
-    assert max(inside) < float(root.get("height", ""))
 
 
 def test_gaps_and_nothing() -> None:
@@ -44,46 +41,33 @@ def test_gaps_and_nothing() -> None:
     assert scatter({}, label="", x_name="x", y_name="y") == ""
 
 
-def test_groups_that_share_a_colour_differ_in_their_dots() -> None:
-    groups = {f"class {number}": [(float(number), 1.0)] for number in range(10)}
-    found = scatter(groups, label="x", x_name="x", y_name="y")
-    for name in ('class="dot" fill="#0072b2"', 'class="dot ring" color="#0072b2"', 'class="dot ring" color="#d55e00"'):
-        assert found.count(name) == 2, "the dot, and its sample in the legend"
-
-
-def test_scatter_has_a_dot_per_point() -> None:
+def test_scatter_has_a_dot_per_point_and_groups_that_share_a_colour_differ() -> None:
     groups = {"heads & more": [(0.0, 5.0), (1.0, math.inf)], "field": [(1.0, 2.0)]}
     root = parsed(scatter(groups, label="Dots.", x_name="layer", y_name="pixels"))
     titles = [one[0].text for one in root.iter(f"{SVG}circle") if len(one)]
     assert titles == ["heads & more: 0, 5", "field: 1, 2"]
+    many = scatter({f"class {at}": [(float(at), 1.0)] for at in range(10)}, label="x", x_name="x", y_name="y")
+    looks = re.findall(r'class="(dot[ a-z]*)" (?:fill|color)="([^"]*)"', many)
+    assert len(set(looks)) == 10
 
 
 def test_heat_map_colours_tell_the_values() -> None:
     values = np.array([[0.0, 0.25, 1.0], [0.5, math.nan, 0.75]])
-    chart = heat_map(
-        values,
-        label="Map.",
-        row_name="layer",
-        column_name="head",
-        unit="CKA",
-        rows="ab",
-        columns="cde",
-        bounds=(0.0, 1.0),
-    )
-    root = parsed(chart)
+    names: dict[str, Any] = {"row_name": "layer", "column_name": "head", "unit": "CKA", "rows": "ab", "columns": "cde"}
+    root = parsed(heat_map(values, label="Map.", **names, bounds=(0.0, 1.0)))
     cells = {one[0].text: one.get("fill") for one in root.iter(f"{SVG}rect") if len(one)}
     assert len(cells) == 5
     assert cells["layer a, head c: 0 CKA"] == "#440154" and cells["layer a, head e: 1 CKA"] == "#fde725"
     texts = [one.text for one in root.iter(f"{SVG}text")]
     assert {"a", "b", "c", "d", "e", "CKA", "layer", "head", "0.0", "1.0"} <= {*texts}
+    constant = heat_map(np.full((2, 3), 2.0), label="", **names)
+    assert float(parsed(constant).get("width", "")) == pytest.approx(float(root.get("width", "")), abs=60)
 
 
 def test_colours_grow_brighter_evenly() -> None:
     found = colours(np.linspace(-0.5, 1.5, 21)[None])[0].astype(float)
-    brightness = found @ [0.299, 0.587, 0.114]
-    assert (
-        (np.diff(brightness) >= 0).all() and np.array_equal(found[0], found[5]) and found[20].tolist() == [253, 231, 37]
-    )
+    assert (np.diff(found @ [0.299, 0.587, 0.114]) >= 0).all()
+    assert np.array_equal(found[0], found[5]) and found[20].tolist() == [253, 231, 37]
 
 
 def test_mosaic_places_pictures_in_rows() -> None:
@@ -95,10 +79,3 @@ def test_mosaic_places_pictures_in_rows() -> None:
     with Image.open(io.BytesIO(png(found))) as picture:
         assert np.array_equal(np.asarray(picture), found)
     assert mosaic(np.zeros((1, 2, 2, 3)), 5).shape == (2, 2, 3)
-
-
-def test_a_constant_map_has_a_scale() -> None:
-    chart = heat_map(
-        np.full((1, 1), 2.0), label="", row_name="r", column_name="c", unit="nats", rows=["0"], columns=["0"]
-    )
-    assert float(parsed(chart).get("width", "")) == pytest.approx(120, abs=60)

@@ -15,9 +15,9 @@ from vitrail.analysis.heads import attention_distance
 from vitrail.analysis.saliency import class_relevance
 from vitrail.analysis.similarity import layer_similarity
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, subset
+from vitrail.data.source import Source
 from vitrail.data.sources import open_whole
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError
 from vitrail.evaluation.metrics.intervals import mcnemar
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
@@ -30,13 +30,9 @@ BIT = {"variant": "BiT-Pico", "width": 8}
 
 
 def bundle_of(
-    *,
-    seed: int = 0,
-    classes: tuple[str, ...] = COLOURS,
-    output: OutputKind = "softmax",
-    size: tuple[int, int] = (12, 8),
-    **fields: Any,
-) -> Bundle:
+    *, seed: int = 0, classes: tuple[str, ...] = COLOURS, output: OutputKind = "softmax",
+    size: tuple[int, int] = (12, 8), **fields: Any,
+) -> Bundle:  # fmt: skip
     torch.manual_seed(seed)
     settings: dict[str, Any] = dict(fields or VIT)
     network = create(settings.pop("variant"), num_classes=len(classes), image_size=size, **settings).eval()
@@ -44,11 +40,6 @@ def bundle_of(
         for parameter in network.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     return Bundle(network, classes, Preprocess(image_size=size), output=output)
-
-
-@pytest.fixture(scope="module")
-def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_colour_folder(tmp_path_factory.mktemp("data") / "colours", images=9)
 
 
 def source_of(folder: Path, bundle: Bundle) -> Source:
@@ -106,18 +97,6 @@ def test_layers_are_compared_on_images_of_each_models_size(colours: Path) -> Non
     assert found.models[1].reach.by_layer == [(0, reach.mean[0].mean()), (1, reach.mean[1].mean())]
 
 
-@pytest.mark.slow
-def test_a_resnet_has_receptive_fields_and_no_relevance(colours: Path) -> None:
-    vit, bit = bundle_of(seed=3), bundle_of(size=(16, 16), **BIT)
-    found = compared(colours, vit, bit, images=4, examples=2)
-    assert [one.reach.name for one in found.models] == ["attention distance", "effective receptive field"]
-    assert found.disagreements
-    for item in found.disagreements:
-        ours, theirs = item.answers
-        assert theirs.relevance is None
-        assert ours.relevance.shape == item.picture.shape[:2]
-
-
 def test_relevance_is_that_of_the_predicted_class(colours: Path) -> None:
     bundle = bundle_of(seed=3)
     found = compared(colours, bundle, bundle_of(seed=4), examples=1, images=4)
@@ -143,13 +122,6 @@ def test_models_that_cannot_be_compared(second: dict[str, Any], message: str) ->
         check_comparable(bundle_of(), bundle_of(**second))
 
 
-def test_too_few_images_of_the_data(colours: Path) -> None:
-    bundle = bundle_of()
-    few = subset(source_of(colours, bundle), range(3))
-    with pytest.raises(DataError, match=r"^3 images with a label can be compared; the layers need at least 4"):
-        compare((Outputs(bundle), Outputs(bundle)), (few, few), ("one", "two"))
-
-
 @pytest.mark.slow
 def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) -> None:
     folder = make_colour_folder(tmp_path / "colours", images=3)
@@ -159,10 +131,3 @@ def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) ->
     found = compared(folder, bundle, bundle_of(seed=4))
     assert found.paired.images == found.looked_at == 8
     assert [(item.key, item.reason) for item in found.skipped] == [(source.key(4), "is empty (0 bytes)")]
-
-
-def test_models_that_cannot_be_compared_are_refused(colours: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^images=3 is too small to compare layers; choose at least 4"):
-        compared(colours, bundle_of(), bundle_of(seed=1), images=3)
-    with pytest.raises(ConfigError, match="a model that predicts numbers cannot be compared"):
-        compared(colours, bundle_of(), bundle_of(output="numbers"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.make import dense_bundle
+from tests.make import dense_bundle, encode
 from vitrail.analysis.explained_outputs import Wanted, outputs_to_explain
 from vitrail.analysis.faithfulness import saliency_curves
 from vitrail.analysis.pages.explanation import explain
@@ -28,10 +27,7 @@ MASKS = "patches", "fine-patches"
 
 @pytest.fixture
 def image() -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 255, (47, 81, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+    return encode(np.random.default_rng(0).integers(0, 255, (47, 81, 3), dtype=np.uint8), "PNG")
 
 
 def found_in(bundle: Any, image: bytes, wanted: Wanted) -> tuple[list[Any], torch.Tensor]:

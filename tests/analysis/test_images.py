@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.analysis.networks import images_of, make
-from tests.make import dense_bundle
+from tests.make import dense_bundle, encode, make_bundle, random_bundle
 from vitrail.analysis.charts import colours, standalone
 from vitrail.analysis.explained_outputs import Wanted
 from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
@@ -34,32 +34,19 @@ from vitrail.analysis.images import (
 )
 from vitrail.analysis.pages.explanation import explain
 from vitrail.analysis.similarity import layer_similarity
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.evaluation.metrics.intervals import Metric
-from vitrail.models.variants import build, variant_config
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.variants import variant_config
 from vitrail.weights.bundle import Bundle
 
 
-def make_bundle(**changes: Any) -> Bundle:
-    settings: dict[str, Any] = {
-        "image_size": (36, 30), "patch_size": (4, 5), "width": 12, "depth": 2, "heads": 3, "mlp_width": 20,
-        "num_classes": 3,
-    }  # fmt: skip
-    config = ViTConfig(**{**settings, **changes})
-    return Bundle(
-        build(config).eval(),
-        ("a", "b", "c")[: config.num_classes],
-        Preprocess(image_size=config.image_size, channels=config.channels),
-    )
+def small_bundle(**changes: Any) -> Bundle:
+    """Return a model for images of 36 x 30 pixels."""
+    return make_bundle(image_size=(36, 30), **changes)
 
 
 def file_of(size: tuple[int, int]) -> bytes:
-    draws = np.random.default_rng(2)
-    coarse = Image.fromarray(draws.integers(0, 256, (4, 5, 3), dtype=np.uint8))
-    file = io.BytesIO()
-    coarse.resize(size[::-1], Image.Resampling.BICUBIC).save(file, "PNG")
-    return file.getvalue()
+    coarse = Image.fromarray(np.random.default_rng(2).integers(0, 256, (4, 5, 3), dtype=np.uint8))
+    return encode(coarse.resize(size[::-1], Image.Resampling.BICUBIC), "PNG")
 
 
 def pixels_of(file: bytes) -> np.ndarray:
@@ -69,7 +56,7 @@ def pixels_of(file: bytes) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"num_classes": 0, "pool": "gap"}, {"pool": "map", "registers": 2}])
 def test_overlays_are_those_of_explanations(changes: dict[str, Any]) -> None:
-    bundle, image = make_bundle(**changes), file_of((47, 61))
+    bundle, image = small_bundle(**changes), file_of((47, 61))
     for target in (0, 2, None) if bundle.classes else (None,):
         explained = explain(bundle, image, wanted=Wanted(target))
         values = explained.overlays["rollout" if target is None else "relevance"]
@@ -79,20 +66,20 @@ def test_overlays_are_those_of_explanations(changes: dict[str, Any]) -> None:
 
 
 def test_large_pictures_are_reduced() -> None:
-    bundle = make_bundle()
+    bundle = small_bundle()
     small, large = (pixels_of(Overlays().draw(bundle, file_of(size), 1)) for size in ((640, 32), (1280, 64)))
     assert small.shape == large.shape == (SIDE, 32, 3)
 
 
 def test_models_without_overlays() -> None:
-    resnet = variant_config("BiT-Pico", num_classes=3)
-    bundle = Bundle(build(resnet).eval(), ("a", "b", "c"), Preprocess(image_size=resnet.image_size))
-    assert Overlays().refusal(bundle) == "a network of the architecture 'BiT' has no attention to look into"
-    assert (
-        Overlays().refusal(dense_bundle("queries")) == "its head, which adds tokens of its own, has no map of weights"
-    )
-    assert Overlays().refusal(make_bundle(attention="linformer")) == "its kind of attention has no map of weights"
-    assert Overlays().refusal(make_bundle()) is None
+    resnet = random_bundle(variant_config("BiT-Pico", num_classes=3))
+    for bundle, reason in (
+        (resnet, "a network of the architecture 'BiT' has no attention to look into"),
+        (dense_bundle("queries"), "its head, which adds tokens of its own, has no map of weights"),
+        (small_bundle(attention="linformer"), "its kind of attention has no map of weights"),
+        (small_bundle(), None),
+    ):
+        assert Overlays().refusal(bundle) == reason
 
 
 def titles(chart: str) -> list[str]:

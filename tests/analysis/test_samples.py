@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import warnings
-
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.analysis.test_comparison import bundle_of
+from tests.make import encode
 from vitrail.analysis.samples import in_batches, inputs_of, picture_of
 from vitrail.data.source import evenly
 
 
 def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
+    """PyTorch warns of arrays that are not writable, which is an error in tests."""
     bundle = bundle_of(size=(12, 8))
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8)
     pixels.flags.writeable = False
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PyTorch warns of arrays that are not writable
-        alone = inputs_of(bundle, [pixels])
-        both = inputs_of(bundle, iter([pixels, file.getvalue()]))
+    file = encode(pixels, "PNG")
+    alone, both = inputs_of(bundle, [pixels]), inputs_of(bundle, iter([pixels, file]))
     assert alone.shape == (1, 3, 12, 8)
     assert torch.equal(both[0], both[1]) and torch.equal(both[0], alone[0])
-    assert np.array_equal(picture_of(file.getvalue()), pixels)
+    assert np.array_equal(picture_of(file), pixels)
 
 
 @pytest.mark.parametrize(("total", "count", "chosen"), [(5, 3, [0, 2, 4]), (3, 9, [0, 1, 2]), (4, 1, [0]), (0, 3, [])])

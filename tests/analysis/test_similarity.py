@@ -75,7 +75,7 @@ def test_two_networks() -> None:
     images = torch.randn(8, 3, 32, 40, generator=torch.Generator().manual_seed(0))
     vit, resnet = make(image_size=(32, 40)), ResNet(ResNetConfig(depths=(1, 1), width=32, num_classes=3)).eval()
     found = layer_similarity(vit, [images], resnet, layers=[1])
-    assert found.values.shape == (1, 2) and np.isfinite(found.values).all()
+    assert found.values.shape == (1, 2) and (found.values < 0.99).all(), "their features differ"
 
 
 def test_what_is_refused() -> None:

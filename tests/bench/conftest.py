@@ -10,9 +10,12 @@ import pytest
 from vitrail.bench.workload import Workload
 from vitrail.models.variants import variant_config
 
+MakeWork = Callable[..., Workload]
+"""The fixture that makes workloads."""
+
 
 @pytest.fixture
-def tiny_work() -> Callable[..., Workload]:
+def tiny_work() -> MakeWork:
     """Return a function that makes workloads of a ViT with two blocks on 28 x 21 pixels. It can replace fields."""
 
     def make(variant: str = "ViT-Pico/7", **fields: Any) -> Workload:

@@ -6,30 +6,35 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from operator import truediv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench.compare import ALONE, _ready, _row, compare
 from vitrail.bench.step import OURS, Entry
-from vitrail.bench.workload import Workload
-from vitrail.errors import ConfigError
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """timm cannot be imported; vit-pytorch is one dense layer."""
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Returns a function that writes a module in place of vit-pytorch. timm cannot be imported."""
     (tmp_path / "timm.py").write_text("raise OSError('built for another torch')")
-    (tmp_path / "vit_pytorch.py").write_text(
-        "from torch.nn import Flatten, Linear, Sequential\n"
-        "def ViT(image_size, channels, num_classes, **sizes):\n"
-        "    return Sequential(Flatten(), Linear(channels * image_size[0] * image_size[1], num_classes))\n"
-    )
     monkeypatch.syspath_prepend(tmp_path)
+    return lambda text: (tmp_path / "vit_pytorch.py").write_text(text)  # type: ignore[return-value]
 
 
-@pytest.mark.usefixtures("stand_ins")
+LAYER = """
+from torch.nn import Flatten, Linear, Sequential
+
+def ViT(image_size, channels, num_classes, **sizes):
+    return Sequential(Flatten(), Linear(channels * image_size[0] * image_size[1], num_classes))
+"""
+"""A stand-in for vit-pytorch of one dense layer."""
+
+
 @pytest.mark.slow
-def test_ours_comes_first_and_those_that_cannot_are_named(tiny_work: Callable[..., Workload]) -> None:
+def test_ours_comes_first_and_those_that_cannot_are_named(tiny_work: MakeWork, stand_in: Callable[[str], None]) -> None:
+    stand_in(LAYER)
     peers = ["timm", "vit-pytorch", "torchvision", "timm"]
     result = compare(tiny_work(precision="bf16", task="infer"), peers=peers, repetitions=3, warmup=1)
     names = [(row["library"], row["ran_with"]) for row in result["rows"]]
@@ -45,7 +50,7 @@ def test_ours_comes_first_and_those_that_cannot_are_named(tiny_work: Callable[..
 
 
 @pytest.mark.slow
-def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workload]) -> None:
+def test_figures_of_a_row_follow_from_its_times(tiny_work: MakeWork) -> None:
     work = tiny_work()
     result = compare(work, repetitions=3, warmup=0, profile=False)
     ours, products = result["rows"]
@@ -64,7 +69,7 @@ def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workloa
 @pytest.mark.slow
 @pytest.mark.parametrize(("busy", "share"), [(1, 0.5), (2, None)])
 def test_a_step_faster_than_its_products_is_measured_again(
-    busy: int, share: float | None, tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
+    busy: int, share: float | None, tiny_work: MakeWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = [2.0] * busy + [0.5] * 2  # of the products, in each measurement; a step of ours takes one second
 
@@ -77,7 +82,7 @@ def test_a_step_faster_than_its_products_is_measured_again(
     assert (ours["share_of_limit"], products["share_of_limit"]) == (share, 1) and len(seconds) == busy
 
 
-def test_compiled_is_set_beside_compiled(tiny_work: Callable[..., Workload]) -> None:
+def test_compiled_is_set_beside_compiled(tiny_work: MakeWork) -> None:
     seconds = {(OURS, "matched"): 4.0, (OURS, "best"): 2.0, ("timm", "matched"): 8.0, ("timm", "best"): 3.0}
     times = {Entry(library, settings): [each] for (library, settings), each in seconds.items()}
     times |= {ALONE: [1.0], Entry("timm", "default"): [12.0]}
@@ -89,47 +94,49 @@ def test_compiled_is_set_beside_compiled(tiny_work: Callable[..., Workload]) -> 
     assert _row(Entry("timm", "best"), tiny_work(), times, None)["vitrail_times_as_fast"] == 0.75
 
 
+FAILING = (
+    LAYER
+    + """
+import torch
+
+def fail(network):
+    raise RuntimeError('no C++ compiler\\nand much more')
+
+torch.compile = fail
+"""
+)
+FULL = """
+import torch
+
+def ViT(**sizes):
+    raise torch.OutOfMemoryError('CUDA out of memory. Tried 9 GB')
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("stand_ins")
-def test_a_compiler_that_fails_is_no_error_of_ours(tiny_work: Callable[..., Workload], tmp_path: Path) -> None:
-    with (tmp_path / "vit_pytorch.py").open("a") as file:
-        file.write("import torch\ndef fail(network):\n    raise RuntimeError('no C++ compiler\\nand much more')\n")
-        file.write("torch.compile = fail\n")
-    work = tiny_work(precision="bf16", task="infer")
-    found, skipped = ready([Entry("vit-pytorch"), Entry("vit-pytorch", "best")], work)
-    assert found == [Entry("vit-pytorch")]
-    assert skipped == {"vit-pytorch compiled": "no C++ compiler"}
-
-
-def ready(wanted: list[Entry], work: Workload) -> tuple[list[Entry], dict[str, str]]:
+@pytest.mark.parametrize(
+    ("text", "settings", "found", "skipped"),
+    [
+        (FAILING, ("matched", "best"), ["matched"], {"vit-pytorch compiled": "no C++ compiler"}),
+        (FULL, ("matched",), [], {"vit-pytorch": "CUDA out of memory"}),
+    ],
+)
+def test_a_peer_whose_compiler_fails_or_that_needs_more_memory_is_skipped(
+    tiny_work: MakeWork, stand_in: Callable[[str], None], text: str, settings: tuple[Any, ...],
+    found: list[str], skipped: dict[str, str],
+) -> None:  # fmt: skip
+    stand_in(text)
     with ExitStack() as stack:
-        workers, skipped = _ready(wanted, work, stack)
-        return list(workers), skipped
+        wanted = [Entry(OURS), *(Entry("vit-pytorch", name) for name in settings)]
+        workers, without = _ready(wanted, tiny_work(precision="bf16", task="infer"), stack)
+        assert list(workers) == [Entry(OURS), *(Entry("vit-pytorch", name) for name in found)]
+    assert without == skipped
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_compiled_networks_take_part(tiny_work: Callable[..., Workload]) -> None:
+def test_compiled_networks_take_part(tiny_work: MakeWork) -> None:
     result = compare(tiny_work(task="infer"), best=True, repetitions=1, warmup=0, profile=False)
     assert [row["ran_with"] for row in result["rows"]] == ["float32", "float32", "float32 compiled"] or result[
         "skipped"
     ]
-
-
-@pytest.mark.slow
-def test_a_peer_that_needs_more_memory_is_skipped(
-    tiny_work: Callable[..., Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "vit_pytorch.py").write_text(
-        "import torch\ndef ViT(**sizes):\n    raise torch.OutOfMemoryError('CUDA out of memory. Tried 9 GB')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with ExitStack() as stack:
-        workers, skipped = _ready([Entry(OURS), Entry("vit-pytorch")], tiny_work(), stack)
-        assert list(workers) == [Entry(OURS)]
-    assert skipped == {"vit-pytorch": "CUDA out of memory"}
-
-
-def test_unknown_peers_are_refused_before_anything_is_built(tiny_work: Callable[..., Workload]) -> None:
-    with pytest.raises(ConfigError, match="unknown library 'keras'"):
-        compare(tiny_work(), peers=["keras"])

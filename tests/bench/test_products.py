@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from torch import nn
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench import step as products
 from vitrail.bench.step import OURS, Entry, Operand, Product, Products, fastest_multiplication, make_step, record
 from vitrail.bench.workload import Workload
@@ -27,28 +28,23 @@ BIT = {"variant": "BiT-R26x1", "image_size": (33, 40)}
 
 def in_both(*fields: dict[str, Any]) -> list[Any]:
     """Return settings in both precisions as parameters. The slow ones are marked."""
+    slow = [pytest.mark.slow]
     return [
-        pytest.param(each, precision, marks=[pytest.mark.slow] if each == BIT else [])
-        for each in fields
-        for precision in ("float32", "bf16")
+        pytest.param(each, name, marks=slow if each == BIT else []) for each in fields for name in get_args(Precision)
     ]
 
 
 @pytest.mark.parametrize(
     ("fields", "precision"),
     in_both(
-        {},
-        {"pool": "gap"},
-        {"channels": 1, "width": 33, "heads": 3, "mlp_width": 17, "batch": 1},
-        {"activation": "swiglu", "head_hidden": 7},
-        {"positions": "relative-bias", "registers": 2},
+        {}, {"pool": "gap"}, {"channels": 1, "width": 33, "heads": 3, "mlp_width": 17, "batch": 1},
+        {"activation": "swiglu", "head_hidden": 7}, {"positions": "relative-bias", "registers": 2},
         {"positions": "relative-keys", "registers": 2},
-        {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 2},
-        BIT,
+        {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 2}, BIT,
     ),
-)
+)  # fmt: skip
 def test_a_prediction_has_the_products_of_the_closed_form(
-    tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
+    tiny_work: MakeWork, precision: Precision, fields: dict[str, Any]
 ) -> None:
     work = tiny_work(task="infer", precision=precision, **fields)
     assert Products(recorded(work), CPU).flops == work.flops
@@ -56,7 +52,7 @@ def test_a_prediction_has_the_products_of_the_closed_form(
 
 @pytest.mark.parametrize(("fields", "precision"), in_both({}, {"pool": "gap", "channels": 1}, BIT))
 def test_a_training_step_has_them_within_a_hundredth(
-    tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
+    tiny_work: MakeWork, precision: Precision, fields: dict[str, Any]
 ) -> None:
     # wide enough that the scores, which a fused kernel computes twice, count as little as in published sizes
     wide = {} if "variant" in fields else {"width": 96, "heads": 3, "mlp_width": 384}
@@ -91,7 +87,7 @@ def test_strides_and_formats_are_kept() -> None:
     assert again.shape == (3, 7) and again.stride() == (1, 3) and again.dtype == torch.bfloat16
 
 
-def test_replaying_makes_the_same_calls(tiny_work: Callable[..., Workload]) -> None:
+def test_replaying_makes_the_same_calls(tiny_work: MakeWork) -> None:
     for fields in ({}, {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 1}):
         first = recorded(tiny_work(**fields))
         again = record(Products(first, CPU))  # the kernel that is fastest may order its factors in another way

@@ -1,4 +1,4 @@
-"""Tests of the reading benchmark: every row reads the same images, including decoding alone and the plain loop."""
+"""Tests of the times of reading and loading: every row reads the same images, and every way to load is timed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench import reading
 from vitrail.bench.reading import (
     DECODING,
     LOOP,
+    measure_loading,
     measure_opening,
     measure_reading,
     write_parquet,
@@ -21,7 +24,7 @@ from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, VitrailError
 
 SMALL = Preprocess(image_size=(21, 28))
 
@@ -46,18 +49,15 @@ def test_every_data_set_and_both_limits_are_timed(
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
     folder = open_data(str(photographs), validation_share=0.0).train
     parquet = open_data(str(write_parquet(folder, tmp_path / "images.parquet")), validation_share=0.0).train
-    assert [parquet[index].image for index in range(9)] == [folder[index].image for index in range(9)]
+    images = [folder[index].image for index in range(9)]
+    assert [parquet[index].image for index in range(9)] == images
     found = measure_reading(
         {"folder": folder, "Parquet": parquet}, SMALL, images=8, batch_size=3, readers=Readers(2), repetitions=2,
         warmup=1,
     )  # fmt: skip
-    assert found["images"] == 6 and found["image_bytes"] == pytest.approx(
-        sum(len(folder[index].image) for index in range(6)) / 6
-    )
-    assert list(found["seconds"]) == ["folder", "Parquet", DECODING, LOOP] and list(found["grown"]) == [
-        "folder",
-        "Parquet",
-    ]
+    assert found["images"] == 6 and found["image_bytes"] == pytest.approx(sum(map(len, images[:6])) / 6)
+    assert list(found["seconds"]) == ["folder", "Parquet", DECODING, LOOP]
+    assert list(found["grown"]) == ["folder", "Parquet"]
     assert all(len(times) == 2 and min(times) > 0 for times in found["seconds"].values())
 
 
@@ -81,11 +81,11 @@ def test_loaders_of_other_libraries_take_the_place_of_the_references(photographs
     assert min(found["seconds"]["other"]) >= 0.3  # counted as three batches
 
 
-@pytest.mark.slow
-def test_large_photographs_repeat(tmp_path: Path) -> None:
-    files = sorted(write_photographs(tmp_path / "large", 5, classes=5, size=(5000, 6000)).rglob("*.jpg"))
-    assert {image_size_of(path.read_bytes()) for path in files} == {(5000, 6000)}
-    assert len({path.read_bytes() for path in files}) == 3
+def test_large_photographs_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MOST_PIXELS", 3 * 90 * 60)
+    files = sorted(write_photographs(tmp_path / "large", 5, classes=5, size=(90, 60)).rglob("*.jpg"))
+    assert {image_size_of(path.read_bytes()) for path in files} == {(90, 60)}
+    assert len(files) == 5 and len({path.read_bytes() for path in files}) == 3
 
 
 def test_images_that_are_made_have_no_decoding_to_compare_with() -> None:
@@ -118,3 +118,26 @@ def test_opening_is_measured_in_processes_of_its_own() -> None:
     found = measure_opening(10_020)
     assert found["images"] == 10_020 and found["again_seconds"] > 0 and found["first_seconds"] > 0
     assert 0 <= found["peak_bytes"] < 100e6
+
+
+READS = {"vitrail.load", "safetensors.torch.load_file", "plain read"}
+PROGRAMS = {"python", "import torch", "import vitrail", "from vitrail import load", "vitrail predict"}
+
+
+def test_every_way_is_timed(tiny_work: MakeWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(reading, "_process", lambda command: lambda: started.append(command))
+    config = tiny_work(channels=1).config
+    result = measure_loading(config, device=torch.device("cpu"), repetitions=1, warmup=0)
+    assert 4 * config.parameters() < result["file_bytes"] < 4 * config.parameters() + 10_000
+    assert set(result["first"]) == set(result["loads"]) == READS and set(result["processes"]) == PROGRAMS
+    scripts = [command[1] for command in started if command[0] == "-c"]
+    assert sorted(scripts) == ["", "from vitrail import load", "import torch", "import vitrail"]
+    (predict,) = [command for command in started if command[0] == "-m"]
+    assert predict[1:3] == ["vitrail", "predict"] and predict[5:] == ["--device", "cpu"]
+
+
+def test_a_process_that_fails_is_an_error() -> None:
+    reading._process(["-c", "pass"])()
+    with pytest.raises(VitrailError, match=r"^python -c raise SystemExit\(.no model.\) failed:\nno model$"):
+        reading._process(["-c", "raise SystemExit('no model')"])()

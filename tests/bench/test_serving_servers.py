@@ -42,7 +42,6 @@ def test_all_processes_of_a_server_are_counted() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stdin is not None
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         assert memory_bytes(process.pid) > 100e6
         assert 0.4 <= cpu_seconds(process.pid) < 5

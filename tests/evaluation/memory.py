@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from tests import make
 from vitrail.data.source import Sample
 from vitrail.data.targets import Target
 
 
-class MemorySource:
+class MemorySource(make.MemorySource):
     """A source of arrays of pixels. Samples whose index is in `broken` are not images."""
+
+    images: Any
 
     def __init__(
         self,
@@ -22,17 +26,12 @@ class MemorySource:
         classes: tuple[str, ...] = ("a", "b", "c"),
         prefix: str = "picture ",
     ) -> None:
-        self.images, self.labels, self.broken = images, list(labels), broken
-        self.classes, self.prefix = classes, prefix
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        super().__init__(
+            images, labels=labels, keys=[f"{prefix}{index}" for index in range(len(labels))], classes=classes
+        )
+        self.broken = broken
 
     def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), b"<html>" if index in self.broken else self.images[index], self.target(index))
-
-    def key(self, index: int) -> str:
-        return f"{self.prefix}{index}"
-
-    def target(self, index: int) -> Target:
-        return self.labels[index]
+        if index in self.broken:
+            return Sample(self.key(index), b"<html>", self.target(index))
+        return super().__getitem__(index)

@@ -82,5 +82,3 @@ def test_what_cannot_be_measured_is_refused() -> None:
         ByRetrieval()(outputs_of(without=True), Pictures(3), Pictures(3, targets=[("a",)]))
     with pytest.raises(DataError, match="retrieval needs images with texts"):
         ByRetrieval()(outputs_of(), Pictures(3), Pictures(3))
-    with pytest.raises(ConfigError, match="bootstrap=-1"):
-        ByRetrieval(bootstrap=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
 
-from tests.make import make_bundle, randomised
+from tests.make import dense_bundle, make_bundle, make_masks_folder, make_voc_folder, randomised
 from vitrail.cli import main
 from vitrail.data.objects import IGNORED
 from vitrail.data.pixels.preprocess import Preprocess
@@ -119,35 +120,26 @@ def test_the_masks_of_a_model_are_measured_at_the_size_of_the_images(
     assert found["pixel_accuracy"] == pytest.approx(accuracy_score(truth[known], answer[known]))
 
 
-@pytest.mark.parametrize("what", ["crop", "classifier", "names"])
-def test_masks_of_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
-    make_scenes(tmp_path / "data", "train", 6)
-    make_scenes(tmp_path / "data", "test", 2)
-    if what == "classifier":
-        bundle = make_bundle()
-    else:
-        bundle = make_bundle(head_kind="patches", output="mask")
-        bundle = replace(bundle, preprocess=replace(bundle.preprocess, resize="crop"))
-    if what != "names":
-        bundle = replace(bundle, classes=("sea", "sail", "sun"))
-    bundle.save(tmp_path / "model")
-    assert main(["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--by", "masks"]) == 2
-    message = {"crop": "choose 'pad'", "classifier": "but the model predicts classes", "names": "do not match"}[what]
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("what", ["boxes", "network"])
-def test_segmentation_needs_masks_and_patches(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
-    make_scenes(tmp_path / "data", "train", 6)
-    make_scenes(tmp_path / "data", "test", 2)
-    model = tmp_path / "model"
-    data = tmp_path / "data"
-    if what == "network":
+@pytest.mark.parametrize(
+    ("by", "kind", "fields", "message"),
+    [
+        ("masks", "patches", {"resize": "crop"}, "choose 'pad'"),
+        ("masks", "patches", {"classes": ("sea", "sail", "sun")}, "do not match"),
+        ("segmentation", "network", {}, "patch tokens"),
+        ("segmentation", "boxes", {}, "images with masks"),
+    ],
+)
+def test_models_and_data_without_masks_or_patches_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], by: str, kind: str, fields: dict[str, Any], message: str
+) -> None:
+    data = make_voc_folder(tmp_path / "data") if kind == "boxes" else make_masks_folder(tmp_path / "data")
+    if kind == "network":
         network = randomised(variant_config("BiT-Pico", num_classes=0, image_size=32))
-        Bundle(network, (), Preprocess(image_size=(32, 32))).save(model)
+        bundle = Bundle(network, (), Preprocess(image_size=(32, 32)))
     else:
-        make_bundle(num_classes=0).save(model)
-        assert main(["data", "pack", str(data), str(tmp_path / "coco"), "--to", "coco"]) == 0
-        data = tmp_path / "coco"
-    assert main(["evaluate", str(model), "--data", str(data), "--by", "segmentation"]) == 2
-    assert {"boxes": "images with masks", "network": "patch tokens"}[what] in capsys.readouterr().err
+        bundle = make_bundle(num_classes=0) if kind == "boxes" else dense_bundle(kind)
+        preprocess = replace(bundle.preprocess, resize=fields.get("resize", "pad"))
+        bundle = replace(bundle, preprocess=preprocess, classes=fields.get("classes", bundle.classes))
+    bundle.save(tmp_path / "model")
+    assert main(["evaluate", str(tmp_path / "model"), "--data", str(data), "--by", by]) == 2
+    assert message in capsys.readouterr().err

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.make import MemorySource
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample
 from vitrail.experiments import faster as search_module
 from vitrail.experiments.faster import Images, linear_head, moves, search, settings_of, truncated
 from vitrail.models.reduction import TokenReduction
@@ -18,42 +18,28 @@ from vitrail.models.variants import create
 from vitrail.weights.adapt import with_reduction
 from vitrail.weights.bundle import Bundle
 
+CLASSES = ("red", "green", "blue")
 
-class Colours:
-    """Images of 16 x 24 pixels, mostly red, green or blue."""
 
-    classes = ("red", "green", "blue")
-
-    def __init__(self, count: int, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        self.images = random.integers(0, 90, (count, 16, 24, 3), dtype=np.uint8)
-        for index in range(count):
-            self.images[index, ..., index % 3] += 120
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), self.images[index], self.target(index))
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def target(self, index: int) -> int:
-        return index % 3
+def colours(count: int, seed: int) -> MemorySource:
+    """Return images of 16 x 24 pixels, mostly red, green or blue."""
+    images = np.random.default_rng(seed).integers(0, 90, (count, 16, 24, 3), dtype=np.uint8)
+    labels = [index % 3 for index in range(count)]
+    for image, label in zip(images, labels, strict=True):
+        image[..., label] += 120
+    return MemorySource(images, labels=labels, classes=CLASSES)
 
 
 def model(**fields: Any) -> Bundle:
     torch.manual_seed(0)
     settings = {"width": 16, "depth": 6, "heads": 2, "mlp_width": 32, "position_std": 0.3, **fields}
     network = create("ViT-Pico/4", image_size=(16, 24), channels=3, num_classes=3, **settings).eval()
-    classes = Colours.classes
-    return linear_head(Bundle(network, classes, Preprocess(image_size=(16, 24))), classes, Colours(60, seed=1))
+    return linear_head(Bundle(network, CLASSES, Preprocess(image_size=(16, 24))), CLASSES, colours(60, seed=1))
 
 
 @pytest.fixture(scope="module")
 def images() -> Images:
-    return Images(Colours(60, seed=1), Colours(45, seed=2))
+    return Images(colours(60, seed=1), colours(45, seed=2))
 
 
 @pytest.mark.slow
@@ -69,35 +55,37 @@ def test_a_truncated_network_is_the_smaller_network() -> None:
     assert len(truncated(model(attention="axial"), 2).network.blocks) == 4
 
 
+def axes(bundle: Bundle, images: Images) -> set[str]:
+    """Return the steps that a model can take, apart from the precision, which depends on the machine."""
+    return {move.axis for move in moves(bundle, bundle, images.train)} - {"precision"}
+
+
 @pytest.mark.slow
 def test_steps_and_their_costs(images: Images) -> None:
     bundle = model(depth=12)
-    found = {move.axis: move for move in moves(bundle, bundle, images.train)}
-    assert set(found) - {"precision"} == {"image size", "blocks", "merging", "pruning"}
     changes: dict[str, dict[str, Any]] = {
         "image size": {"image_size": [16, 20]},
         "blocks": {"blocks": 10},
         "merging": {"removed_tokens": 1, "removed_by": "merge"},
         "pruning": {"removed_tokens": 1, "removed_by": "prune"},
     }
-    for axis, changed in changes.items():
-        after = found[axis].build()
-        assert settings_of(after) == settings_of(bundle) | changed
-        assert found[axis].cost == after.network.config.inference_flops()
-        assert after.notes == bundle.notes
-    rotary = model(positions="rotary-2d", width=32)
-    assert {move.axis for move in moves(rotary, rotary, images.train)} - {"precision"} == {"image size"}
-    for fields in (
-        {"positions_at": "every-layer"},
-        {"attention": "linformer"},
-    ):  # of all blocks
-        whole = model(**fields)
-        assert "blocks" not in {move.axis for move in moves(whole, whole, images.train)}
-    resnet = Bundle(
-        create("BiT-R26x1", image_size=(64, 64), num_classes=3, depths=(1,), width=32), Colours.classes,
-        Preprocess(image_size=(64, 64)),
-    )  # fmt: skip
-    assert {move.axis for move in moves(resnet, resnet, images.train)} - {"precision"} == {"image size"}
+    assert axes(bundle, images) == {*changes}
+    for move in moves(bundle, bundle, images.train):
+        if move.axis in changes:
+            after = move.build()
+            assert settings_of(after) == settings_of(bundle) | changes[move.axis]
+            assert move.cost == after.network.config.inference_flops() and after.notes == bundle.notes
+
+
+@pytest.mark.slow
+def test_networks_that_cannot_take_a_step(images: Images) -> None:
+    assert axes(model(positions="rotary-2d", width=32), images) == {"image size"}
+    for fields in ({"positions_at": "every-layer"}, {"attention": "linformer"}):  # of all blocks
+        assert "blocks" not in axes(model(**fields), images)
+    resnet = create("BiT-R26x1", image_size=(64, 64), num_classes=3, depths=(1,), width=32)
+    assert axes(Bundle(resnet, CLASSES, Preprocess(image_size=(64, 64))), images) == {"image size"}
+    # without a class token, nothing says which patches matter
+    assert axes(model(pool="gap"), images) == {"image size", "blocks", "merging"}
 
 
 @pytest.mark.slow
@@ -108,10 +96,6 @@ def test_pruning_goes_on_where_merging_ends(images: Images) -> None:
     for axis, by in {"merging": "merge", "pruning": "prune"}.items():
         expected = {"removed_tokens": 2, "removed_by": by}
         assert settings_of(found[axis].build()) == settings_of(bundle) | expected
-    pooled = model(pool="gap")  # without a class token, nothing says which patches matter
-    assert not pooled.network.config.has_class_token
-    axes = {move.axis for move in moves(pooled, pooled, images.train)} - {"precision"}
-    assert axes == {"image size", "blocks", "merging"}
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.errors import ConfigError, RunError, VitrailError
+from vitrail.errors import RunError, VitrailError
 from vitrail.experiments.accuracy import AccuracyCell, Curve, CurvePoint
 from vitrail.experiments.runner import Pool, differences, experiment, read_cell, read_result, write_result
 
@@ -106,26 +105,15 @@ def test_a_repeated_cell_keeps_its_result_until_it_has_a_new_one(tmp_path: Path,
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [CELL.name]
 
 
-def test_a_cell_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    new = Pool(folder=tmp_path / "new", cell=AccuracyCell, result=Curve, command=lambda cell: ())
-    with pytest.raises(ConfigError, match=r"'abc' cannot be repeated, because .*cells has no cells"):
-        new.cell_named("abc")
+def test_a_damaged_cell_or_result_is_named(tmp_path: Path) -> None:
     run(tmp_path)
-    with pytest.raises(ConfigError, match=f"'demo' is not in .*; nearest: {CELL.name}"):
-        pool(tmp_path).cell_named("demo")
-
-
-def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
-    run(tmp_path)
-    (tmp_path / "cells" / CELL.name / "cell.json").write_text("{")
-    with pytest.raises(RunError, match=r"has no readable cell: .*; delete the folder"):
-        run(tmp_path)
-
-
-def test_a_damaged_result_is_named(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text("{")
-    with pytest.raises(RunError, match=r"result\.json is damaged: .*; delete the folder"):
-        read_result(tmp_path, Curve)
+    for name, message in (
+        ("cell", r"has no readable cell: .*; delete"),
+        ("result", r"result\.json is damaged: .*; del"),
+    ):
+        (tmp_path / "cells" / CELL.name / f"{name}.json").write_text("{")
+        with pytest.raises(RunError, match=message):
+            run(tmp_path)
 
 
 def test_an_interrupted_cell_ends_its_process(tmp_path: Path) -> None:
@@ -152,22 +140,6 @@ time.sleep(99)
     with pytest.raises(ProcessLookupError):
         os.kill(int((folder / "pid").read_text()), 0)
     assert read_result(folder, Curve) is None
-
-
-@pytest.mark.slow
-def test_a_process_ends_with_the_one_that_started_it() -> None:
-    script = """
-import time
-from vitrail.experiments.runner import end_with_parent
-end_with_parent()
-print("ready", flush=True)
-time.sleep(99)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
-        assert process.stdout.readline() == b"ready\n" and process.poll() is None
-        process.stdin.close()
-        assert process.wait(60) == 1
 
 
 def test_differences_are_told_by_the_names_of_settings() -> None:

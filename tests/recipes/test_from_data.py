@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.make import make_voc_folder
+from tests.make import MemorySource, encode, make_voc_folder
 from vitrail.cli import main
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
@@ -26,25 +26,15 @@ from vitrail.weights.load import load
 Pixels = Callable[[int], np.ndarray | bytes]
 
 
-class Made:
+class Made(MemorySource):
     """Images made by a function of their number, in two classes."""
 
-    classes = ("first", "second")
-
     def __init__(self, pixels: Pixels, images: int = 90) -> None:
-        self.pixels, self.images = pixels, images
-
-    def __len__(self) -> int:
-        return self.images
+        super().__init__(labels=[index % 2 for index in range(images)], classes=("first", "second"))
+        self.pixels = pixels
 
     def __getitem__(self, index: int) -> Sample:
         return Sample(self.key(index), self.pixels(index), self.target(index))
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def target(self, index: int) -> int:
-        return index % 2
 
 
 def digits(index: int) -> np.ndarray:
@@ -118,11 +108,9 @@ def test_boxes_hide_parts_of_images_that_are_seen_often() -> None:
 @pytest.mark.slow
 def test_boxes_are_not_examined_by_a_linear_model(tmp_path: Path) -> None:
     data = make_voc_folder(tmp_path / "data", train=40, validation=0)
-    assert (
-        main(["train", "--data", str(data), "--variant", "ViT-Pico/8", "--width", "16", "--depth", "1", "--heads", "2",
-              "--mlp-width", "16", "--steps", "1", "--run", str(tmp_path / "run")])
-        == 0
-    )  # fmt: skip
+    network = "--variant ViT-Pico/8 --width 16 --depth 1 --heads 2 --mlp-width 16"
+    command = f"train --data {data} {network} --steps 1 --run {tmp_path / 'run'}"
+    assert main(shlex.split(command)) == 0
     assert load(tmp_path / "run").output == "boxes", "the task follows from the data"
 
 
@@ -219,9 +207,7 @@ def test_the_faster_way_of_reading_is_chosen(monkeypatch: pytest.MonkeyPatch) ->
 def jpeg(index: int) -> bytes:
     """A JPEG file of 400 x 410 pixels."""
     pixels = np.random.default_rng(index).integers(0, 255, (25, 25, 3), dtype=np.uint8).repeat(16, 0).repeat(16, 1)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).resize((400, 410)).save(buffer, "jpeg")
-    return buffer.getvalue()
+    return encode(Image.fromarray(pixels).resize((400, 410)), "jpeg")
 
 
 def test_large_jpegs_are_decoded_at_a_fraction_of_their_size() -> None:
@@ -259,22 +245,13 @@ def test_many_or_small_images_get_larger_batches() -> None:
     assert planned(photographs, images=8_000, epochs=1.0).config.run.batch_size == 32
 
 
-def test_colours_are_those_of_the_images() -> None:
-    colours = colours_of(Made(lambda index: np.full((9, 7, 3), (0, 51, 255), np.uint8)))
-    assert colours == (3, (0.0, 0.2, 1.0), (0.05, 0.05, 0.05))
-    grey = colours_of(Made(lambda index: np.full((9, 7, 3), 51, np.uint8)))
-    assert grey == (1, (0.2,), (0.05,))
-
-
-def test_colours_of_images_that_cannot_be_decoded_are_skipped() -> None:
-    file = io.BytesIO()
-    draws = np.random.default_rng(0)
-    Image.fromarray(draws.integers(0, 256, (90, 70), dtype=np.uint8)).save(file, "PNG")
-
-    def levels(index: int) -> Any:
-        return file.getvalue()[:2000] if index == 4 else b"no image" if index == 8 else np.full((9, 7, 1), 51, np.uint8)
-
-    assert colours_of(Made(levels, 9)) == (1, (0.2,), (0.05,))
+def test_colours_are_those_of_the_images_that_can_be_decoded() -> None:
+    colour, grey = np.full((9, 7, 3), (0, 51, 255), np.uint8), np.full((9, 7, 1), 51, np.uint8)
+    assert colours_of(Made(lambda index: colour)) == (3, (0.0, 0.2, 1.0), (0.05, 0.05, 0.05))
+    assert colours_of(Made(lambda index: grey.repeat(3, 2))) == (1, (0.2,), (0.05,))
+    cut = encode(np.random.default_rng(0).integers(0, 256, (90, 70), dtype=np.uint8), "PNG")[:2000]
+    broken = {4: cut, 8: b"no image"}
+    assert colours_of(Made(lambda index: broken.get(index, grey), 9)) == (1, (0.2,), (0.05,))
     assert colours_of(Made(lambda index: b"no image", 3)) == (1, (0.5,), (0.05,))
 
 

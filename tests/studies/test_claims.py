@@ -28,30 +28,25 @@ from vitrail.studies.claims import (
 FAR = {"a": (0.80, 0.81, 0.82), "b": (0.70, 0.72, 0.71), "c": (0.79, 0.83, 0.81)}
 
 
+SHOWN, OPEN, AGAINST = ("a", "b"), ("a", "c"), ("b", "a")
+
+
 @pytest.mark.parametrize(
-    ("pair", "outcome"), [(("a", "b"), "shown"), (("b", "a"), "contradicted"), (("a", "c"), "not shown")]
-)
-def test_an_interval_on_one_side_of_zero_decides(pair: tuple[str, str], outcome: str) -> None:
-    assert Better("first is better", (pair,)).check(results_of(FAR)).outcome == outcome
+    ("pairs", "outcome"),
+    [
+        ((SHOWN,), "shown"), ((AGAINST,), "contradicted"), ((OPEN,), "not shown"), ((), "not shown"),
+        ((SHOWN, OPEN), "not shown"), ((SHOWN, AGAINST), "contradicted"), ((SHOWN, ("x", "b")), "not shown"),
+    ],
+)  # fmt: skip
+def test_all_pairs_need_an_interval_on_one_side_of_zero(pairs: tuple[tuple[str, str], ...], outcome: str) -> None:
+    assert Better("first is better", pairs).check(results_of(FAR)).outcome == outcome
 
 
 def test_the_evidence_has_the_numbers() -> None:
-    (text,) = Better("a is better", (("a", "b"),)).check(results_of(FAR)).evidence
+    (text,) = Better("a is better", (SHOWN,)).check(results_of(FAR)).evidence
     assert text == "a minus b: +10.00 points, 95 % interval +7.52 to +12.48 (3 seeds)"
-
-
-def test_all_pairs_must_show_a_claim() -> None:
-    shown, open_, against = ("a", "b"), ("a", "c"), ("b", "a")
-    assert Better("", (shown, open_)).check(results_of(FAR)).outcome == "not shown"
-    assert Better("", (shown, against)).check(results_of(FAR)).outcome == "contradicted"
-    assert Better("", ()).check(results_of(FAR)).outcome == "not shown"
-
-
-def test_one_seed_shows_nothing() -> None:
-    found = Better("a is better", (("a", "b"),)).check(results_of({"a": (0.9,), "b": (0.1,)}))
-    assert found.outcome == "not shown" and found.evidence == (
-        "a minus b: +80.00 points with one seed, which has no interval",
-    )
+    found = Better("a is better", (SHOWN,)).check(results_of({"a": (0.9,), "b": (0.1,)}))
+    assert found.outcome == "not shown" and "+80.00 points with one seed, which has no interval" in found.evidence[0]
 
 
 def test_points_that_were_not_measured_or_diverged_show_nothing() -> None:
@@ -130,19 +125,13 @@ def law(factor: float) -> Callable[[float], float]:
 
 
 def test_the_frontier_leaves_out_what_less_compute_achieves() -> None:
-    assert frontier([(4.0, 0.3), (1.0, 0.5), (2.0, 0.5), (3.0, 0.6), (8.0, 0.29)]) == [
-        (1.0, 0.5),
-        (4.0, 0.3),
-        (8.0, 0.29),
-    ]
-    assert frontier([]) == []
+    points = [(4.0, 0.3), (1.0, 0.5), (2.0, 0.5), (3.0, 0.6), (8.0, 0.29)]
+    assert frontier(points) == [(1.0, 0.5), (4.0, 0.3), (8.0, 0.29)] and frontier([]) == []
 
 
 def test_the_exponent_is_found_again() -> None:
     found = PowerLawFit("falls", "vit").check(Results(arm("vit", law(1.0))))
-    assert found.outcome == "shown" and found.evidence[0].startswith(
-        "exponent of the error of vit: -0.250, 95 % interval"
-    )
+    assert found.outcome == "shown" and "of vit: -0.250, 95 % interval" in found.evidence[0]
 
 
 def test_an_exponent_needs_two_points_and_two_seeds() -> None:
@@ -162,40 +151,29 @@ def test_the_ratio_of_compute_is_found_again(first: str, second: str, outcome: s
     assert found.outcome == outcome and f": {ratio}, 95 % interval" in found.evidence[0]
 
 
-def test_a_ratio_that_depends_on_the_seed_is_not_shown() -> None:
-    noisy = [
-        measured("bit", [1 - law(1.0)(x) * factor for factor in (0.6, 1.0, 1.5)], x=x, label=f"{x:g}") for x in COMPUTE
-    ]
-    found = LessCompute("less", "vit", "bit").check(Results([*arm("vit", law(1.0)), *noisy]))
-    assert found.outcome == "not shown" and "3 seeds" in found.evidence[0]
+def points_of(name: str, values: dict[float, list[float]]) -> list[PointResult]:
+    """Return points with these accuracies of the seeds, by their compute."""
+    return [measured(name, accuracies, x=x, label=f"{x:g}") for x, accuracies in values.items()]
 
 
-def test_a_ratio_needs_falling_errors_and_two_seeds() -> None:
-    one = Results([*arm("vit", law(3.0), seeds=1), *arm("bit", law(1.0), seeds=1)])
-    assert "one seed" in LessCompute("less", "vit", "bit").check(one).evidence[0]
-    flat = Results([*arm("vit", law(3.0)), *arm("bit", lambda x: 0.5, noise=0.0)])
-    assert LessCompute("less", "vit", "bit").check(flat).evidence == ("no seed has a falling error of both arms",)
+PERFECT = {x: [accuracy] * 2 for x, accuracy in zip(COMPUTE, (0.5, 0.75, 1.0), strict=True)}
+NOISY = {x: [1 - law(1.0)(x) * factor for factor in (0.6, 1.0, 1.5)] for x in COMPUTE}
 
 
-def test_an_arm_that_hardly_learns_gives_a_ratio_beyond_all_numbers() -> None:
-    flat = [measured("bit", values, x=x, label=f"{x:g}") for x, values in ((1e9, [0.1, 0.1]), (1e11, [0.10001, 0.7]))]
-    found = LessCompute("less", "vit", "bit").check(Results([*arm("vit", law(1.0), seeds=2), *flat]))
-    assert found.outcome == "not shown" and ": 1e+304, 95 % interval 0 to 1e+304 (2 seeds)" in found.evidence[0]
-
-
-def test_arms_without_errors_have_no_ratio() -> None:
-    arms = [
-        measured(name, [value, value], x=x, label=f"{x:g}")
-        for name in ("vit", "bit")
-        for x, value in zip(COMPUTE, (0.5, 0.75, 1.0), strict=True)
-    ]
-    found = LessCompute("less", "vit", "bit").check(Results(arms))
-    assert found.outcome == "not shown" and "both arms reach an error of 0" in found.evidence[0]
-
-
-def test_an_arm_that_was_not_measured_is_named() -> None:
-    found = LessCompute("less", "vit", "bit").check(Results(arm("vit", law(1.0))))
-    assert found.outcome == "not shown" and found.evidence == ("bit was not measured",)
+@pytest.mark.parametrize(
+    ("points", "evidence"),
+    [
+        ([*arm("vit", law(1.0)), *points_of("bit", NOISY)], "3 seeds"),
+        ([*arm("vit", law(3.0), seeds=1), *arm("bit", law(1.0), seeds=1)], "one seed"),
+        ([*arm("vit", law(3.0)), *arm("bit", lambda x: 0.5, noise=0.0)], "no seed has a falling error of both arms"),
+        ([*arm("vit", law(1.0), seeds=2), *points_of("bit", {1e9: [0.1, 0.1], 1e11: [0.10001, 0.7]})], ": 1e+304, "),
+        ([*points_of("vit", PERFECT), *points_of("bit", PERFECT)], "both arms reach an error of 0"),
+        (arm("vit", law(1.0)), "bit was not measured"),
+    ],
+)
+def test_a_ratio_that_is_not_certain_is_not_shown(points: list[PointResult], evidence: str) -> None:
+    found = LessCompute("less", "vit", "bit").check(Results(points))
+    assert found.outcome == "not shown" and evidence in found.evidence[0]
 
 
 @pytest.mark.parametrize("level", [0.5, 0.05, 0.001])

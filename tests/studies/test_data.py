@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import DataError
 from vitrail.studies.study import check_subsets, open_study_data, point, small_config
 
 
@@ -50,11 +50,6 @@ def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
 def test_data_without_a_test_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no test split; a study reports results on test images, so add a folder"):
         open_study_data(write_folder(tmp_path, splits=("train",)), "quick")
-
-
-def test_an_amount_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data='bundled\[:100\]' selects an amount, but the study selects its subs"):
-        open_study_data("bundled[:100]", "quick")
 
 
 def test_data_without_classes_is_refused(tmp_path: Path) -> None:

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vitrail.data.formats.fractals import open_fractals
 from vitrail.models.variants import ModelConfig
-from vitrail.studies.study import (
-    NETWORKS,
-    Settings,
-    data_config,
-    finetuning_config,
-    fractals,
-    patch_side,
-    run_cost,
-    small_config,
-)
+from vitrail.studies.study import NETWORKS, Settings, data_config, finetuning_config, run_cost, small_config
 
 
 @pytest.mark.slow
@@ -23,7 +13,6 @@ def test_subsets_are_nested_and_share_the_held_out_images() -> None:
     few, more = data_config("bundled", 50).open(), data_config("bundled", 120).open()
     keys = [{source.key(index) for index in range(len(source))} for source in (few.train, more.train)]
     assert keys[0] < keys[1] and len(keys[0]) == 50
-    assert few.validation is not None and more.validation is not None
     held_out = [{one.key(index) for index in range(len(one))} for one in (few.validation, more.validation)]
     assert held_out[0] == held_out[1] and not held_out[0] & keys[1]
     labels = [few.train.target(index) for index in range(50)]
@@ -47,10 +36,3 @@ def test_a_second_stage_has_no_network_of_its_own() -> None:
     config = finetuning_config(Settings(channels=3), images=100, steps=7, linear_head=True)
     assert config.model == ModelConfig() and config.start.init and config.run.steps == 7
     assert config.images.image_size == (32, 32) and config.images.channels == 3
-
-
-def test_fractals_have_the_size_of_the_images() -> None:
-    spec = fractals(Settings(), 3, 2)
-    source = open_fractals(spec)
-    assert spec == "fractals:3:2:0:28" and len(source) == 6
-    assert patch_side(Settings(), 7) == 4 and patch_side(Settings(channels=3), 7) == 4

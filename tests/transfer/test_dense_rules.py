@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import vitrail
 from tests.make import make_bundle, make_colour_folder, make_masks_folder, make_voc_folder
@@ -19,14 +17,7 @@ from vitrail.data.source import typical_size
 from vitrail.data.sources import open_data
 from vitrail.tasks.segmentation import Segmentation
 from vitrail.training.config import TrainConfig
-from vitrail.transfer.dense_rules import (
-    PATCHES_OF_OBJECT,
-    Times,
-    _head_seconds,
-    choose_size,
-    sizes_for,
-    smallest_side,
-)
+from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, choose_size, sizes_for, smallest_side
 from vitrail.transfer.finetune import plan
 
 
@@ -90,12 +81,6 @@ def test_what_does_not_fit_the_targets_is_refused(tmp_path: Path, capsys: pytest
         assert message in " ".join((found.out + found.err).split()) and not (tmp_path / "run").exists()
 
 
-def test_the_head_of_queries_is_measured_with_its_blocks() -> None:
-    config = make_bundle(patch_size=(8, 8), image_size=(32, 48), depth=5).network.config
-    queries: Any = {"head_kind": "queries", "queries": 7, "query_blocks": 2}
-    assert 0 < _head_seconds(replace(config, **queries), torch.device("cpu"), "bf16", 2) < 5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "metric"), [(make_voc_folder, "average_precision_50"), (make_masks_folder, "mean_iou")]
@@ -114,29 +99,44 @@ def test_one_command_learns_drawn_objects(
         assert {row["category_name"] for row in rows} <= {"blue", "red box"} and len(rows) > 20
 
 
-def test_masks_are_learned_with_the_dice_loss_unless_the_head_has_its_own(tmp_path: Path) -> None:
-    data = str(make_masks_folder(tmp_path / "masks"))
-    base, bundle = TrainConfig().override(data=data, init="small", device="cpu"), vitrail.load("small")
-    queries = {"head_kind": "queries", "queries": 8, "query_blocks": 2}
-    for explicit, weight in (({}, 3.0), ({"dice_weight": 0.5}, 0.5), (queries, 0.0)):
-        task = plan(bundle, base.data.open_whole(), base, explicit={"steps": 1, **explicit}).config.task
-        assert isinstance(task, Segmentation) and task.dice_weight == weight
+Planned = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Planned:
+    """Returns the config that is chosen for a small model and masks of drawn objects."""
+    base = TrainConfig().override(data=str(make_masks_folder(tmp_path / "masks")), init="small", device="cpu")
+
+    def make(budget: str | None = None, **explicit: Any) -> TrainConfig:
+        return plan(vitrail.load("small"), base.data.open_whole(), base, explicit=explicit, budget=budget).config
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("explicit", "weight"),
+    [({}, 3.0), ({"dice_weight": 0.5}, 0.5), ({"head_kind": "queries", "queries": 8, "query_blocks": 2}, 0.0)],
+)
+def test_masks_are_learned_with_the_dice_loss_unless_the_head_has_its_own(
+    planned: Planned, explicit: dict[str, Any], weight: float
+) -> None:
+    task = planned(steps=1, **explicit).task
+    assert isinstance(task, Segmentation) and task.dice_weight == weight
 
 
 @pytest.mark.slow
-def test_a_run_whose_time_suffices_for_one_evaluation_measures_the_finished_model_only(tmp_path: Path) -> None:
-    data = str(make_masks_folder(tmp_path / "masks"))
-    base, bundle = TrainConfig().override(data=data, init="small", device="cpu"), vitrail.load("small")
-    for budget, evaluations, keep in (("0.2s", 0, "last"), ("10m", 4, "best")):
-        run = plan(bundle, base.data.open_whole(), base, explicit={"train_blocks": 0}, budget=budget).config.run
-        assert (run.evaluations, run.keep) == (evaluations, keep)
+@pytest.mark.parametrize(("budget", "evaluations", "keep"), [("0.2s", 0, "last"), ("10m", 4, "best")])
+def test_a_run_whose_time_suffices_for_one_evaluation_measures_the_finished_model_only(
+    planned: Planned, budget: str, evaluations: int, keep: str
+) -> None:
+    run = planned(budget, train_blocks=0).run
+    assert (run.evaluations, run.keep) == (evaluations, keep)
 
 
 @pytest.mark.slow
-def test_blocks_learn_more_slowly_than_the_head_at_any_rate(tmp_path: Path) -> None:
-    data = str(make_masks_folder(tmp_path / "masks"))
-    base, bundle = TrainConfig().override(data=data, init="small", device="cpu"), vitrail.load("small")
-    for explicit, rate in (({}, 3e-3), ({"learning_rate": 1e-5}, 1e-5)):
-        given = {"steps": 1, "train_blocks": 1, **explicit}
-        optimizer = plan(bundle, base.data.open_whole(), base, explicit=given).config.optimizer
-        assert optimizer.learning_rate == rate and optimizer.learning_rate_factors[1] == ".*=0.03333"
+@pytest.mark.parametrize(("explicit", "rate"), [({}, 3e-3), ({"learning_rate": 1e-5}, 1e-5)])
+def test_blocks_learn_more_slowly_than_the_head_at_any_rate(
+    planned: Planned, explicit: dict[str, float], rate: float
+) -> None:
+    optimizer = planned(steps=1, train_blocks=1, **explicit).optimizer
+    assert optimizer.learning_rate == rate and optimizer.learning_rate_factors[1] == ".*=0.03333"

@@ -27,44 +27,55 @@ from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import FinetuneResult, evaluate_run, finetune, plan
 from vitrail.weights.bundle import Bundle
 
+Planning = Callable[..., Callable[..., FinetunePlan]]
+Planned = Callable[..., TrainConfig]
 
-@pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 UNEXAMINED = {"image_size": (14, 21), "flip": True}
 """Settings with which the rule does not examine the training images."""
 
 
-def planning(bundle: Bundle, model: Path, data: Path, **fields: Any) -> Callable[..., FinetunePlan]:
-    """Return `plan` for a model and a data set, which is opened once."""
-    base = TrainConfig().override(data=str(data), init=str(model), device="cpu", **fields)
-    return partial(plan, bundle, base.data.open_whole(), base)
+@pytest.fixture
+def planning(tiny_bundle: Bundle, model: Path) -> Planning:
+    """Returns `plan` for the small transformer and a data set, which is opened once."""
+
+    def of(data: Path, **fields: Any) -> Callable[..., FinetunePlan]:
+        base = TrainConfig().override(data=str(data), init=str(model), device="cpu", **fields)
+        return partial(plan, tiny_bundle, base.data.open_whole(), base)
+
+    return of
 
 
-def planned(bundle: Bundle, model: Path, data: Path, **explicit: object) -> TrainConfig:
-    return planning(bundle, model, data)(explicit=explicit).config
+@pytest.fixture
+def planned(planning: Planning) -> Planned:
+    """Returns the config that the rule chooses for a data set."""
+    return lambda data, **explicit: planning(data)(explicit=explicit).config
 
 
 def finetuned(config: TrainConfig, bundle: Bundle, **others: Any) -> FinetuneResult:
     return finetune(config, config.data.open_whole(), bundle, **others)
 
 
-def test_the_plan_is_for_this_model_and_this_data(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
-    config = planned(tiny_bundle, model, colours)
+def test_the_plan_is_for_this_model_and_this_data(
+    planned: Planned, tiny_bundle: Bundle, model: Path, colours: Path
+) -> None:
+    config = planned(colours)
     assert config.images == tiny_bundle.preprocess and config.start.init == str(model)
     assert config.data.spec == str(colours)
     assert (config.run.batch_size, config.run.steps) == (4, 135)  # 27 images, 20 times each
-    assert planned(tiny_bundle, model, colours, flip=True, image_size=(28, 35)).images.image_size == (28, 35)
+    assert planned(colours, flip=True, image_size=(28, 35)).images.image_size == (28, 35)
 
 
 @pytest.mark.slow
 def test_a_model_learns_another_task_and_is_looked_at(
-    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+    planned: Planned, tiny_bundle: Bundle, model: Path, colours: Path
 ) -> None:
-    config = planned(tiny_bundle, model, colours).override(steps=20, precision="float32", keep="last", run="my run")
+    config = planned(colours).override(steps=20, precision="float32", keep="last", run="my run")
     found = finetuned(config, tiny_bundle)
     assert isinstance(found, FinetuneResult) and not found.trials
     assert found.split == "test" and found.report is not None and found.report.images == 12
@@ -82,10 +93,10 @@ def test_a_model_learns_another_task_and_is_looked_at(
 
 @pytest.mark.slow
 def test_held_out_images_are_predicted_once(
-    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+    planned: Planned, tiny_bundle: Bundle, colours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report uses the outputs that the run measured, and computes them again if the images are others."""
-    config = planned(tiny_bundle, model, colours).override(steps=2, precision="float32")
+    config = planned(colours).override(steps=2, precision="float32")
     data = config.data.open_whole()
     run = train(config, data=data, initial=tiny_bundle)
     assert {name: len(found) for name, found in run.predictions.items()} == {"validation": 3, "test": 12}
@@ -103,7 +114,7 @@ def test_held_out_images_are_predicted_once(
 
 @pytest.mark.slow
 def test_the_papers_protocol_chooses_and_then_learns_from_all(
-    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Bundle, model: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The data is opened once and read by all runs."""
     opened: list[Path] = []
@@ -131,23 +142,22 @@ def test_the_papers_protocol_chooses_and_then_learns_from_all(
 
 
 @pytest.mark.slow
-def test_the_papers_row_is_for_all_training_images(tiny_bundle: Bundle, model: Path, in_folder: Path) -> None:
+def test_the_papers_row_is_for_all_training_images(planning: Planning, tmp_path: Path) -> None:
     images, labels = np.zeros((21_000, 8, 8), np.uint8), (np.arange(21_000) % 10).astype(np.uint8)
     for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
-        (in_folder / f"train-{kind}-ubyte").write_bytes(idx_bytes(array))
-    planning_of = planning(tiny_bundle, model, in_folder)
+        (tmp_path / f"train-{kind}-ubyte").write_bytes(idx_bytes(array))
+    planning_of = planning(tmp_path)
     assert planning_of(explicit=UNEXAMINED).config.run.steps == 1772, "3 times 18,900 images; a tenth is held out"
     found = planning_of("paper", UNEXAMINED)
     assert (found.config.run.steps, found.config.data.validation_share) == (10_000, 0.02)
     assert "21,000 training images" in found.reasons[0]
 
 
-def test_rates_to_try_are_chosen_with_any_protocol(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
-    planning_of = planning(tiny_bundle, model, colours)
+def test_rates_to_try_are_chosen_with_any_protocol(planning: Planning, colours: Path) -> None:
+    planning_of = planning(colours)
     chosen = planning_of(explicit=UNEXAMINED, rates=(0.02, 0.1))
     assert chosen.rates == (0.02, 0.1) and chosen.config.optimizer.learning_rate == 0.02
-    assert chosen.reasons[-1].startswith("the best learning rate of 0.02, 0.1 on held-out images")
-    assert len([reason for reason in chosen.reasons if "learning rate" in reason]) == 1
+    assert "learning rate" in chosen.reasons[-1] and not any("learning rate" in one for one in chosen.reasons[:-1])
     alone = planning_of(explicit=UNEXAMINED, rates=(0.1,))
     assert alone.rates == () and alone.config.optimizer.learning_rate == 0.1
     assert planning_of("paper", rates=(0.02, 0.1), row="vtab").rates == (0.02, 0.1)
@@ -155,25 +165,11 @@ def test_rates_to_try_are_chosen_with_any_protocol(tiny_bundle: Bundle, model: P
     assert not [reason for reason in chosen.reasons if "weight decay" in reason or "SGD" in reason]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rates": ()}, r"learning_rates=\(\) must be one or more different numbers above 0"),
-        ({"rates": (0.1, -0.2)}, r"learning_rates=\(0.1, -0.2\) must be one or more different numbers above 0"),
-        (
-            {"rates": (0.1,), "explicit": {"learning_rate": 0.3}},
-            r"learning_rate=0.3 and learning_rates=\(0.1,\) exclude each other; choose one",
-        ),
-        ({"row": "vtab"}, "table_row='vtab' is a row of the paper's Table 4; choose protocol='paper' as well"),
-        ({"protocol": "bit"}, "protocol='bit' is the rule of Big Transfer for BiT ResNets, but the model is a Vision"),
-        ({"protocol": "bit", "rates": (0.1,)}, r"learning_rates=\(0.1,\): BiT's rule has one learning rate; set"),
-    ],
-)
-def test_settings_of_a_protocol_that_do_not_fit(
-    tiny_bundle: Bundle, model: Path, colours: Path, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        planning(tiny_bundle, model, colours)(**settings)
+def test_bits_rule_is_refused_for_a_transformer(planning: Planning, colours: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="protocol='bit' is the rule of Big Transfer for BiT ResNets, but the model is"
+    ):
+        planning(colours)("bit")
 
 
 def test_the_official_validation_split_never_chooses_a_rate_and_measures(
@@ -196,32 +192,32 @@ def test_the_official_validation_split_never_chooses_a_rate_and_measures(
             assert trial.test is not None and len(trial.test) == 12 and len(trial.train) < 30
 
 
+@pytest.mark.parametrize(("protocol", "row"), [("rule", None), ("paper", None), ("paper", "vtab")])
 def test_crops_and_scaling_of_the_user_replace_those_of_a_protocol(
-    tiny_bundle: Bundle, model: Path, colours: Path
+    planning: Planning, colours: Path, protocol: str, row: str | None
 ) -> None:
-    planning_of = planning(tiny_bundle, model, colours, image_size=(28, 42))
+    planning_of = planning(colours, image_size=(28, 42))
     crops: list[dict[str, Any]] = [{"preset": "augreg-light2"}, {"crop_from": (32, 48)}, {"crop_area": (0.5, 1.0)}]
-    for protocol, row in (("rule", None), ("paper", None), ("paper", "vtab")):
-        for explicit in crops:
-            given = {"image_size": (28, 42), "flip": True, **explicit}
-            augment = planning_of(protocol, given, row=row).config.augment
-            assert augment.crop_from == explicit.get("crop_from")
-            expected = None if augment.crop_from else explicit.get("crop_area", (0.05, 1.0))
-            assert augment.settings.crop_area == expected, (protocol, row, explicit)
+    for explicit in crops:
+        given = {"image_size": (28, 42), "flip": True, **explicit}
+        augment = planning_of(protocol, given, row=row).config.augment
+        assert augment.crop_from == explicit.get("crop_from")
+        assert augment.settings.crop_area == (None if augment.crop_from else explicit.get("crop_area", (0.05, 1.0))), (
+            explicit
+        )
     config = planning_of("paper", {"interpolation": "bicubic"}).config
     assert config.augment.training_preprocess(config.images) == config.images
     assert config.images.interpolation == "bicubic"
 
 
-def test_four_images_are_enough_if_none_is_held_out(tiny_bundle: Bundle, model: Path, tmp_path: Path) -> None:
-    make_colour_folder(tmp_path / "few", images=1)
-    chosen = planning(tiny_bundle, model, tmp_path / "few")("paper", {"learning_rate": 0.01})
+def test_four_images_are_enough_if_none_is_held_out(planning: Planning, tmp_path: Path) -> None:
+    chosen = planning(make_colour_folder(tmp_path / "few", images=1))("paper", {"learning_rate": 0.01})
     assert chosen.config.data.validation_share == 0
 
 
 @pytest.mark.slow
 def test_numbers_are_learned_and_reported(
-    tiny_bundle: Bundle, model: Path, brightness: Path, in_folder: Path, read_page: Callable[[str], Any]
+    tiny_bundle: Bundle, model: Path, brightness: Path, read_page: Callable[[str], Any]
 ) -> None:
     numbers = ("brightness", "half <&>")
     config = TrainConfig().override(data=str(brightness), numbers=numbers, task="regression", init=str(model))
@@ -236,48 +232,26 @@ def test_numbers_are_learned_and_reported(
     assert found.report.metrics["r2"].value > 0.8, "brightness is easy to see"
     bundle = vitrail.load(found.run.folder / "model")
     assert bundle.output == "numbers" and bundle.classes == numbers
-    page = read_page(found.page.read_text(encoding="utf-8"))
-    shown = "\n".join(page.text)
-    assert "on 15 test images of 2 numbers." in shown and "--numbers brightness" in shown
+    shown = "\n".join(read_page(found.page.read_text(encoding="utf-8")).text)
     for text in ("Validation R²", "Predicted and true values", "Residuals", "Largest errors", "half <&>", "huber"):
         assert text in shown
-    assert "Calibration" not in shown and "Confusion" not in shown
-    assert page.names.count("svg") == 5, "loss, R², learning rate and two scatter plots"
-    first = 6 + min(len(found.run.examples), 6)
-    assert page.names.count("img") == first + min(len(found.report.worst), 20), "at the top, and the largest errors"
-
-
-@pytest.mark.slow
-def test_the_papers_protocol_learns_numbers(
-    tiny_bundle: Bundle, model: Path, brightness: Path, in_folder: Path
-) -> None:
-    base = TrainConfig().override(task="regression", init=str(model), device="cpu")
-    config = base.override(data=str(brightness), numbers=("brightness",))
-    explicit = {"image_size": (14, 21), "batch_size": 8, "steps": 8, "precision": "float32", "validation_share": 0.3}
-    data = config.data.open_whole()
-    chosen = plan(tiny_bundle, data, config, "paper", explicit)
-    found = finetune(chosen.config, data, tiny_bundle, rates=(1e-6, 0.01))
-    assert list(found.trials) == [0.01, 1e-6] and (found.trials[0.01].value or 0) > (found.trials[1e-6].value or 0)
-    assert "validation_r2" not in found.run.metrics and found.run.metrics["test_r2"] < 1
+    assert "--numbers brightness" in shown and "Calibration" not in shown and "Confusion" not in shown
 
 
 def test_a_folder_that_is_there_is_said_before_rates_are_tried(
-    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+    planning: Planning, tiny_bundle: Bundle, colours: Path, tmp_path: Path
 ) -> None:
     explicit = {"image_size": (14, 21), "batch_size": 4, "run": "there", "steps": 2}
-    config = planning(tiny_bundle, model, colours)("paper", explicit).config
-    (in_folder / "there").mkdir()
+    config = planning(colours)("paper", explicit).config
+    Path("there").mkdir()
     with pytest.raises(RunError, match="run folder 'there' exists"):
         finetuned(config, tiny_bundle, rates=(0.003, 0.03))
-    assert not list(in_folder.glob("*-trials"))
+    assert not list(tmp_path.glob("*-trials"))
 
 
 @pytest.mark.slow
-def test_data_that_is_mixed_in_may_bring_classes(
-    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
-) -> None:
-    config = planned(tiny_bundle, model, colours)
-    config = config.override(steps=2, precision="float32", mix=("0.3:fractals:2:5",))
+def test_data_that_is_mixed_in_may_bring_classes(planned: Planned, tiny_bundle: Bundle, colours: Path) -> None:
+    config = planned(colours).override(steps=2, precision="float32", mix=("0.3:fractals:2:5",))
     found = finetuned(config, tiny_bundle)
     assert len(found.run.bundle.classes) == 5 and found.run.bundle.classes[:3] == ("blue", "green", "red")
     assert found.report is not None and found.report.images == 12
@@ -286,37 +260,23 @@ def test_data_that_is_mixed_in_may_bring_classes(
 
 @pytest.mark.slow
 def test_classes_of_one_image_are_learned_and_nothing_is_measured(
-    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+    planned: Planned, tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
-    for name in ("blue", "red"):
-        (in_folder / "data" / name).mkdir(parents=True)
-        image = next((colours / "train" / name).iterdir())
-        (in_folder / "data" / name / image.name).write_bytes(image.read_bytes())
+    data = make_colour_folder(tmp_path / "data", images=1, classes=("blue", "red"))
     with pytest.raises(DataError, match=r"leaves the validation split of data .* empty: that is at most half"):
-        planned(tiny_bundle, model, in_folder / "data")
-    config = planned(tiny_bundle, model, in_folder / "data", validation_share=0.0)
+        planned(data)
+    config = planned(data, validation_share=0.0)
     found = finetuned(config.override(steps=2, precision="float32"), tiny_bundle)
     assert (found.split, found.report, found.page, found.run.metrics) == (None, None, None, {})
     assert vitrail.load(found.run.folder / "model").classes == ("blue", "red")
 
 
 @pytest.mark.slow
-def test_a_test_split_without_labels_is_not_measured(
-    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
-) -> None:
-    shutil.copytree(colours, in_folder / "colours")
-    images = sorted(path.relative_to(in_folder) for path in (in_folder / "colours").rglob("*.png"))
+def test_a_test_split_without_labels_is_not_measured(planned: Planned, tiny_bundle: Bundle, colours: Path) -> None:
+    shutil.copytree(colours, "colours")
+    images = sorted(Path("colours").rglob("*.png"))
     rows = [f"{one},{one.parent.name},train" if "train" in one.parts else f"{one},,test" for one in images]
-    (in_folder / "data.csv").write_text("\n".join(["path,label,split", *rows]))
-    config = planned(tiny_bundle, model, in_folder / "data.csv").override(steps=2, precision="float32")
-    found = finetuned(config, tiny_bundle)
+    Path("data.csv").write_text("\n".join(["path,label,split", *rows]))
+    found = finetuned(planned(Path("data.csv")).override(steps=2, precision="float32"), tiny_bundle)
     assert found.split == "validation" and set(found.run.metrics) == {"validation_accuracy"}
     assert found.report is not None and found.report.scaled is None, "no other images can judge a temperature"
-
-
-def test_data_that_cannot_be_used_says_so_before_anything_is_written(
-    tiny_bundle: Bundle, model: Path, in_folder: Path
-) -> None:
-    with pytest.raises(DataError, match="nowhere"):
-        planned(tiny_bundle, model, Path("nowhere"))
-    assert not (in_folder / "runs").exists()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.targets import number_targets
 from tests.transfer.test_charts import Drawing, values_of
-from tests.transfer.test_sections import Pictures, section
+from tests.transfer.test_sections import pictures, section
 from vitrail.evaluation.metrics.report import RegressionReport, regression_report
 from vitrail.evaluation.predictions import Predictions
 from vitrail.transfer import report as sections
@@ -36,25 +36,20 @@ def two() -> RegressionReport:
 
 
 def test_each_number_has_its_errors_in_its_own_units(two: RegressionReport) -> None:
-    assert number_rows(two) == [
-        ("mean R²", "0.671", "-"),
-        ("mean error, in standard deviations", "0.262", "-"),
-        ("age: R²", "0.357", "-"),
-        ("age: mean absolute error", "0.75", "-"),
-        ("age: root mean squared error", "1.5", "-"),
-        ("<b>weight</b>: R²", "0.985", "-"),
-        ("<b>weight</b>: mean absolute error", "10", "-"),
-        ("<b>weight</b>: root mean squared error", "10", "-"),
-    ]
+    assert {name: value for name, value, _ in number_rows(two)} == {
+        "mean R²": "0.671", "mean error, in standard deviations": "0.262",
+        "age: R²": "0.357", "age: mean absolute error": "0.75", "age: root mean squared error": "1.5",
+        "<b>weight</b>: R²": "0.985", "<b>weight</b>: mean absolute error": "10",
+        "<b>weight</b>: root mean squared error": "10",
+    }  # fmt: skip
     assert headline(two) == ("mean R² 0.671", "")
 
 
 def test_intervals_are_shown() -> None:
     found = regression_report(made([[1], [2], [4]], [[1], [2], [5]], ("age",)), bootstrap=50)
     r2 = found.metrics["r2"]
-    (name, value, interval), *_ = number_rows(found)
-    assert (name, value, interval) == ("age: R²", f"{r2.value:.3f}", f"{r2.low:.3f} to {r2.high:.3f}")
-    assert headline(found) == (f"R² {r2.value:.3f}", interval) and len(number_rows(found)) == 3
+    row = ("age: R²", f"{r2.value:.3f}", f"{r2.low:.3f} to {r2.high:.3f}")
+    assert number_rows(found)[0] == row and headline(found) == (f"R² {row[1]}", row[2])
 
 
 def test_a_number_that_is_never_known_has_no_metrics() -> None:
@@ -70,13 +65,7 @@ def test_scatter_plots_have_a_dot_per_image(two: RegressionReport, read_page: Ca
     first, second = (Drawing(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.S))
     dots = [dot[:2] for dot in first.dots("dot sample")]
     assert np.allclose(values_of(first, dots), [(1, 1), (2, 5), (3, 3), (6, 6)], atol=0.05)
-    assert len(second.dots("dot sample")) == 3
-    assert "Predicted over true values of age. R² 0.357, mean absolute error 0.75." in text
-    assert "true 2, predicted 5" in text
-    values = np.arange(40.0)[:, None]
-    found = regression_report(made(values, values, ("age",)), bootstrap=0, points=10)
-    text = section("scatters", sections.scatters(found))
-    assert "age, 10 of 40 images" in text and text.count("<circle") == 10
+    assert len(second.dots("dot sample")) == 3 and "true 2, predicted 5" in text
     values = np.arange(26.0).reshape(2, 13)
     found = regression_report(made(values, values, tuple("abcdefghijklm")), bootstrap=0)
     text = section("scatters", sections.scatters(found))
@@ -85,13 +74,12 @@ def test_scatter_plots_have_a_dot_per_image(two: RegressionReport, read_page: Ca
 
 def test_residuals(two: RegressionReport, read_page: Callable[[str], Any]) -> None:
     cells = [text for text in read_page(section("residuals", sections.residuals(two))).text if text.strip()][2:]
-    assert cells[:8] == ["number", "images", "mean", "5% quantile", "25% quantile", "50% quantile", "75% quantile",
-                         "95% quantile"]  # fmt: skip
+    assert cells[:3] == ["number", "images", "mean"] and "5% quantile" in cells[3]
     assert cells[8:12] == ["age", "4", "0.75", "0"] and cells[16:19] == ["<b>weight</b>", "3", "3.333"]
 
 
 def test_the_largest_errors_have_their_pictures(two: RegressionReport, read_page: Callable[[str], Any]) -> None:
-    source = Pictures({1: np.full((9, 30, 1), 200, np.uint8)})
+    source = pictures({1: np.full((9, 30, 1), 200, np.uint8)})
     page = read_page(section("errors", sections.errors(two, source)))
     captions = [text for text in page.text if text.strip()][2:]
     assert captions[:4] == ["true age: 2", "predicted: 5", "1.6 standard deviations off", "1.png"]
@@ -102,9 +90,9 @@ def test_the_largest_errors_have_their_pictures(two: RegressionReport, read_page
 
 def test_exact_predictions_have_no_errors_and_those_of_constant_numbers_no_deviations() -> None:
     found = regression_report(made([[5], [5]], [[5], [7]], ("age",)), bootstrap=0)
-    text = section("errors", sections.errors(found, Pictures({})))
+    text = section("errors", sections.errors(found, pictures({})))
     assert "true age: 5<br>predicted: 7<br>1.png" in text and "standard deviations off" not in text
     found = regression_report(made([[1], [2]], [[1], [2]], ("age",)), bootstrap=0)
-    assert "<p>All numbers are predicted exactly.</p>" in section("errors", sections.errors(found, Pictures({})))
+    assert "<p>All numbers are predicted exactly.</p>" in section("errors", sections.errors(found, pictures({})))
     many = replace(found, worst=regression_report(made([[0]] * 30, [[1]] * 30, ("age",)), worst=30).worst)
-    assert section("errors", sections.errors(many, Pictures({}))).count("<figure>") == 20
+    assert section("errors", sections.errors(many, pictures({}))).count("<figure>") == 20

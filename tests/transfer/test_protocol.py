@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,59 +12,55 @@ from typing import Any
 import pytest
 import torch
 
+from tests.make import keys_of
+from tests.training.jobs import StopAt
+from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, Stopped
-from vitrail.models.variants import AnyConfig, variant_config
-from vitrail.training import after_step
-from vitrail.training.after_step import Run
+from vitrail.models.variants import variant_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log, read_journal
-from vitrail.training.state import TrainState
 from vitrail.transfer.facts import DataFacts, FinetunePlan
 from vitrail.transfer.finetune import plan
-from vitrail.transfer.protocols import check_final_run, final_config, plan_by_paper
-from vitrail.transfer.trials import Tried, choose_rate, is_trial, trials_folder
+from vitrail.transfer.protocols import TableRow, check_final_run, final_config, plan_by_paper, with_all_images
+from vitrail.transfer.trials import Tried, choose_rate
 from vitrail.weights.bundle import Bundle
 
 PLENTY = 10**12
 FACTS = DataFacts(1000, 400, "class", True)
 
 
+BASE = TrainConfig().override(init="B_16.npz")
+
+
 def planned(
-    base: TrainConfig, network: AnyConfig, facts: DataFacts = FACTS, memory: int = PLENTY, **explicit: object
-) -> FinetunePlan:
-    preprocess = Preprocess(image_size=network.image_size)
-    return plan_by_paper(base, network, preprocess, facts, memory=memory, explicit=explicit)
+    variant: str = "ViT-B/16", facts: DataFacts = FACTS, memory: int = PLENTY, row: TableRow | None = None,
+    rates: tuple[float, ...] | None = None, **explicit: object,
+) -> FinetunePlan:  # fmt: skip
+    network = variant_config(variant, num_classes=10)
+    images = Preprocess(image_size=network.image_size)
+    return plan_by_paper(BASE, network, images, facts, memory=memory, row=row, rates=rates, explicit=explicit)
 
 
-def test_rows_are_those_of_table_4() -> None:
-    rates = (0.001, 0.003, 0.01, 0.03)
-    for images, steps, warmup, tried_rates, share in (
-        (2040, 500, 100, rates, 0.1),
-        (50_000, 10_000, 500, rates, 0.02),
+@pytest.mark.parametrize(
+    ("images", "steps", "warmup", "tried_rates", "share"),
+    [
+        (2040, 500, 100, (0.001, 0.003, 0.01, 0.03), 0.1),
+        (50_000, 10_000, 500, (0.001, 0.003, 0.01, 0.03), 0.02),
         (1_281_167, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01),
-    ):
-        base = TrainConfig().override(init="B_16.npz")
-        found = planned(base, variant_config("ViT-B/16"), FACTS._replace(images=images))
-        run, optimizer = found.config.run, found.config.optimizer
-        assert (run.steps, optimizer.warmup, found.rates) == (steps, warmup / steps, tried_rates)
-        assert found.config.data.validation_share == share
-
-
-def test_settings_are_the_papers() -> None:
-    base = TrainConfig().override(data="pets", init="B_16.npz", image_size=(224, 224))
-    network = variant_config("ViT-B/16", num_classes=21_843)
-    found = planned(base, network, FACTS._replace(images=3680))
-    config, optimization = found.config, found.config.optimizer
-    assert (config.run.steps, config.run.batch_size, config.images.image_size) == (500, 512, (384, 384))
-    assert (optimization.kind, optimization.momentum, optimization.weight_decay) == ("sgd", 0.9, 0.0)
-    assert (optimization.schedule, optimization.clip, optimization.warmup) == ("cosine", 1.0, 0.2)
-    assert optimization.layer_decay == 1 and optimization.average == 0
-    assert (config.task.label_smoothing, config.augment.mixup, config.augment.crop_area) == (0, None, (0.05, 1.0))
-    assert config.augment.crop_rule == "tensorflow"
-    assert (config.data.spec, config.start.init, config.data.validation_share) == ("pets", "B_16.npz", 0.1)
-    assert found.config.start.new_head
-    assert found.rates == (0.001, 0.003, 0.01, 0.03) and "0.001, 0.003, 0.01, 0.03, chosen on 10%" in found.reasons[-1]
+    ],
+)
+def test_rows_are_those_of_table_4(
+    images: int, steps: int, warmup: int, tried_rates: tuple[float, ...], share: float
+) -> None:
+    found = planned(facts=FACTS._replace(images=images))
+    config, optimizer = found.config, found.config.optimizer
+    assert (config.run.steps, optimizer.warmup, found.rates) == (steps, warmup / steps, tried_rates)
+    assert config.data.validation_share == share and f"chosen on {share:.0%}" in found.reasons[-1]
+    assert (config.run.batch_size, config.images.image_size, config.start.new_head) == (512, (384, 384), True)
+    assert (optimizer.kind, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.9, 0.0)
+    assert (optimizer.schedule, optimizer.clip) == ("cosine", 1.0)
+    assert (config.augment.crop_area, config.augment.crop_rule) == ((0.05, 1.0), "tensorflow")
 
 
 @pytest.mark.parametrize("preprocess", [
@@ -78,9 +73,7 @@ def test_images_are_scaled_as_in_the_original_code(preprocess: Preprocess) -> No
     network = variant_config("ViT-B/16", num_classes=3)
 
     def images(**explicit: Any) -> Preprocess:
-        base = TrainConfig().override(init="model")
-        plan = plan_by_paper(base, network, preprocess, FACTS, memory=10**12, explicit=explicit)
-        return plan.config.images
+        return plan_by_paper(BASE, network, preprocess, FACTS, memory=PLENTY, explicit=explicit).config.images
 
     found = images()
     assert found == replace(preprocess, image_size=(384, 384)).with_geometry("vision_transformer")
@@ -90,44 +83,31 @@ def test_images_are_scaled_as_in_the_original_code(preprocess: Preprocess) -> No
 
 
 def test_a_patch_that_does_not_divide_the_size_is_cut_as_in_the_original_and_parts_fit() -> None:
-    base = TrainConfig().override(init="model")
-    network = variant_config("ViT-H/14", num_classes=10)
-    found = planned(base, network).config
+    found = planned("ViT-H/14").config
     assert found.images.image_size == (384, 384) and found.model.overrides == {"cut_uneven": True}
-    assert planned(base, network, image_size=(518, 518)).config.model.overrides == {}
-    small = planned(base, network, memory=16 * 10**9, image_size=(140, 140)).config
+    assert planned("ViT-H/14", image_size=(518, 518)).config.model.overrides == {}
+    small = planned("ViT-H/14", memory=16 * 10**9, image_size=(140, 140)).config
     assert small.images.image_size == (140, 140) and small.run.accumulation > 1 and small.run.batch_size == 512
 
 
 def test_a_row_can_be_chosen_and_one_rate_needs_no_trial() -> None:
-    base, network = TrainConfig().override(init="model"), variant_config("ViT-B/16", num_classes=10)
-    facts = FACTS._replace(images=1000)
-    found = plan_by_paper(base, network, Preprocess(image_size=(224, 224)), facts, memory=PLENTY, row="vtab")
-    optimization = found.config.optimizer
-    assert (found.config.run.steps, optimization.learning_rate, found.rates) == (2500, 0.01, ())
-    assert (optimization.warmup, found.config.data.validation_share, found.config.run.evaluations) == (0.2, 0, 0)
-    assert found.reasons[0] == "the paper's settings for VTAB: as chosen"
-    augment, images = found.config.augment, found.config.images
-    assert (augment.crop_from, augment.crop_area, images.image_size) == ((448, 448), None, (384, 384))
-    assert augment.training_preprocess(images).image_size == (448, 448) and augment.flip
-    assert (
-        "training images are scaled to 448 x 448 (height x width), and random boxes of 384 x 384 are cut out"
-        in found.reasons
-    )
-    images = Preprocess(image_size=(224, 224))
-    tried = plan_by_paper(base, network, images, facts, memory=PLENTY, row="vtab", rates=(0.01, 0.03))
+    found = planned(row="vtab")
+    config, optimizer, augment = found.config, found.config.optimizer, found.config.augment
+    assert (config.run.steps, optimizer.learning_rate, optimizer.warmup, found.rates) == (2500, 0.01, 0.2, ())
+    assert (config.data.validation_share, config.run.evaluations) == (0, 0)
+    assert (augment.crop_from, augment.crop_area, config.images.image_size) == ((448, 448), None, (384, 384))
+    assert augment.training_preprocess(config.images).image_size == (448, 448) and augment.flip
+    tried = planned(row="vtab", rates=(0.01, 0.03))
     assert tried.rates == (0.01, 0.03) and tried.config.data.validation_share == 0.2
 
 
 def test_crops_of_the_row_follow_the_image_size_unless_the_user_chose_crops() -> None:
-    base, network = TrainConfig().override(init="model"), variant_config("ViT-B/16", num_classes=10)
     for explicit, crop_from in (({"image_size": (96, 192)}, (112, 224)), ({"crop_area": (1.0, 1.0)}, None)):
-        preprocess = Preprocess(image_size=(224, 224))
-        plan = plan_by_paper(base, network, preprocess, FACTS, memory=PLENTY, row="vtab", explicit=explicit)
-        augment = plan.config.augment
+        found = planned(row="vtab", **explicit)
+        augment = found.config.augment
         assert (augment.crop_from, augment.settings.crop_area) == (crop_from, None)
         assert augment.settings.crop_rule == "tensorflow"
-        assert any("cut out" in reason for reason in plan.reasons) == (crop_from is not None)
+        assert any("cut out" in reason for reason in found.reasons) == (crop_from is not None)
 
 
 @pytest.fixture
@@ -144,24 +124,10 @@ def tried(
     return choose_rate(config, config.data.open_whole(), rates, folder, initial=bundle, **others)  # type: ignore[arg-type]
 
 
-class Notes:
-    """Collects what is shown."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        if "text" in event:
-            self.texts.append(event["text"])
-
-
 @pytest.mark.slow
 def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    notes = Notes()
-    trials = tried(tiny_bundle, base, (0.01, 1e-5, 0.1), tmp_path / "rates", log=Log(notes))
+    trials = tried(tiny_bundle, base, (0.01, 1e-5, 0.1), tmp_path / "rates")
     assert set(trials) == {0.01, 1e-5, 0.1}
-    said = [text.partition(":")[0] for text in notes.texts if text.endswith("on the held-out images")]
-    assert said == ["learning rate 0.01", "learning rate 1e-05", "learning rate 0.1"]
     assert list(trials) == sorted(trials, key=lambda rate: (-(trials[rate].value or 0), trials[rate].loss, rate))
     for rate in trials:
         folder = tmp_path / "rates" / f"learning-rate-{rate:g}"
@@ -173,10 +139,10 @@ def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_
 
 @pytest.mark.slow
 def test_a_rate_that_diverges_is_skipped(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    notes, wild = Notes(), base.override(optimizer="sgd", clip=0.0, steps=6)
-    trials = tried(tiny_bundle, wild, (0.01, 1e30), tmp_path / "rates", log=Log(notes))
-    assert list(trials) == [0.01]
-    assert "learning rate 1e+30 is skipped: loss is nan at step 2" in notes.texts
+    wild, told = base.override(optimizer="sgd", clip=0.0, steps=6), list[str]()
+    log = Log(lambda event: told.append(str(event.get("text"))))
+    assert list(tried(tiny_bundle, wild, (0.01, 1e30), tmp_path / "rates", log=log)) == [0.01]
+    assert "learning rate 1e+30 is skipped: loss is nan at step 2" in told
     with pytest.raises(NonFiniteLoss, match="the run diverged"):
         tried(tiny_bundle, wild, (1e30, 1e31), tmp_path / "wild")
 
@@ -199,13 +165,6 @@ def test_rates_of_several_labels_are_chosen_by_mean_average_precision(
         journal = read_journal(tmp_path / "rates" / f"learning-rate-{rate:g}" / "journal.jsonl")
         (*_, last) = [event for event in journal if event["event"] == "evaluation"]
         assert trial.value == last["mean_average_precision"]
-
-
-def test_no_held_out_image_is_refused(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    config = base.override(validation_share=0.0, evaluations=0)
-    with pytest.raises(ConfigError, match="leaves no labelled image for choosing the learning rate; set learning_rate"):
-        tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
-    assert not (tmp_path / "rates").exists(), "no run was done for it"
 
 
 @pytest.mark.slow
@@ -238,38 +197,21 @@ def test_runs_that_are_there_are_reused_or_refused(
     assert json.loads((run / "run.json").read_text())["config"]["run"]["steps"] == 2
 
 
-@pytest.mark.slow
-def test_a_stopped_trial_continues(
-    base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = base.override(checkpoints=3)
-    expected = tried(tiny_bundle, config, (0.01,), tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(after_step, "report", stop_at(2, after_step.report))
-        with pytest.raises(Stopped):
-            tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
-    assert tried(tiny_bundle, config, (0.01,), tmp_path / "rates") == expected
-    assert "resumed" in (tmp_path / "rates" / "learning-rate-0.01" / "journal.jsonl").read_text()
-
-
-def stop_at(step: int, usual: Callable[[Run, TrainState], None]) -> Callable[[Run, TrainState], None]:
-    """Return the function that reports a step, which asks the run to stop at this step."""
-
-    def report(run: Run, state: TrainState) -> None:
-        usual(run, state)
-        if state.step >= step:
-            run.stop.is_asked = True
-
-    return report
-
-
 def test_a_given_rate_leaves_nothing_to_hold_out() -> None:
-    base = TrainConfig().override(data="pets", init="B_16.npz", evaluations=10)
-    found = planned(base, variant_config("ViT-B/16", num_classes=10), learning_rate=0.02)
+    found = planned(learning_rate=0.02)
     assert (found.config.optimizer.learning_rate, found.config.data.validation_share) == (0.02, 0.0)
     assert found.config.run.evaluations == 0 and found.config.run.keep == "last"
     assert found.rates == () and not any("best" in reason for reason in found.reasons)
-    assert any("the run trains on all training images" in reason for reason in found.reasons)
+
+
+@pytest.mark.slow
+def test_a_stopped_trial_continues(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    config = base.override(checkpoints=3)
+    expected = tried(tiny_bundle, config, (0.01,), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        tried(tiny_bundle, config, (0.01,), tmp_path / "rates", log=Log(StopAt(2)))
+    assert tried(tiny_bundle, config, (0.01,), tmp_path / "rates") == expected
+    assert "resumed" in (tmp_path / "rates" / "learning-rate-0.01" / "journal.jsonl").read_text()
 
 
 def test_what_the_last_run_cannot_do_is_refused(base: TrainConfig, colours: Path, tmp_path: Path) -> None:
@@ -287,12 +229,6 @@ def test_what_the_last_run_cannot_do_is_refused(base: TrainConfig, colours: Path
     check_final_run(config, config.data.open())
 
 
-def test_runs_that_try_a_rate_are_told_by_their_place() -> None:
-    folder = trials_folder(Path("runs/pets"))
-    assert folder == Path("runs/pets-trials")
-    assert is_trial(folder / "learning-rate-0.01") and not is_trial(folder) and not is_trial(Path("runs/pets"))
-
-
 def test_the_data_s_own_validation_split_measures_and_chooses_nothing(
     base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path
 ) -> None:
@@ -300,16 +236,17 @@ def test_the_data_s_own_validation_split_measures_and_chooses_nothing(
     shutil.copytree(colours / "train", data / "train")
     shutil.copytree(colours / "test", data / "val")
     config = base.override(data=str(data))
-    chosen = plan(tiny_bundle, config.data.open_whole(), config, "paper", {"steps": 2, "batch_size": 4})
-    assert chosen.config.data.validation == "train"
-    splits = chosen.config.data.open()
+
+    def planned_data(**explicit: object) -> DataConfig:
+        return plan(tiny_bundle, config.data.open_whole(), config, "paper", explicit).config.data
+
+    chosen = planned_data()
+    splits, last = chosen.open(), with_all_images(config.override(validation=chosen.validation)).data.open()
     assert splits.test is not None and len(splits.test) == 12 and len(splits.validation or ()) == 3
-    keys = [source.key(index) for source in (splits.train, splits.validation) for index in range(len(source))]
-    assert sorted(keys) == sorted(str(path.relative_to(data / "train")) for path in (data / "train").rglob("*.png"))
-    last = final_config(chosen.config, 0.01).data.open()
-    assert (len(last.train), last.validation, last.test is not None) == (30, None, True)
+    files = sorted(str(path.relative_to(data / "train")) for path in (data / "train").rglob("*.png"))
+    assert sorted([*(keys_of(splits.train) or ()), *(keys_of(splits.validation) or ())]) == files
+    assert (keys_of(last.train), last.validation, last.test is not None) == (files, None, True)
     shutil.copytree(colours / "test", data / "test")
-    chosen = plan(tiny_bundle, config.data.open_whole(), config, "paper")
-    assert chosen.config.data.validation == "auto", "the test split measures"
-    given = plan(tiny_bundle, config.data.open_whole(), config, "paper", {"validation": "train[-5:]"})
-    assert final_config(given.config, 0.01).data == replace(given.config.data, validation="train", validation_share=0.0)
+    assert planned_data().validation == "auto", "the test split measures"
+    given = config.override(validation="train[-5:]")
+    assert final_config(given, 0.01).data == replace(given.data, validation="train", validation_share=0.0)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -26,14 +26,19 @@ from vitrail.models.variants import create
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
+from vitrail.training.optimizer import OptimizerName
 from vitrail.training.page import MAX_POINTS, HeldOutExample
 from vitrail.training.run import train
-from vitrail.transfer.report import _duration, _trained, write_report
+from vitrail.transfer.report import write_report
 from vitrail.weights.answers import Prediction
 from vitrail.weights.bundle import Bundle
 
 EVIL = "<script>alert('1 & 2')<"
 LONG = "y" * 200
+
+
+MakeRun = Callable[..., tuple[Path, Bundle]]
+Write = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +75,6 @@ def trained(evil: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read_page: Callable[[str], Any]) -> None:
     folder, bundle = trained
     source = open_data(str(evil), validation_share=0.2).test
-    assert source is not None
     found = report(Outputs(bundle).predictions(source), temperature=1.5)
     commands = (f"vitrail predict {folder}/model '{EVIL}'", "vitrail evaluate")
     path = write_report(folder, bundle, source, "test", found, next_commands=commands)
@@ -101,7 +105,7 @@ SECTIONS = [
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
+def run(tmp_path: Path) -> MakeRun:
     """Write the folder of a run with these settings and events, and make a model for it."""
 
     def make(
@@ -133,7 +137,7 @@ def measured() -> ClassificationReport:
 
 
 def test_it_begins_with_errors_and_then_with_examples_that_are_right(
-    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source, tmp_path: Path
+    run: MakeRun, measured: ClassificationReport, source: Source, tmp_path: Path
 ) -> None:
     folder, bundle = run()
     Image.new("L", (8, 8)).save(tmp_path / "one.png")
@@ -161,9 +165,9 @@ def evaluation(number: int, accuracy: float, weights: str = "trained", **more: A
 
 @pytest.fixture
 def written(
-    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source,
+    run: MakeRun, measured: ClassificationReport, source: Source,
     read_page: Callable[[str], Any],
-) -> Callable[..., str]:  # fmt: skip
+) -> Write:  # fmt: skip
     """Return the text of the report of such a run."""
 
     def write(*arguments: Any, split: str = "validation", **fields: Any) -> str:
@@ -193,72 +197,46 @@ def charts_in(text: str) -> dict[str, str]:
     return dict(found)
 
 
-def ends(text: str, css: str = "one") -> list[str]:
-    """Return the first and the last corner of a line and the number of its corners."""
-    (path,) = re.findall(rf'class="line {css}" d="([^"]*)"', text)
-    corners = re.findall(r"[ML][\d. ]+", path)
-    return [corners[0], corners[-1], str(len(corners))]
+def corners(text: str) -> int:
+    """Return the number of corners of a line."""
+    (path,) = re.findall(r'class="line one" d="([^"]*)"', text)
+    return len(re.findall(r"[ML][\d. ]+", path))
 
 
-def test_settings_that_matter(written: Callable[..., str]) -> None:
+def test_settings_that_matter(written: Write) -> None:
     text = written(
         [
             ("ended early", {"step": 60, "patience": 3, "best": 30}),
             ("finished", {"step": 60, "seconds": 130.0, "images_per_second": 1234.5, "peak_memory_bytes": 2.0**30}),
         ],
         kept=30, init="google/vit", train_blocks=2, optimizer="sgd", learning_rate=3e-3, layer_decay=0.75,
-        schedule="cosine", warmup=0.1, average=0.999, label_smoothing=0.1, class_weights="balanced", mixup=0.2,
-        crop_area=(0.3, 1.0), seed=7, precision="bf16",
+        warmup=0.1, average=0.999, label_smoothing=0.1, class_weights="balanced", mixup=0.2, crop_area=(0.3, 1.0),
+        seed=7, precision="bf16",
     )  # fmt: skip
+    shown = {
+        "model": "google/vit", "trained weights": "last 2 blocks and the head", "data": "flowers: 320 train, 40 valid",
+        "image size": "14 x 21", "steps": "100 with a batch size of 32 (10.0 epochs)", "optimizer": "weight decay 0.05",
+        "learning rate": "0.003, cosine, warm-up 10%", "augmentation": "crop area 0.3 1.0, flip, mixup 0.2",
+        "averaging": "decay 0.999", "label smoothing": "0.1", "class weights": "balanced", "saved weights": "step 30",
+        "precision": "bf16", "seed": "7", "stopped early": "after step 60", "time": "2 min on X, 1,234 images/s",
+    }  # fmt: skip
     found = settings_in(text)
-    assert re.fullmatch(r"google/vit, [\d,]+ parameters", found.pop("model"))
-    assert found == {
-        "trained weights": "the last 2 blocks and the head",
-        "data": "flowers: 320 train, 40 validation images of 2 classes",
-        "image size": "14 x 21 pixels (height x width)",
-        "steps": "100 with a batch size of 32 (10.0 epochs)",
-        "optimizer": "SGD with momentum 0.9, coupled weight decay 0.05",
-        "learning rate": "0.003, cosine, warm-up 10% of the steps, layer decay 0.75",
-        "augmentation": "crop area 0.3 1.0, flip, mixup 0.2",
-        "averaging": "exponential moving average of the weights, decay 0.999",
-        "label smoothing": "0.1",
-        "class weights": "balanced",
-        "saved weights": "the best ones, of step 30",
-        "precision": "bf16",
-        "seed": "7",
-        "stopped early": "after step 60: 3 evaluations without improvement",
-        "time": "2 min on X, 1,234 images/s, peak memory 1.00 GiB",
-    }
+    assert found.keys() == shown.keys() and all(shown[name] in found[name] for name in shown), found
     assert "The best weights were chosen on the same images" in text
     assert "google/vit, fine-tuned on flowers." in text and '<p class="dim">cut.</p>' in text
 
 
-def test_the_optimizer_and_the_warmup_in_its_own_unit(written: Callable[..., str]) -> None:
-    found = settings_in(written(optimizer="adafactor", learning_rate=0.01, warmup="50 steps", weight_decay=0.0))
-    assert found["optimizer"] == "Adafactor with momentum 0.9, weight decay 0"
-    assert found["learning rate"] == "0.01, cosine, warm-up 50 steps"
+@pytest.mark.parametrize("kind", get_args(OptimizerName))
+def test_every_optimizer_has_a_name(written: Write, kind: str) -> None:
+    assert settings_in(written(optimizer=kind))["optimizer"].lower().startswith(kind)
 
 
-def test_which_weights_moved() -> None:
-    for fields, trained in (
-        ({"train_blocks": 0}, "the head"), ({"train_blocks": 1}, "the last 1 block and the head"), ({}, "all"),
-        ({"lora_rank": 4}, "the head, and LoRA of rank 4 on query, value of each block"),
-    ):  # fmt: skip
-        assert _trained(TrainConfig().override(init="x", **fields)) == trained
-
-
-def test_what_is_off_is_left_out(written: Callable[..., str]) -> None:
+def test_what_is_off_is_left_out(written: Write) -> None:
     text = written(flip=False, keep="last", validation_share=0.0, evaluations=0, split="test")
     found = settings_in(text)
     assert found["augmentation"] == "none"
     assert not {"averaging", "label smoothing", "class weights", "saved weights", "stopped early", "time"} & {*found}
-    assert "Training curves" not in text and "best weights" not in text and "skipped" not in text
-    assert "<h2>Next steps" not in text
-
-
-def test_durations() -> None:
-    shown = {8.4: "8 s", 119.0: "119 s", 121.0: "2 min", 7199.0: "120 min", 9000.0: "2.5 h"}
-    assert {seconds: _duration(seconds) for seconds in shown} == shown
+    assert not [words for words in ("Training curves", "best weights", "skipped", "<h2>Next steps") if words in text]
 
 
 @pytest.mark.parametrize(
@@ -266,55 +244,49 @@ def test_durations() -> None:
     [(0, True, "is the linear model of the frozen features"), (0, False, "has the initial weights"), (9, True, None)],
 )
 def test_the_top_says_that_training_changed_nothing(
-    written: Callable[..., str], kept: int, shown: str | None, *, linear_head: bool
+    written: Write, kept: int, shown: str | None, *, linear_head: bool
 ) -> None:
     text = written(kept=kept, init="somewhere", linear_head=linear_head)
     top = text[: text.index("<table")]
     assert ("training did not improve" in top) == (shown is not None) and (shown or "") in top
 
 
-def test_the_curves_are_the_journal(written: Callable[..., str]) -> None:
+def test_the_curves_are_the_journal(written: Write) -> None:
     events = [step(10, 2.0, 1e-4), step(20, 1.0, 3e-4), evaluation(20, 0.5), step(40, math.nan, 2e-4)]
     events += [step(100, 0.5, 0.0)]
     events += [evaluation(100, 0.8, best=True), evaluation(100, 0.8, kept=True)]
     charts = charts_in(written(events, kept=100, keep="last"))
     assert [*charts] == ["Validation accuracy", "Training loss", "Learning rate"]
-    assert ends(charts["Training loss"])[2] == "3", "without the one that is not a number"
+    assert corners(charts["Training loss"]) == 3, "without the one that is not a number"
     assert 'aria-label="Training loss: 2 at step 10, 0.5 at step 100."' in charts["Training loss"]
-    assert charts["Learning rate"].startswith(", in 10⁻⁴<") and ">3<" in charts["Learning rate"]
     assert 'aria-label="Learning rate: 0.0001 at step 10, 0 at step 100."' in charts["Learning rate"]
     accuracy = charts["Validation accuracy"]
     assert "50 at step 20, 80 at step 100." in accuracy and ">last, saved: 80.00%</text>" in accuracy
-    assert ends(accuracy)[2] == "2" and "line two" not in accuracy and "legend" not in accuracy
+    assert corners(accuracy) == 2 and "line two" not in accuracy
 
 
-def test_averaged_weights_come_first(written: Callable[..., str]) -> None:
+def test_averaged_weights_come_first(written: Write) -> None:
     events = [one for at in (50, 100) for one in (evaluation(at, at / 200), evaluation(at, at / 150, "averaged"))]
     accuracy = charts_in(written(events, kept=50))["Validation accuracy of the weights"]
     assert '<span class="legend one">averaged</span> <span class="legend two">trained</span>' in accuracy
     assert "averaged weights: 33.33 at step 50, 66.67 at step 100." in accuracy
     assert ">best, saved: 33.33%</text>" in accuracy
-    heights = [
-        [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", line)]
-        for line in re.findall(r' d="(M[^"]*L[^"]*)"', accuracy)
-    ]
-    assert len(heights) == 2 and all(averaged < trained for averaged, trained in zip(*heights, strict=True))
 
 
-def test_without_a_measurement_of_the_kept_step_none_is_marked(written: Callable[..., str]) -> None:
-    charts = charts_in(written([evaluation(50, 0.5), evaluation(100, 0.6)], kept=37))
-    assert "mark" not in charts["Validation accuracy"]
+def test_without_a_measurement_of_the_kept_step_none_is_marked(written: Write) -> None:
+    events = [evaluation(50, 0.5), evaluation(100, 0.6)]
+    assert "mark" not in charts_in(written(events, kept=37))["Validation accuracy"]
 
 
-def test_long_runs_are_averaged(written: Callable[..., str]) -> None:
+def test_long_runs_are_averaged(written: Write) -> None:
     events = [step(number, float(number % 2)) for number in range(5 * MAX_POINTS)]
     loss = charts_in(written(events))["Training loss"]
-    assert loss.startswith(", means of 5 reports<") and int(ends(loss)[2]) == MAX_POINTS
+    assert loss.startswith(", means of 5 reports<") and corners(loss) == MAX_POINTS
     heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", loss.partition('class="line')[2])]
     assert 0 < max(heights) - min(heights) < 50, "0 and 1 in turn are about a half"
 
 
-def test_a_resumed_run_is_shown_as_it_counts(written: Callable[..., str]) -> None:
+def test_a_resumed_run_is_shown_as_it_counts(written: Write) -> None:
     events = [step(10, 5.0), step(20, 9.0), ("resumed", {"step": 10}), step(20, 3.0)]
     assert "5 at step 10, 3 at step 20." in charts_in(written(events))["Training loss"]
 
@@ -323,7 +295,7 @@ def skipped(key: str) -> tuple[str, dict[str, Any]]:
     return "skipped", {"step": 9, "key": key, "reason": "is <cut> short"}
 
 
-def test_what_was_left_out_is_named_with_its_split(written: Callable[..., str]) -> None:
+def test_what_was_left_out_is_named_with_its_split(written: Write) -> None:
     checkpoint = ("checkpoint", {"step": 10, "path": "step-10"})
     events = [skipped("a"), skipped("b"), checkpoint, skipped("a"), skipped("c"), checkpoint]
     events += [skipped("a"), evaluation(10, 0.5, kept=True), skipped("b"), evaluation(10, 0.5, kept=True, split="test")]
@@ -336,7 +308,7 @@ def test_what_was_left_out_is_named_with_its_split(written: Callable[..., str]) 
 
 
 def test_what_only_the_report_left_out_is_named_too(
-    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
+    run: MakeRun, measured: ClassificationReport, source: Source
 ) -> None:
     folder, bundle = run([skipped("a")])
     found = replace(measured, skipped=(Skipped("a", "is gone"), Skipped("b", "is gone")), absent=("<b>",))
@@ -348,15 +320,7 @@ def test_what_only_the_report_left_out_is_named_too(
     assert "2 images could not be decoded" in top and "no image in the test split" in top and "&lt;b&gt;" in top
 
 
-def test_of_many_that_were_left_out_some_are_named(written: Callable[..., str]) -> None:
-    text = written([skipped(f"{at % 60}.png") for at in range(120)])
-    assert "<h2>60 images skipped</h2>" in text and "and 10 more, which journal.jsonl names." in text
-    assert len(re.findall(r"<td>\d+\.png</td>", text)) == 50
-
-
-def test_it_replaces_what_it_wrote_before(
-    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
-) -> None:
+def test_it_replaces_what_it_wrote_before(run: MakeRun, measured: ClassificationReport, source: Source) -> None:
     folder, bundle = run()
     first = write_report(folder, bundle, source, "test", measured, next_commands=["one"])
     assert "one</pre>" in first.read_text()

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.make import MemorySource
 from tests.targets import multi_labels, single_labels
-from vitrail.data.source import Sample
-from vitrail.errors import UndecodableImage
 from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.predictions import Predictions
 from vitrail.report.page import environment
@@ -59,8 +58,11 @@ def rows(page: Any) -> list[list[str]]:
     return found
 
 
+Table = Callable[[str], list[list[str]]]
+
+
 @pytest.fixture
-def table_of(read_page: Callable[[str], Any]) -> Callable[[str], list[list[str]]]:
+def table_of(read_page: Callable[[str], Any]) -> Table:
     """Return the rows of the last table in a section."""
 
     def read(text: str) -> list[list[str]]:
@@ -70,32 +72,22 @@ def table_of(read_page: Callable[[str], Any]) -> Callable[[str], list[list[str]]
     return read
 
 
-def test_the_summary_has_every_metric() -> None:
+def test_the_summary_and_the_headline_have_intervals_if_there_are_any() -> None:
     found = report(made([(0, 0)] * 3 + [(1, 0)], 6), bootstrap=100)
-    low, high = found.metrics["accuracy"].low, found.metrics["accuracy"].high
-    assert low is not None and high is not None
-    shown = summary_rows(found)
-    assert shown[0] == ("accuracy", "75.00%", f"{low:.2%} to {high:.2%}")
-    names = ["balanced accuracy", "top-5 accuracy", "cross-entropy, nats", "calibration error"]
-    assert [row[0] for row in shown[1:]] == names
-    assert shown[1][1] == "50.00%" and shown[2][1] == "100.00%"
-    assert headline(found) == ("75.00% accuracy", f"{low:.1%} to {high:.1%}")
+    accuracy = found.metrics["accuracy"]
+    assert summary_rows(found)[0] == ("accuracy", "75.00%", f"{accuracy.low:.2%} to {accuracy.high:.2%}")
+    assert headline(found) == ("75.00% accuracy", f"{accuracy.low:.1%} to {accuracy.high:.1%}")
     without = report(made([(0, 0), (1, 0)]), bootstrap=0)
-    assert summary_rows(without)[0] == ("accuracy", "50.00%", "-") and len(summary_rows(without)) == 4
-    assert headline(without) == ("50.00% accuracy", "")
+    assert summary_rows(without)[0] == ("accuracy", "50.00%", "-") and headline(without) == ("50.00% accuracy", "")
 
 
 def test_the_summary_of_several_labels() -> None:
     found = report(several(), bootstrap=0)
-    shown = {name: value for name, value, _ in summary_rows(found)}
-    assert shown["mean average precision"] == f"{found.metrics['mean_average_precision'].value:.2%}"
-    assert shown["all labels right"] == "75.00%" and shown["likeliest class is a label"] == "50.00%"
-    assert "micro F1" in shown and "accuracy" not in shown and headline(found)[0] == "75.00% all labels right"
-    nothing = replace(several(), truth=multi_labels(np.zeros((4, 3), np.uint8)))
-    assert "mean average precision" not in {row[0] for row in summary_rows(report(nothing))}
+    assert ("all labels right", "75.00%", "-") in summary_rows(found)
+    assert headline(found)[0] == "75.00% all labels right"
 
 
-def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Callable[..., list[list[str]]]) -> None:
+def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Table) -> None:
     guesses = [(0, 0)] * 6 + [(0, 1)] * 2 + [(1, 0)] * 3 + [(1, 1)] + [(2, 0)] * 2 + [(3, 3)]
     text = section("confusion", sections.confusion(report(made(guesses), bootstrap=0)))
     assert table_of(text) == [
@@ -114,18 +106,16 @@ def test_classes_that_nothing_is_or_was_taken_for_have_no_row() -> None:
     assert "class 30 → class 2: 1 of 1 (100.0%)" in text
 
 
-def test_many_classes_have_no_matrix(table_of: Callable[..., list[list[str]]]) -> None:
-    for classes, pairs in ((40, 10), (41, 40)):
-        guesses = [(number, (number + more) % classes) for number in range(classes) for more in (0, 1)]
-        text = section("confusion", sections.confusion(report(made(guesses, classes), bootstrap=0)))
-        assert ("<svg" in text) == (classes == 40)
-        assert len(table_of(text)) == pairs + 1
-        assert f"and {classes - pairs} rarer pair" in text
+@pytest.mark.parametrize(("classes", "pairs"), [(40, 10), (41, 40)])
+def test_many_classes_have_no_matrix(classes: int, pairs: int, table_of: Table) -> None:
+    guesses = [(number, (number + more) % classes) for number in range(classes) for more in (0, 1)]
+    text = section("confusion", sections.confusion(report(made(guesses, classes), bootstrap=0)))
+    assert ("<svg" in text) == (classes == 40) and len(table_of(text)) == pairs + 1
 
 
 def test_a_model_without_mistakes(read_page: Callable[[str], Any]) -> None:
     found = report(made([(0, 0), (1, 1)]), bootstrap=0)
-    text = section("confusion", sections.confusion(found)) + section("errors", sections.mistakes(found, Pictures({})))
+    text = section("confusion", sections.confusion(found)) + section("errors", sections.mistakes(found, pictures({})))
     page = read_page(text)
     assert "No image was predicted as another class." in page.text and "All predictions are right." in page.text
     assert "table" not in page.names and page.names.count("rect") == 2
@@ -136,7 +126,7 @@ def test_of_several_labels_there_is_neither_matrix_nor_calibration() -> None:
     assert sections.confusion(found) is None and sections.calibration(found) is None
 
 
-def test_the_worst_class_comes_first(table_of: Callable[..., list[list[str]]]) -> None:
+def test_the_worst_class_comes_first(table_of: Table) -> None:
     guesses = [(0, 0)] * 3 + [(1, 0)] + [(1, 1)] * 3 + [(2, 3)] * 2
     assert table_of(section("classes", sections.classes(report(made(guesses, 6), bootstrap=0)))) == [
         ["class", "images", "accuracy", "precision", "F1"],
@@ -149,7 +139,7 @@ def test_the_worst_class_comes_first(table_of: Callable[..., list[list[str]]]) -
     assert len(table_of(text)) == 201 and "and 3 better classes" in text
 
 
-def test_classes_of_several_labels_go_by_average_precision(table_of: Callable[..., list[list[str]]]) -> None:
+def test_classes_of_several_labels_go_by_average_precision(table_of: Table) -> None:
     found = report(several(), bootstrap=0)
     shown = table_of(section("classes", sections.classes(found)))
     assert shown[0] == ["class", "images", "average precision", "recall", "precision", "F1"]
@@ -157,72 +147,47 @@ def test_classes_of_several_labels_go_by_average_precision(table_of: Callable[..
     assert [(row[2], row[0]) for row in shown[1:]] == [(f"{value:.1%}", name) for value, name in wanted]
 
 
-def test_calibration_before_and_after(table_of: Callable[..., list[list[str]]]) -> None:
-    predictions = made([(0, 0)] * 5 + [(1, 0)] * 5)
-    found = report(predictions, bootstrap=0, temperature=3.0)
-    assert found.calibration is not None and found.scaled is not None
-    text = section("calibration", sections.calibration(found))
+def test_calibration_before_and_after(table_of: Table) -> None:
+    found = report(made([(0, 0)] * 5 + [(1, 0)] * 5), bootstrap=0, temperature=3.0)
     before, after = found.calibration, found.scaled
+    text = section("calibration", sections.calibration(found))
     assert table_of(text) == [
         ["metric", "uncalibrated", "with temperature 3"],
         ["expected calibration error", f"{before.error.value:.2%}", f"{after.error.value:.2%}"],
         ["cross-entropy, nats", f"{before.cross_entropy.value:.4f}", f"{after.cross_entropy.value:.4f}"],
         ["Brier score", f"{before.brier.value:.4f}", f"{after.brier.value:.4f}"],
     ]
-    assert f"by {100 * before.error.value:.1f} points on average, and by {100 * after.error.value:.1f} after" in text
     assert text.count('class="dot one"') == sum(one.images > 0 for one in after.bins)
     assert text.count('class="dot two"') == sum(one.images > 0 for one in before.bins)
-    assert text.index('legend one">with temperature 3<') < text.index('legend two">uncalibrated<')
     text = section("calibration", sections.calibration(report(made([(0, 0), (1, 0)]), bootstrap=0)))
-    assert table_of(text)[0] == ["metric", "uncalibrated"]
-    assert "temperature" not in text and 'class="dot two"' not in text and "legend" not in text
+    assert table_of(text)[0] == ["metric", "uncalibrated"] and 'class="dot two"' not in text
 
 
-class Pictures:
-    """A source in which some images are missing."""
-
-    classes = ("class 0", "class 1")
-
-    def __init__(self, images: dict[int, np.ndarray]) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> Sample:
-        if index not in self.images:
-            raise UndecodableImage("is gone")
-        return Sample(self.key(index), self.images[index], 0)
-
-    def key(self, index: int) -> str:
-        return f"{index}.png"
-
-    def target(self, index: int) -> int:
-        return 0
+def pictures(images: dict[int, np.ndarray]) -> MemorySource:
+    """Return a source in which all other images are missing."""
+    return MemorySource([images.get(number, b"") for number in range(30)], labels=[0] * 30)
 
 
 def test_mistakes_have_their_pictures(read_page: Callable[[str], Any]) -> None:
     found = report(made([(0, 0), (1, 2), (3, 0)]), bootstrap=0)
-    source = Pictures({2: np.full((9, 30, 1), 200, np.uint8)})
+    source = pictures({2: np.full((9, 30, 1), 200, np.uint8)})
     page = read_page(section("errors", sections.mistakes(found, source)))
-    captions = [text for text in page.text if text.strip()][2:]
-    worst = found.worst[0]
-    assert (worst.index, found.worst[1].index) == (2, 1)
-    assert captions == [
-        "true: class 3", "predicted: class 0", f"{worst.probability:.1%}", "2.png",
+    first, second = (f"{one.probability:.1%}" for one in found.worst)
+    assert [text for text in page.text if text.strip()][2:] == [
+        "true: class 3", "predicted: class 0", first, "2.png",
         "no picture",
-        "true: class 1", "predicted: class 2", f"{found.worst[1].probability:.1%}", "1.png",
+        "true: class 1", "predicted: class 2", second, "1.png",
     ]  # fmt: skip
     (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
     assert image["alt"] == "true: class 3, predicted: class 0"
     many: ClassificationReport = report(made([(0, 1)] * 30), bootstrap=0, worst=30)
-    assert section("errors", sections.mistakes(many, Pictures({}))).count("<figure>") == 20 < len(many.worst)
+    assert section("errors", sections.mistakes(many, pictures({}))).count("<figure>") == 20 < len(many.worst)
 
 
 def test_mistakes_of_several_labels_and_long_names(read_page: Callable[[str], Any]) -> None:
     long = "x" * 200
     predictions = replace(several(), classes=(long, "<b>", "c"), keys=("a/" + "y" * 200 + ".png", "b", "c", "d"))
     found = report(predictions, bootstrap=0)
-    text = section("errors", sections.mistakes(found, Pictures({})))
+    text = section("errors", sections.mistakes(found, pictures({})))
     assert f"true: &lt;b&gt;<br>predicted: {'x' * 30}…{'x' * 29}<br>73.1% for the likeliest class<br>b<" in text
     read_page(text)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.targets import multi_labels, single_labels
+from tests.targets import multi_labels, number_targets, single_labels
 from vitrail.errors import DataError
 from vitrail.evaluation.classifiers import logistic as arrays
-from vitrail.evaluation.classifiers.logistic import (
-    check_both,
-    check_pair,
-    check_truth,
-    class_ranks,
-    moments,
-    parts,
-)
+from vitrail.evaluation.classifiers.fewshot import few_shot
+from vitrail.evaluation.classifiers.linear import linear_probe
+from vitrail.evaluation.classifiers.logistic import class_ranks, moments, parts
+from vitrail.evaluation.classifiers.nearest import knn
 
 
 @given(rows=st.integers(0, 500), width=st.integers(0, 40))
@@ -42,14 +41,6 @@ def test_moments_of_a_mapped_file_in_parts_are_numpys(tmp_path: Path, monkeypatc
     np.testing.assert_allclose(std, values[rows].astype(np.float64).std(axis=0), rtol=1e-9)
 
 
-def test_moments_name_the_row_that_is_not_finite() -> None:
-    features = np.zeros((9, 3), np.float32)
-    features[5, 1], features[7, 0] = np.inf, np.nan
-    with pytest.raises(DataError, match="features of row 5 are not all finite"):
-        moments(features, np.array([1, 5, 7]))
-    moments(features, np.array([0, 1, 2, 8]))
-
-
 @given(labels=st.lists(st.integers(0, 4), max_size=40), seed=st.integers(0, 2**63))
 def test_ranks_number_each_class_and_ignore_the_others(labels: list[int], seed: int) -> None:
     array = np.array(labels, np.int64)
@@ -66,33 +57,33 @@ def test_ranks_differ_by_seed_and_class() -> None:
     assert not np.array_equal(one, other) and not np.array_equal(one[:30], one[30:])
 
 
-@pytest.mark.slow
-def test_ranks_are_fair() -> None:
-    labels = np.zeros(5, np.int64)
-    first = np.bincount([int(class_ranks(labels, seed).argmin()) for seed in range(2000)], minlength=5)
-    assert abs(first - 400).max() < 5 * np.sqrt(2000 * 0.2 * 0.8)
+KNOWN, FEATURES = single_labels(np.arange(10) % 2, 2), np.eye(10, 6, dtype=np.float32)
+DAMAGED = FEATURES.copy()
+DAMAGED[3, 1] = np.nan
 
 
-def test_samples_without_a_truth_are_refused() -> None:
-    features = np.zeros((5, 2), np.float32)
-    with pytest.raises(DataError, match="rows: 2 of 5 labels are unknown, the first in row 2; select the rows with a"):
-        check_truth("rows", features, single_labels(np.array([0, 1, -1, 2, -1]), 3))
-    check_truth("rows", features, single_labels(np.array([0, 1, 0, 2, 1]), 3))
-    with pytest.raises(
-        DataError, match="rows: there are 5 features and 4 labels; give at least one feature, and one label"
-    ):
-        check_truth("rows", features, single_labels(np.zeros(4, np.int64), 3))
-    with pytest.raises(DataError, match="rows: there are 0 features and 0 labels"):
-        check_truth("rows", features[:0], multi_labels(np.zeros((0, 3), np.uint8)))
-
-
-def test_pairs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(DataError, match="training features have 2 columns, but test features have 3"):
-        check_pair(np.zeros((4, 2), np.float32), np.zeros((4, 3), np.float32))
-    one, other = single_labels(np.zeros(4, np.int64), 3), multi_labels(np.zeros((4, 3), np.uint8))
-    features = np.zeros((4, 2), np.float32)
-    with pytest.raises(DataError, match="are class with 3 columns, and test targets are classes with 3; both"):
-        check_both(features, one, features, other)
-    with pytest.raises(DataError, match="class with 3 columns, and test targets are class with 4; both need the"):
-        check_both(features, one, features, single_labels(one.values, 4))
-    check_both(features, other, features, other)
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("classify", [partial(few_shot, shots=[5]), linear_probe, partial(knn, k=[1])])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({2: FEATURES[:, :5]}, "training features have 6 columns, but test features have 5"),
+        ({1: single_labels(np.full(10, -1), 2)}, "training features: 10 of 10 labels are unknown, the first in row 0"),
+        ({3: single_labels(np.array([0, 1, -1, 2, -1] * 2), 3)}, "test features: 4 of 10 labels are unknown, the fir"),
+        ({2: FEATURES[:9]}, "there are 9 features and 10 labels"),
+        ({2: FEATURES[:0], 3: KNOWN.rows(slice(0))}, "there are 0 features and 0 labels"),
+        ({3: multi_labels(np.eye(10, 2, dtype=np.uint8))}, "are class with 2 columns, and test targets are classes"),
+        ({3: single_labels(KNOWN.values, 3)}, "class with 2 columns, and test targets are class with 3"),
+        ({3: number_targets(np.ones((10, 2)))}, "class with 2 columns, and test targets are numbers with 2"),
+        ({0: DAMAGED}, "features of row 3 are not all finite"),
+        ({2: DAMAGED}, "features of row 3 are not all finite"),
+    ],
+)
+def test_features_and_targets_that_do_not_fit_are_refused(
+    classify: Callable[..., object], changed: dict[int, Any], message: str
+) -> None:
+    arguments = [FEATURES, KNOWN, FEATURES, KNOWN]
+    for place, value in changed.items():
+        arguments[place] = value
+    with pytest.raises(DataError, match=message):
+        classify(*arguments)

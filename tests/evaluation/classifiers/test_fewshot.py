@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from tests.golden.weights import tensor
 from tests.targets import single_labels
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import LOO_GRID, draw_shots, few_shot, fit_least_squares
-from vitrail.evaluation.classifiers.linear import LinearMap
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "fewshot.json").read_text())
 """Results of big_vision's evaluator, in float32 and solved exactly in float64."""
@@ -88,12 +88,7 @@ def test_both_branches_equal_the_normal_equations(width: int, l2: float) -> None
 @pytest.mark.parametrize(("width", "size"), [(28, 29), (29, 30), (30, 30), (97, 30)])
 def test_the_smaller_matrix_is_taken_apart(width: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, original = [], torch.linalg.eigh
-
-    def note(matrix: torch.Tensor) -> object:
-        sizes.append(tuple(matrix.shape))
-        return original(matrix)
-
-    monkeypatch.setattr(torch.linalg, "eigh", note)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: sizes.append(tuple(matrix.shape)) or original(matrix))
     features, labels = clusters(10, width, 3)
     fit_least_squares(features, labels, num_classes=3, l2=1024.0)
     assert sizes == [(size, size)]
@@ -129,15 +124,6 @@ def test_loo_chooses_what_errs_least_on_rows_left_out(per_class: int, width: int
     assert chosen == min(LOO_GRID, key=errors.__getitem__)
     fixed, _ = fit_least_squares(features, labels, num_classes=3, l2=chosen)
     assert np.array_equal(classifier.weight, fixed.weight)
-
-
-def test_loo_regularises_noise_more_than_a_clear_signal() -> None:
-    random = np.random.default_rng(0)
-    labels = np.repeat(np.arange(2), 20)
-    noise = random.normal(size=(40, 15)).astype(np.float32)
-    clear = noise + 20 * labels[:, None].astype(np.float32)
-    strengths = [fit_least_squares(one, labels, num_classes=2, l2="loo")[1] for one in (noise, clear)]
-    assert strengths[0] > 16 * strengths[1]
 
 
 @given(labels=st.lists(st.integers(0, 3), max_size=60), seed=st.integers(0, 10**6))
@@ -203,19 +189,6 @@ def test_the_whole_equals_its_parts() -> None:
     assert sum(found[1]) < sum(found[10]) < sum(found[25]) < 4
 
 
-def test_a_mapped_file_gives_what_the_array_gives(tmp_path: Path) -> None:
-    train, labels = clusters(12, 7, 3)
-    np.save(tmp_path / "features.npy", train)
-    mapped = np.load(tmp_path / "features.npy", mmap_mode="r")
-    settings: dict[str, Any] = {"num_classes": 3, "shots": (1, 5), "seeds": 2, "l2": "loo"}
-    assert measured(mapped, labels, mapped, labels, **settings) == measured(train, labels, train, labels, **settings)
-
-
-def test_one_class_is_always_right() -> None:
-    train, labels = clusters(5, 6, 1)
-    assert measured(train, labels, train, labels, num_classes=1, shots=[2]) == {2: (1, 1, 1)}
-
-
 def test_features_that_are_all_the_same_guess_the_first_class() -> None:
     features, labels = np.full((12, 3), 0.1, np.float32), np.arange(12) % 3
     assert measured(features, labels, features, labels, num_classes=3, shots=[4]) == {4: (1 / 3,) * 3}
@@ -225,44 +198,15 @@ def test_too_few_images_are_named_and_counted() -> None:
     labels = np.array([0] * 5 + [1] * 2 + [2] * 3, np.int64)
     features = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
     settings: dict[str, Any] = {"num_classes": 4, "shots": (1, 5), "class_names": ("ash", "birch", "cedar", "oak")}
-    with pytest.raises(DataError) as error:
+    message = r"5 shots need 5 training images .* fewer: birch \(2\), cedar \(3\), oak \(0\)\. .* --allow-fewer"
+    with pytest.raises(DataError, match=message):
         measured(features, labels, features, labels, **settings)
-    assert "5 shots need 5 training images per class" in str(error.value)
-    assert "birch (2), cedar (3), oak (0)." in str(error.value) and "ash" not in str(error.value)
-    assert "--allow-fewer" in str(error.value)
     found = measured(features, labels, features, labels, **settings, allow_fewer=True)
     assert list(found) == [1, 5] and [len(draw_shots(labels, count, 0)) for count in (1, 5)] == [3, 10]
 
 
-def test_many_short_classes_are_counted() -> None:
-    labels = np.arange(30)
-    with pytest.raises(DataError, match=r"class 9 \(1\) and 20 more\."):
-        measured(np.eye(30, dtype=np.float32), labels, np.eye(30, dtype=np.float32), labels, num_classes=30, shots=[2])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"shots": ()}, r"shots=\(\) must be whole numbers of images per class, 1 or more"),
-        ({"shots": (5, 0)}, r"shots=\(5, 0\)"),
-        ({"seeds": 0}, r"seeds=\(\) must be one or more whole numbers, 0 or more"),
-        ({"seeds": (1, -1)}, r"seeds=\(1, -1\)"),
-        ({"l2": 0.0}, r"l2=0.0 must be a number above 0, or 'loo'"),
-        ({"l2": float("nan")}, "l2=nan"),
-        ({"l2": "auto"}, "l2='auto' must be"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str, types_unchecked: None) -> None:
+@pytest.mark.parametrize("settings", [{"shots": ()}, {"seeds": (1, -1)}, {"l2": 0.0}, {"l2": math.nan}, {"l2": "auto"}])
+def test_settings_out_of_range_are_refused(settings: dict[str, object], types_unchecked: None) -> None:
     train, labels = clusters(5, 6, 2)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"^{next(iter(settings))}=.* must be"):
         measured(train, labels, train, labels, num_classes=2, **settings)
-
-
-def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
-    train, labels = clusters(5, 6, 2)
-    with pytest.raises(DataError, match="6 columns, but test features have 5"):
-        measured(train, labels, train[:, :5], labels, num_classes=2, shots=[1])
-    with pytest.raises(DataError, match="test features: 10 of 10 labels are unknown, the first in row 0"):
-        measured(train, labels, train, np.full(10, -1), num_classes=2, shots=[1])
-    with pytest.raises(DataError, match="features have 5 columns, but this linear map takes 6"):
-        LinearMap(np.zeros((6, 2)), np.zeros(2)).scores(train[:, :5])

@@ -156,37 +156,10 @@ def test_several_labels_average_the_neighbours(temperature: float) -> None:
         assert metrics["mean_average_precision"] == pytest.approx(precision, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"k": (1, 21)}, "k=21 is not from 1 to 20, the number of stored features"),
-        ({"k": ()}, r"k=\(\) must be whole numbers of neighbours, 1 or more"),
-        ({"k": (0, 5)}, r"k=\(0, 5\) must be whole numbers of neighbours, 1 or more"),
-        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
-        ({"temperature": math.nan}, "temperature=nan must be above 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
-    train, labels = clusters(20, 2, seed=0)
-    with pytest.raises(ConfigError, match=message):
-        voted(train, labels, train, labels, num_classes=2, **{"k": [5], **settings})
-
-
 def test_leaving_one_out_leaves_one_fewer() -> None:
     train, _ = clusters(20, 2, seed=0)
     with pytest.raises(ConfigError, match="k=20 is not from 1 to 19, the number of other features"):
         nearest(train, None, 20)
-
-
-def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
-    train, labels = clusters(20, 2, seed=0)
-    with pytest.raises(DataError, match="12 columns, but test features have 11"):
-        voted(train, labels, train[:, :11], labels, num_classes=2, k=[1])
-    with pytest.raises(DataError, match="training features: 20 of 20 labels are unknown, the first in row 0"):
-        voted(train, labels * 0 - 1, train, labels, num_classes=2, k=[1])
-    train[13, 1] = np.inf
-    with pytest.raises(DataError, match="features of row 13 are not all finite"):
-        list(nearest(train, None, 1))
 
 
 MEASURE = """

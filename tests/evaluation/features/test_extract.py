@@ -13,11 +13,10 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import subset
 from vitrail.data.targets import Target
-from vitrail.errors import ConfigError, Interrupted
+from vitrail.errors import Interrupted
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.extract import SAFE_COSINE, FeatureSet, Layer, compare_precisions, extract
 from vitrail.evaluation.predictions import Pass
@@ -189,35 +188,21 @@ def test_the_network_is_left_as_it_was(tmp_path: Path) -> None:
     assert network.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def changed_weights(watched: Watched, source: Pictures) -> dict[str, object]:
-    with torch.no_grad():
-        watched.network.state_dict()["blocks.1.attention.out.bias"][3] += 0.5
-    return {}
-
-
-def changed_preprocessing(watched: Watched, source: Pictures) -> dict[str, object]:
-    return {"preprocess": replace(PREPROCESS, interpolation="bicubic")}
-
-
-def changed_both(watched: Watched, source: Pictures) -> dict[str, object]:
-    changed_weights(watched, source)
-    return {"preprocess": replace(PREPROCESS, mean=(0.5,)), "precision": "bf16"}
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("bias", "options", "said"),
     [
-        (changed_weights, "weights"),
-        (changed_preprocessing, "preprocessing"),
-        (changed_both, "weights, preprocessing, precision"),
+        (0.5, {}, "weights"),
+        (0.0, {"preprocess": replace(PREPROCESS, interpolation="bicubic")}, "preprocessing"),
+        (9, {"preprocess": replace(PREPROCESS, mean=(0.5,)), "precision": "bf16"}, "weights, preprocessing, precision"),
     ],
-)
+)  # fmt: skip
 def test_features_of_another_network_are_never_used(
-    change: Callable[[Watched, Pictures], dict[str, object]], said: str, tmp_path: Path
+    bias: float, options: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     source, watched = Pictures(7), Watched()
     before = watched(source, tmp_path)
-    options = change(watched, source)
+    with torch.no_grad():
+        watched.network.state_dict()["blocks.1.attention.out.bias"][3] += bias
     after = watched(source, tmp_path, **options)
     assert watched.seen == 14
     assert watched.notes == [f"the cache has features of this data, but with other {said}, so they are computed again"]
@@ -237,7 +222,7 @@ def test_features_of_other_data_are_never_used(tmp_path: Path) -> None:
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 4
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "no array", "type", "json", "other"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "no array", "type", "order", "json", "other"])
 def test_a_damaged_entry_is_computed_anew_and_said_so(damage: str, tmp_path: Path) -> None:
     source, watched = Pictures(7, broken=(2,)), Watched()
     before = watched(source, tmp_path)
@@ -246,8 +231,8 @@ def test_a_damaged_entry_is_computed_anew_and_said_so(damage: str, tmp_path: Pat
     data = features.read_bytes()
     if damage in ("cut", "no array"):
         features.write_bytes({"cut": data[:-5], "no array": b"\0" + data[1:]}[damage])
-    elif damage == "type":
-        np.save(features, expected.astype(np.float64))
+    elif damage in ("type", "order"):
+        np.save(features, expected.astype(np.float64) if damage == "type" else np.asfortranarray(expected))
     elif damage == "gone":
         features.unlink()
     else:
@@ -255,10 +240,8 @@ def test_a_damaged_entry_is_computed_anew_and_said_so(damage: str, tmp_path: Pat
         about.write_text({"json": text[:40], "other": text.replace('"float32"', '"bf16"')}[damage])
     again = watched(source, tmp_path)
     assert watched.seen == 14 and np.array_equal(again.features, expected)
-    assert len(watched.notes) == 1
-    assert watched.notes[0].startswith(
-        f"cached features are damaged, so they are computed again: {the_entry(tmp_path)}"
-    )
+    (note,) = watched.notes
+    assert note.startswith(f"cached features are damaged, so they are computed again: {the_entry(tmp_path)}")
     watched(source, tmp_path)
     assert watched.seen == 14
 
@@ -291,14 +274,11 @@ def test_who_comes_second_waits_and_reads(tmp_path: Path) -> None:
     fcntl.flock(held, fcntl.LOCK_EX)
     second, waits, results = Watched(), threading.Event(), []
 
-    def run() -> None:
-        results.append(second(source, tmp_path, on_note=said))
-
     def said(note: str) -> None:
         second.notes.append(note)
         waits.set()
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=lambda: results.append(second(source, tmp_path, on_note=said)))
     thread.start()
     try:
         assert waits.wait(30)
@@ -311,15 +291,11 @@ def test_who_comes_second_waits_and_reads(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_locks_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(file: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     watched = Watched()
     features = watched(Pictures(7), tmp_path)
-    assert watched.notes == [
-        f"features are computed but not kept, because the disk of {tmp_path} does not support locks"
-    ]
+    (note,) = watched.notes
+    assert note == f"features are computed but not kept, because the disk of {tmp_path} does not support locks"
     assert same(features, watched(Pictures(7), None))
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
@@ -331,12 +307,8 @@ def test_a_full_disk_does_not_end_an_extraction(
 ) -> None:
     source, watched = Pictures(40), Watched()
     if not reserves:  # as on a disk that cannot set bytes aside
-        monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: refuse())
+        monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.EOPNOTSUPP, "not supported")))
         monkeypatch.setattr(os, "ftruncate", lambda *arguments: None)
-
-        def refuse() -> None:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (128 + 20 * 64, hard))
     try:
@@ -395,18 +367,13 @@ def interrupt_after_ten(watched: Watched, source: Pictures, cache: Path) -> None
 def test_an_exception_loses_nothing_that_was_computed(tmp_path: Path) -> None:
     source, watched = Pictures(13), Watched()
     interrupt_after_ten(watched, source, tmp_path)
-    features = watched(source, tmp_path)
-    assert watched.seen == 13 and same(features, watched(source, None))
+    features, expected = watched(source, tmp_path), Watched()(source, None)
+    assert watched.seen == 13 and same(features, expected)
     assert watched.notes == ["continuing: features of 10 of 13 images are in the cache"]
     assert watched.progress[:2] == [13, 13]
-
-
-def test_another_batch_size_goes_on_too(tmp_path: Path) -> None:
-    source, watched = Pictures(13), Watched()
-    expected = watched(source, None)
-    interrupt_after_ten(watched, source, tmp_path)
-    features = watched(source, tmp_path, batch_size=4)
-    assert watched.seen == 13 + 10 + 3
+    interrupt_after_ten(watched, source, tmp_path / "other")
+    features = watched(source, tmp_path / "other", batch_size=4)
+    assert watched.seen == 13 + 10 + 3, "another batch size goes on too"
     assert np.allclose(features.features, expected.features, atol=1e-5)
 
 
@@ -451,11 +418,6 @@ def test_bf16_is_safe_unless_it_loses_what_distinguishes_images(layer: Layer) ->
     assert not len(compare_precisions(bundle, Pictures(2, broken=(0, 1)), layer, at_most=5))
 
 
-def test_a_batch_of_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
-        extracted(make_network(), Pictures(3), batch_size=0)
-
-
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
@@ -463,7 +425,6 @@ import torch
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.formats.folder import read_folder
-from vitrail.evaluation.features import cache as feature_cache
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features import extract as features
 from vitrail.evaluation.predictions import Pass
@@ -513,9 +474,9 @@ def child(what: str, *words: object) -> subprocess.Popen[str]:
     [
         ("calling(feature_rows.Partial, 'write', lambda self, first, *rest: first == 15 and die())", 23),
         ("calling(feature_rows, '_write_at', lambda file, data, place: (len(data), place) == (5, 15) and die())", 23),
-        ("calling(feature_cache.Entry, '_remove_rows', lambda *_: die())", 0),
+        ("calling(feature_rows.Entry, '_remove_rows', lambda *_: die())", 0),
         ("calling(Path, 'replace', lambda self, to: die())", 0),
-        ("calling(feature_cache.Entry, '_rename', lambda *_: die())", 0),
+        ("calling(feature_rows.Entry, '_rename', lambda *_: die())", 0),
         ("calling(Path, 'rename', lambda self, to: self.suffix == '.partial' and die())", 0),
     ],
     ids=["writing", "recording", "leaving out", "replacing", "tidying", "renaming"],

@@ -70,13 +70,20 @@ def test_several_labels_and_names_that_are_no_text(tmp_path: Path) -> None:
     assert [json.loads(line)["label"] for line in lines] == [[0, 2], [], [1]]
 
 
-def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing holds no features: it has no features.json$"):
         load_features(tmp_path / "nothing")
     for split in ("train", "test"):
         save_features(make([1]), tmp_path / split)
     with pytest.raises(DataError, match="it has those of test, train: name one"):
         load_features(tmp_path)
+    vectors = tmp_path / "train" / "features.npy"
+    vectors.write_bytes(vectors.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"features.npy cannot be read"):
+        load_features(tmp_path / "train")
+    vectors.unlink()
+    with pytest.raises(DataError, match="No such file"):
+        load_features(tmp_path / "train")
 
 
 @pytest.mark.parametrize(
@@ -104,17 +111,6 @@ def test_files_that_do_not_fit_are_refused(file: str, old: str, new: str, messag
     assert old in text
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(DataError, match=message):
-        load_features(tmp_path / "out")
-
-
-def test_vectors_that_are_cut_or_missing(tmp_path: Path) -> None:
-    save_features(make([0, 2, -1]), tmp_path / "out")
-    path = tmp_path / "out" / "features.npy"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"features.npy cannot be read"):
-        load_features(tmp_path / "out")
-    path.unlink()
-    with pytest.raises(DataError, match="No such file"):
         load_features(tmp_path / "out")
 
 

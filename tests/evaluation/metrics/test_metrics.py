@@ -49,14 +49,6 @@ def test_figures_of_classes_equal_scikit_learn(case: tuple[np.ndarray, np.ndarra
     assert balanced_accuracy(labels, predicted, classes) == pytest.approx(expected, rel=1e-12)
 
 
-def test_an_absent_class_has_no_figures() -> None:
-    found = per_class(np.array([0, 0, 1]), np.array([0, 1, 1]), 4)
-    assert found.images.tolist() == [2, 1, 0, 0] and found.predicted.tolist() == [1, 2, 0, 0]
-    np.testing.assert_array_equal(found.recall, [0.5, 1, np.nan, np.nan])
-    np.testing.assert_array_equal(found.precision, [1, 0.5, np.nan, np.nan])
-    assert balanced_accuracy(np.array([0, 0, 1]), np.array([0, 1, 1]), 4) == 0.75
-
-
 @settings(max_examples=15)
 @given(st.integers(0, 2**32), st.integers(2, 9), st.booleans())
 def test_top_k_is_the_first_k_of_a_stable_ranking(seed: int, classes: int, ties: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tests of metrics of numbers against scikit-learn: unknown numbers, batches, and intervals."""
+"""Tests of metrics of numbers against scikit-learn, and of metrics that are added up batch by batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 
-from tests.targets import number_targets
+from tests.targets import multi_labels, number_targets, single_labels
+from vitrail.evaluation.metrics.classes import mean_average_precision
 from vitrail.evaluation.metrics.intervals import Metric
-from vitrail.evaluation.metrics.numbers import StreamingErrors, number_metrics
+from vitrail.evaluation.metrics.numbers import (
+    StreamingAccuracy,
+    StreamingErrors,
+    merit,
+    number_metrics,
+    streaming_metrics,
+)
 
 
 def drawn(n: int, outputs: int, *, seed: int = 0, unknown: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +110,6 @@ def test_intervals_are_quantiles_over_resamples() -> None:
         resampled.append(references(predicted[rows], truth[rows]))
     low, high = np.quantile(resampled, [0.025, 0.975], axis=0)
     for output, one in enumerate(each):
-        assert one is not None
         for number, metric in enumerate(one.values()):
             assert metric.low is not None and metric.high is not None and metric.low < metric.value < metric.high
             width = high[output, number] - low[output, number]
@@ -113,20 +119,6 @@ def test_intervals_are_quantiles_over_resamples() -> None:
     assert number_metrics(predicted, truth, resamples=40, seed=3) == number_metrics(
         predicted, truth, resamples=40, seed=3
     )
-
-
-def test_an_output_without_known_numbers_does_not_count() -> None:
-    predicted, truth = drawn(20, 2)
-    truth[:, 1] = math.nan
-    overall, each = number_metrics(predicted, truth, resamples=30)
-    assert each[1] is None and each[0] is not None and each[0]["r2"] == overall["r2"]
-
-
-def test_means_do_not_depend_on_the_units_of_the_numbers() -> None:
-    predicted, truth = drawn(31, 3, unknown=0.2)
-    units = np.array([1e-3, 1.0, 1e5])
-    one, other = (values(number_metrics(predicted * by, truth * by, resamples=0)[0]) for by in (1.0, units))
-    assert one == pytest.approx(other, rel=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
@@ -152,3 +144,33 @@ def test_resamples_of_equal_numbers_have_no_huge_r2(seed: int) -> None:
     scores = [reference.r2_score(truth[row], predicted[row]) if len(set(row.tolist())) > 1 else 0.0 for row in rows]
     expected = np.quantile(scores, [0.025, 0.975])
     assert [found["r2"].low, found["r2"].high] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_first_of_equal_outputs_is_the_likeliest_and_samples_without_a_label_are_skipped() -> None:
+    accuracy = StreamingAccuracy()
+    assert accuracy.result() == {"accuracy": 0}
+    accuracy.add(np.array([[1.0, 1.0], [0.0, 2.0], [3.0, 1.0]]), single_labels(np.array([0, 0, -1]), 2))
+    accuracy.add(np.array([[1.0, 1.0]]), single_labels(np.array([1]), 2))
+    assert accuracy.result() == {"accuracy": 1 / 3} and accuracy.count == 3
+
+
+def test_several_labels_in_parts_are_those_of_all() -> None:
+    random = np.random.default_rng(1)
+    scores, truth = random.normal(size=(23, 4)), (random.random((23, 4)) < 0.4).astype(np.uint8)
+    metrics = streaming_metrics(multi_labels(truth))
+    for part in (slice(0, 10), slice(10, 11), slice(11, 23)):
+        metrics.add(scores[part], multi_labels(truth[part]))
+    right = np.mean([truth[row, scores[row].argmax()] for row in range(23)])
+    assert metrics.result() == {
+        "accuracy": right, "mean_average_precision": mean_average_precision(scores, truth > 0),
+    }  # fmt: skip
+
+
+def test_the_loss_decides_between_equal_metrics() -> None:
+    """From the worst to the best model: a metric that is unknown or NaN is worse than every number."""
+    ranked = [(None, 0.1), (0.5, None), (0.5, 0.7), (0.5, 0.2), (0.6, 3.0)]
+    merits = [merit(value, loss) for value, loss in ranked]
+    assert merits == sorted(set(merits)) and merit(float("nan"), 0.1) == merits[0]
+    assert merit(0.5, float("nan")) == merits[1]
+    falling = [merit(value, loss, higher_is_better=False) for value, loss in [(0.6, 0.1), (0.5, 0.7), (0.5, 0.2)]]
+    assert falling == sorted(set(falling))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -73,14 +70,6 @@ def test_several_labels_are_targets() -> None:
     assert found.labelled() is found
 
 
-def test_it_agrees_with_the_streaming_accuracy() -> None:
-    network, source = make_network(), Pictures([0, None, 1, 2, 2, 0, 1], broken=(3,))
-    found = outputs_of(network).predictions(source).labelled()
-    streamed = Accuracy()(Outputs(Bundle(network, source.classes, PREPROCESS)), source, source)
-    assert len(found) == streamed["images"] == 5 and streamed["skipped"] == 1
-    assert (found.logits.argmax(axis=1) == found.truth.dense).mean() == streamed["accuracy"]
-
-
 def test_a_model_without_a_head_is_refused() -> None:
     network, source = make_network(0), Pictures([0, 1])
     message = r"no head, so it cannot classify; fine-tune it, .* fewshot or knn"
@@ -114,25 +103,9 @@ def test_outputs_that_are_not_finite_are_refused() -> None:
         outputs_of(Broken()).predictions(source)
 
 
-@pytest.fixture
-def predictions() -> Callable[..., Predictions]:
-    """Return random logits of 4 classes, as many rows as there are labels."""
-
-    def make(labels: list[int], **fields: object) -> Predictions:
-        logits = np.random.default_rng(0).standard_normal((len(labels), 4)).astype(np.float32)
-        keys = tuple(f"k{row}" for row in range(len(labels)))
-        made = Predictions(
-            logits, single_labels(np.array(labels), 4), keys, np.arange(len(labels)) * 3, ("a", "b", "c", "d")
-        )
-        return replace(made, **fields)
-
-    return make
-
-
-def test_unlabelled_samples_can_be_left_out(predictions: Callable[..., Predictions]) -> None:
-    made = predictions([2, -1, 0, -1])
+def test_unlabelled_samples_can_be_left_out() -> None:
+    logits, labels = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32), np.array([2, -1, 0, -1])
+    made = Predictions(logits, single_labels(labels, 4), ("k0", "k1", "k2", "k3"), np.arange(4) * 3, tuple("abcd"))
     kept = made.labelled()
     assert kept.truth.dense.tolist() == [2, 0] and kept.keys == ("k0", "k2") and kept.indices.tolist() == [0, 6]
-    assert np.array_equal(kept.logits, made.logits[[0, 2]])
-    full = predictions([2, 1])
-    assert full.labelled() is full
+    assert np.array_equal(kept.logits, logits[[0, 2]]) and kept.labelled() is kept

@@ -51,10 +51,8 @@ def test_metrics_and_residuals_of_each_number() -> None:
     for index, row in enumerate(found.per_output):
         residuals = predicted[:, index] - truth[:, index]
         assert (row.index, row.name, row.images) == (index, found.names[index], 41)
-        assert row.mean == pytest.approx(truth[:, index].mean()) and row.deviation == pytest.approx(
-            truth[:, index].std()
-        )
-        assert row.mean_residual == pytest.approx(residuals.mean())
+        known = truth[:, index].mean(), truth[:, index].std(), residuals.mean()
+        assert (row.mean, row.deviation, row.mean_residual) == pytest.approx(known)
         np.testing.assert_allclose(row.residual_quantiles, np.quantile(residuals, QUANTILES))
         np.testing.assert_allclose(row.points, np.stack([truth[:, index], predicted[:, index]], axis=1))
 

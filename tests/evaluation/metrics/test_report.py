@@ -12,7 +12,7 @@ from sklearn import metrics as reference
 
 from tests.targets import multi_labels, single_labels
 from vitrail.data.batch import Skipped
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import DataError
 from vitrail.evaluation.metrics.classes import (
     binary_logits,
     calibration_bins,
@@ -20,12 +20,8 @@ from vitrail.evaluation.metrics.classes import (
     per_sample,
     top_k,
 )
-from vitrail.evaluation.metrics.intervals import (
-    balanced_accuracy_interval,
-    calibration_error_interval,
-    mean_interval,
-)
-from vitrail.evaluation.metrics.report import ClassificationReport, absent_note, report
+from vitrail.evaluation.metrics.intervals import balanced_accuracy_interval, calibration_error_interval, mean_interval
+from vitrail.evaluation.metrics.report import ClassificationReport, absent_note, named_metrics, report
 from vitrail.evaluation.predictions import Predictions
 from vitrail.settings import from_plain, to_plain
 
@@ -154,19 +150,6 @@ def test_it_is_json_and_back(predictions: Predictions) -> None:
     assert from_plain(ClassificationReport, json.loads(text)) == made
 
 
-def test_unlabelled_images_are_left_out_and_counted() -> None:
-    found = report(make_predictions(unlabelled=11), bootstrap=0)
-    assert (found.images, found.unlabelled) == (49, 11)
-    assert sum(images for _, _, images in found.confusion) == 49
-
-
-def test_no_top5_of_five_classes_and_no_intervals_without_resamples() -> None:
-    found = report(make_predictions(classes=5), bootstrap=0)
-    assert "top5_accuracy" not in found.metrics and found.scaled is None
-    assert found.metrics["accuracy"].low is None and found.calibration is not None
-    assert found.calibration.error.low is None
-
-
 def test_several_labels_of_which_none_holds() -> None:
     predictions = several()
     empty = replace(
@@ -176,16 +159,14 @@ def test_several_labels_of_which_none_holds() -> None:
     assert list(metrics) == ["accuracy", "exact_match", "cross_entropy"] and metrics["exact_match"].value == 1
 
 
-def test_nothing_to_measure_is_refused() -> None:
+def test_unlabelled_images_are_left_out_and_nothing_to_measure_is_refused() -> None:
+    found = report(make_predictions(unlabelled=11, classes=5), bootstrap=0)
+    assert (found.images, found.unlabelled, sum(images for _, _, images in found.confusion)) == (49, 11, 49)
+    assert "top5_accuracy" not in found.metrics and found.scaled is None and found.metrics["accuracy"].low is None
     with pytest.raises(DataError, match="none of 60 images has a label, so there is nothing to measure"):
         report(make_predictions(unlabelled=60))
-    predictions = make_predictions()
     with pytest.raises(DataError, match="there is no image to measure; 1 could not be decoded"):
-        report(predictions.rows(np.zeros(60, bool)))
-    with pytest.raises(ConfigError, match=r"temperature=0.0 is not a positive number"):
-        report(predictions, temperature=0.0)
-    with pytest.raises(ConfigError, match="resamples=-1 is less than 0"):
-        report(predictions, bootstrap=-1)
+        report(make_predictions().rows(np.zeros(60, bool)))
 
 
 def test_a_mistake_can_have_a_logit_of_any_size() -> None:
@@ -222,3 +203,27 @@ def test_binary_logits_keep_small_probabilities() -> None:
     np.testing.assert_allclose(found[1], np.full(3, -np.log(2)), rtol=1e-6)
     np.testing.assert_allclose(found[2], [-43, 43, -240], rtol=1e-6)
     assert np.isfinite(binary_logits(np.zeros((2, 1), np.float32))).all()
+
+
+def test_metrics_of_one_label_are_those_of_the_report() -> None:
+    found = report(make_predictions(), bootstrap=20)
+    assert [(one.name, one.metric) for one in named_metrics(found)] == [
+        ("accuracy", found.metrics["accuracy"]),
+        ("balanced accuracy", found.metrics["balanced_accuracy"]),
+        ("top-5 accuracy", found.metrics["top5_accuracy"]),
+        ("cross-entropy, nats", found.metrics["cross_entropy"]),
+        ("calibration error", found.calibration.error),
+    ]
+
+
+def test_metrics_of_several_labels_that_the_report_lacks_are_left_out() -> None:
+    found = report(several(), bootstrap=0)
+    names = {
+        "accuracy": "likeliest class is a label", "mean_average_precision": "mean average precision",
+        "micro_f1": "micro F1", "macro_f1": "macro F1", "exact_match": "all labels right",
+        "cross_entropy": "cross-entropy, nats",
+    }  # fmt: skip
+    rows = {one.name: one.metric for one in named_metrics(found)}
+    assert rows == {names[name]: metric for name, metric in found.metrics.items()}
+    without = replace(found, metrics={name: one for name, one in found.metrics.items() if name != "micro_f1"})
+    assert "micro F1" not in [one.name for one in named_metrics(without)]

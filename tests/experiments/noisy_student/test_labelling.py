@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.experiments.noisy_student.conftest import MakeTeacher
 from vitrail.data.formats.pseudo_labels import Pool, read_info
 from vitrail.data.pipeline import Readers
 from vitrail.data.source import has_soft_targets, soft_target_of
 from vitrail.data.sources import open_data
-from vitrail.errors import BundleError, ConfigError, DataError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.experiments.noisy_student import Labelling, choose_rows, label_images
-from vitrail.weights.bundle import weights_sha256
+from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
 
 
@@ -28,9 +28,7 @@ def label(teacher: str, data: Path, out: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_labels_are_the_probabilities_of_the_teacher(
-    teacher: Callable[..., str], colour_folder: Path, tmp_path: Path
-) -> None:
+def test_labels_are_the_probabilities_of_the_teacher(teacher: MakeTeacher, colour_folder: Path, tmp_path: Path) -> None:
     """Computed again one image at a time, with the teacher's own preprocessing and without dropout."""
     (colour_folder / "red" / "broken.png").write_bytes(b"no image")
     model = teacher(dropout=0.5)
@@ -59,7 +57,7 @@ def test_labels_are_the_probabilities_of_the_teacher(
     assert read_info(tmp_path / "labels") == info
 
 
-def test_labels_are_balanced(teacher: Callable[..., str], colour_folder: Path, tmp_path: Path) -> None:
+def test_labels_are_balanced(teacher: MakeTeacher, colour_folder: Path, tmp_path: Path) -> None:
     info = label(teacher(), colour_folder, tmp_path / "labels", images_per_class=7, pseudo_labels="hard")
     source: Any = open_data(str(tmp_path / "labels"), validation_share=0.0).train
     targets = [source.target(index) for index in range(len(source))]
@@ -79,16 +77,7 @@ def test_the_choice_is_filtered_then_balanced() -> None:
     assert everything.copies.tolist() == [1] * 4 and everything.probabilities is None
 
 
-def test_nothing_is_written_if_no_image_is_confident(
-    teacher: Callable[..., str], colour_folder: Path, tmp_path: Path
-) -> None:
-    message = r"confidence=1\.0 is reached by none of 36 images: the highest is 0\.\d+; choose a lower confidence"
-    with pytest.raises(DataError, match=message):
-        label(teacher(), colour_folder, tmp_path / "labels", confidence=1.0)
-    assert not (tmp_path / "labels").exists()
-
-
-def test_a_flat_folder_without_labels_is_labelled(teacher: Callable[..., str], tmp_path: Path) -> None:
+def test_a_flat_folder_without_labels_is_labelled(teacher: MakeTeacher, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for number in range(5):
         Image.new("RGB", (20 + number, 15), (40 * number, 90, 10)).save(tmp_path / "photos" / f"{number}.png")
@@ -96,44 +85,14 @@ def test_a_flat_folder_without_labels_is_labelled(teacher: Callable[..., str], t
     assert info.images == 5 and len(open_data(str(tmp_path / "labels"), validation_share=0.0).train) >= 2
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        ({"output": "sigmoid"}, "has the outputs 'sigmoid', but a teacher needs probabilities that add up to 1"),
-        ({"classes": (), "num_classes": 0}, "has no classes, so it cannot be a teacher; name a model that was trained"),
-    ],
-)
-def test_unfit_teachers_are_refused(
-    made: dict[str, Any], message: str, teacher: Callable[..., str], colour_folder: Path, tmp_path: Path
-) -> None:
-    if made.get("classes") == ():
-        bundle = load(teacher(), device="cpu")
-        network = bundle.network.with_head(0)
-        model = str(type(bundle)(network, (), bundle.preprocess).save(tmp_path / "headless"))
-    else:
-        model = teacher(**made)
-    with pytest.raises(ConfigError, match=message):
-        label(model, colour_folder, tmp_path / "labels")
-
-
-def test_a_damaged_teacher_is_refused(teacher: Callable[..., str], colour_folder: Path, tmp_path: Path) -> None:
+def test_unfit_teachers_are_refused(teacher: MakeTeacher, colour_folder: Path, tmp_path: Path) -> None:
     bundle = load(teacher(), device="cpu")
+    headless = Bundle(bundle.network.with_head(0), (), bundle.preprocess).save(tmp_path / "headless")
+    with pytest.raises(ConfigError, match="has no classes, so it cannot be a teacher; name a model that was trained"):
+        label(str(headless), colour_folder, tmp_path / "labels")
+    with pytest.raises(ConfigError, match="has the outputs 'sigmoid', but a teacher needs probabilities that add up"):
+        label(teacher(output="sigmoid"), colour_folder, tmp_path / "labels")
     bundle.network.head.bias.data[1] = float("nan")
-    model = str(bundle.save(tmp_path / "damaged"))
+    damaged = bundle.save(tmp_path / "damaged")
     with pytest.raises(BundleError, match=r"has outputs that are not finite, such as for 'blue/00\.png'; its weights"):
-        label(model, colour_folder, tmp_path / "labels")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"confidence": 1.5}, r"confidence=1\.5 is not in \[0, 1\]"),
-        ({"images_per_class": 0}, "images_per_class=0 is less than 1"),
-        ({"images_per_class": 3, "balance": False}, "images_per_class=3 has no effect without balance; leave one"),
-        ({"pseudo_labels": "firm"}, "pseudo_labels='firm'"),
-    ],
-)
-@pytest.mark.usefixtures("types_unchecked")
-def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Labelling(**settings)
+        label(str(damaged), colour_folder, tmp_path / "labels")

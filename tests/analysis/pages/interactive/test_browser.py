@@ -386,26 +386,6 @@ def test_the_look(shown: Browser, width: int, scheme: str) -> None:
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
-def test_twelve_heads_fit_on_a_phone(browser: Browser, make_maps: MakeMaps, tmp_path: Path) -> None:
-    maps = make_maps(layers=12, heads=12)
-    made, _ = make_page(maps, PICTURE, title="a", max_bytes=MAX_BYTES)
-    (tmp_path / "a.html").write_text(made, encoding="utf-8")
-    browser.show(360, 740)
-    show(browser, tmp_path / "a.html")
-    matrix = "document.getElementById('matrix').parentElement"
-    assert browser.value(f"[{matrix}.scrollWidth, document.documentElement.scrollWidth]") == [360 - 32, 360]
-    assert browser.value(SMALL) == [] and browser.faults() == []
-
-
-def test_preferences(shown: Browser) -> None:
-    shown.show(1280, 900, "dark", forced_colors="active", prefers_reduced_motion="reduce")
-    settle(shown)
-    assert shown.value("getComputedStyle(cells[3].button).outlineStyle") == "solid"
-    assert shown.value("getComputedStyle(tokenButtons[0].button).borderTopWidth") == "3px"
-    moving = "[...document.querySelectorAll('*')].filter((one) => parseFloat(getComputedStyle(one).transitionDuration))"
-    assert shown.value(f"{moving}.length + document.getAnimations().length") == 0
-
-
 def test_a_model_without_class_token_and_head(browser: Browser, make_maps: MakeMaps, tmp_path: Path) -> None:
     maps = make_maps(prefix=(), relevance=(), area=(-5.0, 3.0, 60.0, 24.0))
     (tmp_path / "a.html").write_text(make_page(maps, PICTURE, title="a", max_bytes=MAX_BYTES)[0], encoding="utf-8")

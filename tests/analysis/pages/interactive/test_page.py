@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 
 from tests.analysis.pages.interactive.conftest import coded, unpack
-from vitrail.analysis.pages.interactive import (
-    AttentionMaps,
-    PackedMaps,
-    make_page,
-    script_text,
-)
+from vitrail.analysis.pages.interactive import AttentionMaps, PackedMaps, make_page, script_text
 
 MAX_BYTES = 5_000_000
 MakeMaps = Callable[..., AttentionMaps]
@@ -81,27 +76,19 @@ def test_a_large_picture_is_embedded_smaller(make_maps: MakeMaps) -> None:
 def test_a_page_that_would_be_too_large_says_what_it_lacks(make_maps: MakeMaps) -> None:
     maps = make_maps(layers=6, heads=2, grid=(9, 9), prefix=("class token",))
     rest = len(make_page(maps, PICTURE, title="x", max_bytes=0)[0].encode())
-    notes = []
-    rooms = (200_000, 75_000, 40_000, 14_000, 2_500)
-    for room in rooms:
+    whole = (0, 1, 2, 3, 4, 5)
+    for room, layers, notes in (
+        (200_000, whole, ()), (75_000, whole, ("bits per weight instead of 8",)),
+        (40_000, (0, 3, 5), ("4 bits per weight instead of 8", "The page has 3 layers of 6 (0, 3, 5)")),
+        (14_000, (5,), ("4 bits per weight instead of 8", "The page has 1 layer of 6 (5)")),
+        (2_500, (), ("The page has no attention of heads, because one map of 82 tokens exceeds",)),
+    ):  # fmt: skip
         page, lacking = make_page(maps, PICTURE, title="x", max_bytes=rest + room)
         assert len(page.encode()) <= rest + room
-        assert all(note.replace("&", "&amp;") in page for note in lacking)
-        packed = packed_in(page) if json.loads(element(page, "about"))["layers"] else None
-        notes.append((packed and (packed.bits, packed.layers, packed.heads), lacking))
-    limits = [
-        f"the limit of {(rest + room) / 1e6:g} MB (--page-size)" for room in (200_000, 75_000, 40_000, 14_000, 2_500)
-    ]
-    assert notes[0] == ((8, (0, 1, 2, 3, 4, 5), (0, 1)), ())
-    assert notes[1][0][1:] == ((0, 1, 2, 3, 4, 5), (0, 1))
-    assert notes[1][1] == (f"Attention has {notes[1][0][0]} bits per weight instead of 8 because of {limits[1]}.",)
-    assert notes[2][0] == (4, (0, 3, 5), (0, 1))
-    assert notes[2][1][1] == f"The page has 3 layers of 6 (0, 3, 5) because of {limits[2]}."
-    assert notes[3][0] == (4, (5,), (0, 1))
-    assert notes[4] == (None, (
-        f"The page has no attention of heads, because one map of 82 tokens exceeds {limits[4]}. Choose a smaller "
-        "--image-size or a larger limit.",
-    ))  # fmt: skip
+        assert tuple(json.loads(element(page, "about"))["layers"]) == layers and len(lacking) == len(notes)
+        for note, words in zip(lacking, notes, strict=True):
+            assert words in note and f"limit of {(rest + room) / 1e6:g} MB (--page-size)" in note
+            assert note.replace("&", "&amp;") in page
 
 
 @pytest.mark.slow

@@ -1,17 +1,18 @@
-"""Tests of the steps that a comparison measures, with our network and with a fake library."""
+"""Tests of the steps that a comparison measures, with our network and with a fake library, and of their parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
+from tests.bench.conftest import MakeWork
 from vitrail.bench.peers import PEERS
-from vitrail.bench.step import OURS, PRODUCTS, Entry, Runner, entries, make_step
-from vitrail.bench.workload import Workload
+from vitrail.bench.step import CATEGORIES, OURS, PRODUCTS, Entry, Runner, breakdown, category_of, entries, make_step
 
 SETTINGS = ("matched", "best", "graphs")
 GRAPHS = "reduce-overhead"
@@ -31,7 +32,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return built
 
 
-def test_every_setting_is_listed_once(tiny_work: Callable[..., Workload]) -> None:
+def test_every_setting_is_listed_once(tiny_work: MakeWork) -> None:
     work = tiny_work(precision="bf16")
     assert entries(work) == [Entry(OURS)]
     names = [(entry.library, entry.describe(work)) for entry in entries(work, ("timm",), best=True)]
@@ -50,7 +51,7 @@ def test_every_setting_is_listed_once(tiny_work: Callable[..., Workload]) -> Non
 
 @pytest.mark.parametrize(("settings", "dtype"), [("default", torch.float32), ("matched", torch.bfloat16)])
 def test_a_step_trains_in_its_precision(
-    tiny_work: Callable[..., Workload], stand_in: list[nn.Module], settings: Any, dtype: torch.dtype
+    tiny_work: MakeWork, stand_in: list[nn.Module], settings: Any, dtype: torch.dtype
 ) -> None:
     step = make_step(Entry("timm", settings), tiny_work(precision="bf16"))
     (network,) = stand_in
@@ -63,7 +64,7 @@ def test_a_step_trains_in_its_precision(
     assert all(parameter.grad is None and parameter.dtype == torch.float32 for parameter in network.parameters())
 
 
-def test_a_prediction_keeps_nothing(tiny_work: Callable[..., Workload], stand_in: list[nn.Module]) -> None:
+def test_a_prediction_keeps_nothing(tiny_work: MakeWork, stand_in: list[nn.Module]) -> None:
     work = tiny_work(task="infer", precision="bf16")
     for library in (OURS, "timm"):
         logits = make_step(Entry(library), work)()
@@ -74,10 +75,7 @@ def test_a_prediction_keeps_nothing(tiny_work: Callable[..., Workload], stand_in
 
 @pytest.mark.parametrize(("settings", "compiles"), [("matched", []), ("best", [{}]), ("graphs", [{"mode": GRAPHS}])])
 def test_ours_is_compiled_block_by_block(
-    tiny_work: Callable[..., Workload],
-    settings: Any,
-    compiles: list[dict[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_work: MakeWork, settings: Any, compiles: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
@@ -86,11 +84,39 @@ def test_ours_is_compiled_block_by_block(
     assert compiled == 2 * [{"backend": "inductor", **options} for options in compiles]
 
 
-def test_products_are_in_bf16_where_ours_are_in_float8(
-    tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_in_bf16_where_ours_are_in_float8(tiny_work: MakeWork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.bench.step.LARGE", 2048)  # because some processors take a second for 1,024 in bf16
     plain, float8 = tiny_work(precision="bf16"), tiny_work(precision="bf16", float8=True)
     runners = [Runner(Entry(PRODUCTS), work, 1) for work in (plain, float8)]
     assert runners[0].flops() == runners[1].flops() > 0.5 * plain.flops
     assert runners[0].large_flops() > 1e8
+
+
+KINDS = {
+    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::mkldnn_convolution", "mkldnn::_linear_pointwise"),
+    "attention": ("aten::_softmax", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"),
+    "normalisation": ("aten::native_layer_norm_backward", "aten::native_group_norm"),
+    "activation": ("aten::gelu_backward",),
+    "copies and casts": ("aten::copy_", "aten::_to_copy", "aten::cat"),
+    "optimizer": ("aten::_fused_adamw_", "Optimizer.step#AdamW.step"),
+    "the rest": ("aten::add", "aten::mmap", "vitrail.bench.step", "aten::_log_softmax"),
+}
+
+
+def test_operations_are_told_apart_by_their_whole_name() -> None:
+    assert {name: tuple(one for one in names if category_of(one) == name) for name, names in KINDS.items()} == KINDS
+
+
+@pytest.mark.slow
+def test_shares_make_a_whole(tiny_work: MakeWork, capfd: pytest.CaptureFixture[str]) -> None:
+    shares = breakdown(make_step(Entry(OURS), tiny_work(batch=16)), torch.device("cpu"))
+    assert list(shares) == [*CATEGORIES, "the rest"] and sum(shares.values()) == pytest.approx(1)
+    assert min(shares.values()) > 0 and capfd.readouterr().err == ""
+
+
+def test_the_standard_error_comes_back_after_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    step = Mock(side_effect=[None, RuntimeError("no")])
+    with pytest.raises(RuntimeError, match="no"):
+        breakdown(step, torch.device("cpu"))
+    os.write(2, b"seen")
+    assert capfd.readouterr().err == "seen"
