@@ -27,7 +27,7 @@ from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData, open_mixed
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
-from vitrail.models.variants import AnyConfig, build
+from vitrail.models.variants import AnyConfig, build, create
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import RECIPES
@@ -58,6 +58,11 @@ def small_config(**fields: Any) -> ViTConfig:
         "mlp_width": 20, "num_classes": 5,
     }  # fmt: skip
     return ViTConfig(**{**defaults, **fields})
+
+
+def square_config(**fields: Any) -> ViTConfig:
+    """Return a config for images of 12 x 12 in patches of 4 x 4, which every layout can store."""
+    return small_config(**{"image_size": (12, 12), "patch_size": (4, 4), "depth": 1, "num_classes": 2, **fields})
 
 
 DIVISORS = {
@@ -158,6 +163,20 @@ def dense_bundle(head_kind: str = "pyramid", **fields: Any) -> Bundle:
     return Bundle(randomised(config, std=0.3), classes, preprocess, output=output)
 
 
+def small_model(
+    folder: Path, classes: tuple[str, ...] = (), *, seed: int = 0, output: Any = "softmax", **images: Any
+) -> Path:
+    """Save a model with random weights for images of 14 x 21, by default without a head."""
+    torch.manual_seed(seed)
+    network = create(
+        "ViT-Pico/7", image_size=(14, 21), num_classes=len(classes), width=16, depth=1, heads=2, mlp_width=32,
+        position_std=0.5,
+    )  # fmt: skip
+    if classes:
+        torch.nn.init.normal_(network.head.weight)
+    return Bundle(network, classes, Preprocess(image_size=(14, 21), **images), output=output).save(folder)
+
+
 def random_bundle(config: AnyConfig, **fields: Any) -> Bundle:
     """Return a model of any config. No weight is 0 or 1, so that a missing weight is noticed."""
     classes = tuple(f"class {number}" for number in range(config.num_classes))
@@ -173,6 +192,14 @@ def assert_same(first: Bundle, second: Bundle) -> None:
     for name in before:
         assert torch.equal(before[name], after[name]), name
     assert first.network.config == second.network.config
+
+
+def assert_close(first: Bundle, second: Bundle, *, atol: float = 1e-5, rtol: float = 1e-5) -> None:
+    """Assert that two models have the same outputs for random images of their size."""
+    config = first.network.config
+    images = torch.randn(3, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(second.network.eval()(images), first.network.eval()(images), atol=atol, rtol=rtol)
 
 
 SUFFIXES = {
@@ -318,6 +345,15 @@ def make_colour_folder(root: Path, *, images: int = 12, classes: tuple[str, ...]
             pixels = random.integers(0, 80, (height, width, 3), dtype=np.uint8)
             pixels[..., channel % 3] += 150
             Image.fromarray(pixels).save(root / name / f"{number:02}.png")
+    return root
+
+
+def make_split_colours(root: Path, *, test: int = 1) -> Path:
+    """Write the images of `make_colour_folder`, of which `test` of each class are in a test split."""
+    for folder in sorted(make_colour_folder(root / "train").iterdir()):
+        (root / "test" / folder.name).mkdir(parents=True)
+        for file in sorted(folder.iterdir())[-test:]:
+            file.rename(root / "test" / folder.name / file.name)
     return root
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import signal
@@ -16,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from tests.cli.conftest import Cli
 from vitrail.cli import main
 from vitrail.cli.bench_accuracy import accuracy_chart, tables
 from vitrail.experiments.accuracy import Curve, CurvePoint, reached
@@ -26,9 +25,8 @@ TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0
 
 
 @pytest.mark.slow
-def test_a_missing_library_is_named_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["bench", "accuracy", "demo", "--against", "timm", "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
+def test_a_missing_library_is_named_before_anything_runs(cli: Cli, tmp_path: Path) -> None:
+    error = cli.refuses("bench", "accuracy", "demo", "--against", "timm", "--out", tmp_path / "out")
     assert "torchvision is not installed" in error and "--environment timm=PATH/bin/python" in error
     assert not (tmp_path / "out").exists()
 
@@ -50,14 +48,6 @@ CURVES = {
 }
 
 
-def test_rows_say_what_is_not_reached() -> None:
-    rows = reached(CURVES, [0.8, 0.95], None)
-    assert [row["reached"] for row in rows] == [2, 1, 0, 0] and len({tuple(row) for row in rows}) == 1
-    assert rows[1]["seconds_low"] == 400 and rows[1]["seconds_high"] is None
-    assert rows[1]["seconds_ratio_median"] == pytest.approx((20 + 500 / 30) / 2) and rows[1]["seconds_ratio_is_bound"]
-    assert rows[3]["flops_ratio_low"] is None and rows[2]["flops_median"] is None
-
-
 def test_tables_of_costs_and_of_models() -> None:
     shown = tables(CURVES, reached(CURVES, [0.8, 0.95], None))
     seconds, operations, _, lengths = ([list(column.cells) for column in table.columns] for table in shown)
@@ -66,19 +56,6 @@ def test_tables_of_costs_and_of_models() -> None:
     assert seconds[4][1] == "> 18.33 (16.67..20.00)"
     assert operations[:3] == seconds[:3] and operations[3][0] == "25 (20..30)"
     assert lengths[3] == ["50%", "50%"]
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(*shown)
-    assert "…" not in console.export_text()
-
-
-def test_long_entries_stay_whole_in_the_tables() -> None:
-    entries = [f"demo:steps=400,width=160,depth=10,heads=2,weight_decay=1e{sign}2" for sign in "-+"]
-    curves = dict(zip(entries, CURVES.values(), strict=True))
-    console = Console(width=80, record=True, file=io.StringIO())
-    for table in tables(curves, reached(curves, [0.8], None)):
-        console.print(table)
-        shown = console.export_text()
-        assert "…" not in shown and all(f"1e{sign}2" in "".join(shown.split()) for sign in "-+")
 
 
 def test_the_chart_is_a_picture_with_a_line_for_each_run() -> None:
@@ -92,12 +69,11 @@ def test_the_chart_is_a_picture_with_a_line_for_each_run() -> None:
 
 
 @pytest.mark.slow
-def test_a_comparison_of_two_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_comparison_of_two_recipes(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "out"
     changed = "fashion-mnist:variant=ViT-Pico/8,image-size=16 24,flip=off"
     words = ["bench", "accuracy", "demo", changed, *TINY, "--seeds", "4", "--out", str(out)]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
+    shown = cli.shows(*words)
     assert "demo, seed 4: " in shown and f"{changed}, seed 4: " in shown
     with (out / "curves.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -109,13 +85,11 @@ def test_a_comparison_of_two_recipes(capsys: pytest.CaptureFixture[str], tmp_pat
         assert [row["reached"] for row in csv.DictReader(file)][:2] == ["1", "1"]
     assert (out / "curves.svg").read_text().startswith("<svg")
     before = {path: path.stat().st_mtime_ns for path in out.glob("cells/*/result.json")}
-    assert main([*words, "--json"]) == 0  # nothing runs again
-    plain = json.loads(capsys.readouterr().out)
+    plain = cli.json(*words)
     assert plain == json.loads((out / "results.json").read_text())
     assert plain["budget"] is None and list(plain["entries"]["demo"]) == ["4"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert main([*words, "--budget", "2s"]) == 2
-    assert "holds a comparison with other settings: budget was None and is 2.0" in capsys.readouterr().err
+    assert "holds a comparison with other settings: budget was None and is 2.0" in cli.refuses(*words, "--budget", "2s")
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

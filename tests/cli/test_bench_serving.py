@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import subprocess
@@ -12,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Cli
 from tests.serving.conftest import make_bundle
-from vitrail.cli import main
 
 
 @pytest.mark.slow
-def test_two_servers_under_two_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_servers_under_two_loads(tmp_path: Path, cli: Cli) -> None:
     folder = make_bundle().save(tmp_path / "model")
     load = ["--clients", "4", "--rates", "0.5", "--seconds", "1", "--rounds", "2"]
-    assert main(["bench", "serve", str(folder), *load, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("bench", "serve", folder, *load)
     assert [one["server"] for one in found["servers"]] == ["vitrail", "naive"] * 2
     assert found["servers"][0]["load"] == "4 clients" and found["bare"]["images_per_second"] > 1
     for one in found["servers"]:
@@ -34,11 +32,10 @@ def test_two_servers_under_two_loads(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_the_memory_of_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_of_servers(tmp_path: Path, cli: Cli) -> None:
     folder = make_bundle().save(tmp_path / "model")
     arguments = ["--requests", "203", "--clients", "3", "--against", "none"]
-    assert main(["bench", "serve", str(folder), *arguments, "--json"]) == 0
-    points = json.loads(capsys.readouterr().out)["memory"]
+    points = cli.json("bench", "serve", folder, *arguments)["memory"]
     assert [point["requests"] for point in points] == [20, 40, 60, 81, 101, 121, 142, 162, 182, 203]
     assert all(point["errors"] == 0 and point["memory"] > 3e7 for point in points)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.conftest import Cli
 from tests.make import make_colour_folder
-from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
@@ -50,9 +50,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ids=lambda words: words[0] if words else "",
 )  # fmt: skip
 @pytest.mark.usefixtures("place")
-def test_dropped_colours_are_told(words: list[str], advice: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
-    captured = capsys.readouterr()
+def test_dropped_colours_are_told(words: list[str], advice: str, cli: Cli) -> None:
+    captured = cli.call(*words)
     shown = " ".join((captured.out + captured.err).split())
     assert DROPPED in shown and advice in shown
     if words[0] == "finetune":
@@ -62,19 +61,15 @@ def test_dropped_colours_are_told(words: list[str], advice: str, capsys: pytest.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_three_channels_keep_the_colours_of_a_grey_start(
-    command: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_channels_keep_the_colours_of_a_grey_start(command: str, place: Path, cli: Cli) -> None:
     start = ["--init", "grey"] if command == "train" else ["grey"]
     words = [command, *start, "--data", "colours", "--channels", "3", "--image-size", "8", "12", "--run", "r", *QUICK]
-    assert main([*words, "--validation-share", "0.2"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(cli.shows(*words, "--validation-share", "0.2").split())
     assert DROPPED not in shown
     assert "the grey model was given 3 channels: the weights of its first layer were repeated" in shown
     bundle = load(place / "r")
     assert (bundle.network.config.channels, bundle.preprocess.channels) == (3, 3)
     assert json.loads((place / "r" / "run.json").read_text())["init"]["network"]["channels"] == 3
-    assert main(["predict", "r", "colours"]) == 0
-    assert DROPPED not in capsys.readouterr().err
+    assert DROPPED not in cli.call("predict", "r", "colours").err
     if command == "finetune":
         assert DROPPED not in (place / "r" / "report.html").read_text(encoding="utf-8")

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console, RenderableType
 
-from tests.make import make_colour_folder
-from vitrail.cli import command_of, main
-from vitrail.cli.evaluate import evaluator_options
+from tests.cli.conftest import Cli
+from tests.make import OBJECT_NAMES, coco_data, dense_model, make_split_colours, small_model
+from tests.targets import multi_labels, single_labels
+from vitrail.cli import command_of
+from vitrail.cli.evaluate import confusion_table, evaluator_options, metrics_table, per_class_table
+from vitrail.data.objects import Objects
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
+from vitrail.data.sources import open_data
 from vitrail.evaluation.evaluators import EVALUATORS
+from vitrail.evaluation.metrics.average_precision import average_precision
+from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.variants import create
+from vitrail.evaluation.predictions import Predictions
 from vitrail.settings import setting
 from vitrail.training.run import RunResult
-from vitrail.weights.bundle import Bundle
-
-Evaluate = Callable[..., tuple[int, str, str]]
+from vitrail.weights.load import load
 
 
 @pytest.fixture
@@ -43,176 +48,122 @@ def labelled(trained: RunResult, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fewer_bundled")
-def test_the_test_split_gives_what_the_run_reported(
-    model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("split", "images"), [("test", 300), ("validation", 59)])
+def test_a_split_gives_what_the_run_reported(
+    split: str, images: int, model: Path, trained: RunResult, cli: Cli
 ) -> None:
-    assert main(["evaluate", str(model), "--data", "bundled", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)["test"]
-    assert row["accuracy"] == trained.metrics["test_accuracy"]
-    assert (row["images"], row["skipped"]) == (300, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fewer_bundled")
-def test_the_validation_split_is_the_one_that_training_held_out(
-    model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", str(model), "--data", "bundled", "--split", "validation", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["validation"]["accuracy"] == trained.metrics["validation_accuracy"]
-    assert "has no validation split" in captured.err
+    captured = cli.call("evaluate", model, "--data", "bundled", "--split", split, "--json")
+    row = json.loads(captured.out)[split]
+    assert row["accuracy"] == trained.metrics[f"{split}_accuracy"]
+    assert (row["images"], row["skipped"]) == (images, 0)
+    assert ("has no validation split" in captured.err) == (split == "validation")
 
 
 @pytest.mark.slow
 def test_a_plain_folder_is_never_measured_on_what_may_have_been_trained_on(
-    model: Path, tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, labelled: Path, cli: Cli
 ) -> None:
     (labelled / "T-shirt-top").rename(tmp_path / "aside")  # its class is called T-shirt/top, which no folder can be
-    assert main(["evaluate", str(model), "--data", str(labelled), "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli.call("evaluate", model, "--data", labelled, "--json")
     images = json.loads(captured.out)["validation"]["images"]
     total = sum(1 for _ in labelled.glob("*/*.png"))
     assert 0 < images < total / 2
     next(labelled.iterdir()).joinpath("empty.png").write_bytes(b"")
     assert "has no validation split" in captured.err and "--split all" in captured.err
-    assert main(["evaluate", str(model), "--data", str(labelled), "--split", "all", "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli.call("evaluate", model, "--data", labelled, "--split", "all", "--json")
     row = json.loads(captured.out)["train"]
     assert (row["images"], row["skipped"]) == (total, 1) and "empty.png: is empty (0 bytes)" in captured.err
 
 
-# --- by features, with detail, with other names
-
-
 @pytest.fixture
-def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
-    """Return a function that runs the command with its own cache, and returns the exit code and what was printed."""
+def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the command with its own cache."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
-
-    def run(model: Path, data: Path | str, *words: str) -> tuple[int, str, str]:
-        code = main(["evaluate", str(model), "--data", str(data), *words])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def make_model(path: Path, classes: tuple[str, ...]) -> Path:
-    """A model with random weights for images of 14 x 21 pixels."""
-    torch.manual_seed(0)
-    network = create(
-        "ViT-Pico/7", image_size=(14, 21), num_classes=len(classes), width=16, depth=1, heads=2, mlp_width=32,
-        position_std=0.5,
-    )  # fmt: skip
-    if classes:
-        torch.nn.init.normal_(network.head.weight)
-    return Bundle(network, classes, Preprocess(image_size=(14, 21))).save(path)
+    return Cli(capsys, "evaluate")
 
 
 @pytest.fixture
 def colours(tmp_path: Path) -> Path:
     """Three colours, with 27 training images and 9 test images."""
-    root = make_colour_folder(tmp_path / "colours" / "train")
-    for name in ("blue", "green", "red"):
-        (root.parent / "test" / name).mkdir(parents=True)
-        for number in ("09", "10", "11"):
-            (root / name / f"{number}.png").rename(root.parent / "test" / name / f"{number}.png")
-    return root.parent
+    return make_split_colours(tmp_path / "colours", test=3)
 
 
 @pytest.mark.slow
-def test_features_need_no_head_and_are_found_again(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "headless", ())
-    words = ("--by", "linear,knn,fewshot", "--shots", "1", "5", "--k", "1", "7", "--json")
-    code, out, errors = evaluate(model, colours, *words)
-    assert code == 0 and "cache" not in errors
-    row = json.loads(out)["test"]
+def test_features_need_no_head_and_are_found_again(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "headless"), "--data", colours, "--by", "linear,knn,fewshot", "--json"]
+    words += ["--shots", "1", "5", "--k", "1", "7"]
+    first = evaluate.call(*words)
+    assert "cache" not in first.err
+    row = json.loads(first.out)["test"]
     assert {"linear", "linear_penalty", "knn_1", "knn_7", "fewshot_1", "fewshot_5_deviation"} <= set(row)
     assert (row["images"], row["training_images"], row["skipped"]) == (9, 27, 0)
     assert row["knn_1"] > 0.6  # colours are easy to learn
-    code, again, errors = evaluate(model, colours, *words)
-    assert json.loads(again) == json.loads(out)
-    assert "features of 27 images read from the cache" in errors and "features of 9 images read" in errors
-    assert json.loads(evaluate(model, colours, *words, "--no-cache")[1]) == json.loads(out)
+    again = evaluate.call(*words)
+    assert again.out == evaluate.shows(*words, "--no-cache") == first.out
+    assert "features of 27 images read from the cache" in again.err and "features of 9 images read" in again.err
 
 
 @pytest.mark.slow
-def test_data_with_only_a_test_split_is_measured(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
-    both = evaluate(model, colours, "--json")
+def test_data_with_only_a_test_split_is_measured(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "model", ("blue", "green", "red")), "--data", colours]
+    both = evaluate.json(*words)
     shutil.rmtree(colours / "train")
-    for words in ((), ("--split", "test"), ("--split", "all")):
-        code, out, _ = evaluate(model, colours, *words, "--json")
-        assert code == 0 and json.loads(out) == json.loads(both[1])
-    code, _, errors = evaluate(model, colours, "--split", "train")
-    assert code == 2 and "choose one that it has: test" in errors
-    code, _, errors = evaluate(model, colours, "--by", "knn")
-    assert code == 2 and "has a test split but no training images" in errors
+    for split in ((), ("--split", "test"), ("--split", "all")):
+        assert evaluate.json(*words, *split) == both
+    assert "choose one that it has: test" in evaluate.refuses(*words, "--split", "train")
+    assert "has a test split but no training images" in evaluate.refuses(*words, "--by", "knn")
 
 
 @pytest.mark.slow
-def test_all_evaluators_stand_in_one_table(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
-    code, out, _ = evaluate(model, colours, "--by", "accuracy,knn,fewshot", "--shots", "1", "--l2", "loo")
-    assert code == 0
+def test_all_evaluators_stand_in_one_table(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "model", ("blue", "green", "red")), "--data", colours, "--by"]
+    shown = evaluate.shows(*words, "accuracy,knn,fewshot", "--shots", "1", "--l2", "loo")
     for text in ("balanced accuracy", "calibration error", "knn, k = 20", "fewshot, 1 shot", "±", "training images"):
-        assert text in out, out
-    code, out, _ = evaluate(model, colours, "--by", "accuracy,knn", "--split", "all", "--json")
-    rows = json.loads(out)
+        assert text in shown, shown
+    rows = evaluate.json(*words, "accuracy,knn", "--split", "all")
     assert "knn_1" not in rows["train"] and {"accuracy", "accuracy_low", "knn_1"} <= set(rows["test"])
     assert rows["train"]["images"] == 27
 
 
 @pytest.mark.slow
-def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
-    code, out, _ = evaluate(model, colours, "--per-class", "--confusion", "--bootstrap", "0")
-    assert code == 0 and "precision" in out and "true class" in out and " to " not in out
-    row = json.loads(evaluate(model, colours, "--per-class", "--confusion", "--json")[1])["test"]
+def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "model", ("blue", "green", "red")), "--data", colours]
+    row = evaluate.json(*words, "--per-class", "--confusion")["test"]
     assert sum(cell[2] for cell in row["confusion"]) == 9
     assert sum(cell[2] for cell in row["confusion"] if cell[0] == cell[1]) == round(row["accuracy"] * 9)
     assert [(one["name"], one["images"]) for one in row["per_class"]] == [("blue", 3), ("green", 3), ("red", 3)]
-
-
-@pytest.mark.slow
-def test_classes_without_images_are_named(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
     shutil.rmtree(colours / "test" / "green")
-    code, out, _ = evaluate(model, colours)
-    assert code == 0 and re.search(r"1 of 3 classes has no image .*: green", out)
-    code, out, _ = evaluate(model, colours, "--per-class", "--confusion")
-    assert re.search(r"green +0 ", out) and re.search(r"1 green ", out)
-    code, out, errors = evaluate(model, colours, "--per-class", "--json")
-    assert json.loads(out)["test"]["classes_without_images"] == ["green"] and "green" in errors
+    assert re.search(r"1 of 3 classes has no image .*: green", evaluate.shows(*words))
+    shown = evaluate.shows(*words, "--per-class", "--confusion", "--bootstrap", "0")
+    assert "precision" in shown and "true class" in shown and " to " not in shown
+    assert re.search(r"green +0 ", shown) and re.search(r"1 green ", shown)
+    printed = evaluate.call(*words, "--per-class", "--json")
+    assert json.loads(printed.out)["test"]["classes_without_images"] == ["green"] and "green" in printed.err
 
 
 def test_a_stopped_evaluation_names_the_command_that_continues_it(
-    evaluate: Evaluate, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Cli, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(self: Preprocess, images: torch.Tensor) -> torch.Tensor:
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("SIGTERM was ignored")
 
-    model = make_model(tmp_path / "model", ())
+    model = small_model(tmp_path / "model", ())
     with monkeypatch.context() as patch:
         patch.setattr(Preprocess, "normalise", stop)
-        code, _, errors = evaluate(model, colours, "--by", "knn", "--json", "--precision", "float32")
-    assert code == 75 and "stopped: features of 0 of 27 images are kept in" in errors
-    assert errors.endswith(
-        f"Continue with: vitrail evaluate {model} --data {colours} --by knn --json --precision float32\n"
-    )
-    assert evaluate(model, colours, "--by", "knn", "--json")[0] == 0
+        words = ("--data", colours, "--by", "knn", "--json", "--precision", "float32")
+        errors = evaluate.call(model, *words, code=75).err
+    assert "stopped: features of 0 of 27 images are kept in" in errors
+    assert errors.endswith(f"Continue with: vitrail evaluate {model} {' '.join(map(str, words))}\n")
+    evaluate.shows(model, *words)
 
 
 @pytest.mark.slow
-def test_another_image_size_and_merged_tokens_give_other_features(
-    evaluate: Evaluate, tmp_path: Path, colours: Path
-) -> None:
-    model = make_model(tmp_path / "headless", ())
-    evaluate(model, colours, "--by", "knn")
-    for words in (("--image-size", "28", "14"), ("--reduce-tokens", "1")):
-        code, out, _ = evaluate(model, colours, "--by", "knn", *words)
-        assert code == 0 and "the cache has features of this data, but with other" in out
+def test_another_image_size_and_merged_tokens_give_other_features(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    words = [small_model(tmp_path / "headless"), "--data", colours, "--by", "knn"]
+    evaluate.shows(*words)
+    for more in (("--image-size", "28", "14"), ("--reduce-tokens", "1")):
+        assert "the cache has features of this data, but with other" in evaluate.shows(*words, *more)
 
 
 IMAGENET = tuple(f"class {number}" for number in range(1000))
@@ -231,41 +182,38 @@ def numbered(tmp_path: Path) -> Path:
     return root
 
 
-def test_folders_of_imagenets_numbers_are_measured_with_a_note(
-    evaluate: Evaluate, tmp_path: Path, numbered: Path
-) -> None:
-    model = make_model(tmp_path / "model", IMAGENET)
-    code, out, errors = evaluate(model, numbered, "--split", "all", "--confusion", "--json")
-    assert code == 0 and "the data's classes are numbers, so they are taken as ImageNet's classes" in errors
-    row = json.loads(out)["train"]
+def test_folders_of_imagenets_numbers_are_measured_with_a_note(evaluate: Cli, tmp_path: Path, numbered: Path) -> None:
+    model = small_model(tmp_path / "model", IMAGENET)
+    printed = evaluate.call(model, "--data", numbered, "--split", "all", "--confusion", "--json")
+    assert "the data's classes are numbers, so they are taken as ImageNet's classes" in printed.err
+    row = json.loads(printed.out)["train"]
     assert row["images"] == 6 and {cell[0] for cell in row["confusion"]} == {"class 7", "class 998"}
 
 
 @pytest.mark.slow
-def test_real_labels_are_read_from_a_file(evaluate: Evaluate, tmp_path: Path, numbered: Path) -> None:
-    model = make_model(tmp_path / "model", IMAGENET)
+def test_real_labels_are_read_from_a_file(evaluate: Cli, tmp_path: Path, numbered: Path) -> None:
+    words = [small_model(tmp_path / "model", IMAGENET), "--data", numbered, "--split", "all", "--real"]
     labels: list[list[int]] = [[], *([list(range(1000))] * 2), *([[]] * 49_997)]
     (tmp_path / "real.json").write_text(json.dumps(labels))
-    code, out, _ = evaluate(model, numbered, "--split", "all", "--real", str(tmp_path / "real.json"), "--json")
-    row = json.loads(out)["train"]
-    assert code == 0 and (row["real_accuracy"], row["real_images"]) == (1, 2)
-    code, _, errors = evaluate(model, numbered, "--split", "all", "--real", str(tmp_path / "none.json"))
-    assert code == 2 and "none.json, the ReaL labels: No such file or directory" in errors
+    row = evaluate.json(*words, tmp_path / "real.json")["train"]
+    assert (row["real_accuracy"], row["real_images"]) == (1, 2)
+    errors = evaluate.refuses(*words, tmp_path / "none.json")
+    assert "none.json, the ReaL labels: No such file or directory" in errors
 
 
 @pytest.mark.slow
-def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
-    model = make_model(tmp_path / "model", ("tench", "goldfish", "kite"))
+def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
+    model = small_model(tmp_path / "model", ("tench", "goldfish", "kite"))
     names = {"blue": "n01443537", "green": "n01608432", "red": "n01440764"}
     for split in ("train", "test"):
         for old, new in names.items():
             (colours / split / old).rename(colours / split / new)
     (tmp_path / "names.txt").write_text("n01440764 tench, Tinca tinca\nn01443537 goldfish\nn01608432 kite\n")
-    code, out, errors = evaluate(model, colours, "--class-names", str(tmp_path / "names.txt"), "--per-class", "--json")
-    assert code == 0 and "by a list of WordNet ids" in errors
-    assert {one["name"] for one in json.loads(out)["test"]["per_class"]} == {"tench", "goldfish", "kite"}
-    code, _, errors = evaluate(model, colours)
-    assert code == 2 and "do not match exactly one of the model's" in errors
+    words = ("--class-names", tmp_path / "names.txt", "--per-class", "--json")
+    printed = evaluate.call(model, "--data", colours, *words)
+    assert "by a list of WordNet ids" in printed.err
+    assert {one["name"] for one in json.loads(printed.out)["test"]["per_class"]} == {"tench", "goldfish", "kite"}
+    assert "do not match exactly one of the model's" in evaluate.refuses(model, "--data", colours)
 
 
 @dataclass(frozen=True)
@@ -288,19 +236,17 @@ class ByData(ByShare):
 
 @pytest.mark.slow
 def test_the_settings_of_an_evaluator_of_ones_own_are_options(
-    evaluate: Evaluate, model: Path, colours: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    evaluate: Cli, model: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(EVALUATORS, "share", ByShare)
     command = command_of("evaluate")[0]
     vars(command).pop("known", None)  # the options of earlier calls in this process
-    assert main(["evaluate", "--help-all"]) == 0
-    assert "--of-class N" in (text := capsys.readouterr().out) and "Number of the class that is counted." in text
-    code, out, _ = evaluate(model, colours, "--by", "share", "--of-class", "9", "--json")
-    assert code == 0 and json.loads(out)["test"]["share"] == 0
-    code, _, errors = evaluate(model, colours, "--of-class", "1")
-    assert code == 2 and "--of-class: only share uses it, but --by is accuracy; add share to --by" in errors
-    code, _, errors = evaluate(model, colours, "--by", "share", "--of-class", "-1")
-    assert code == 2 and "--of-class: -1 is less than 0" in errors
+    shown, words = evaluate.shows("--help-all"), (model, "--data", colours)
+    assert "--of-class N" in shown and "Number of the class that is counted." in shown
+    assert evaluate.json(*words, "--by", "share", "--of-class", "9")["test"]["share"] == 0
+    errors = evaluate.refuses(*words, "--of-class", "1")
+    assert "--of-class: only share uses it, but --by is accuracy; add share to --by" in errors
+    assert "--of-class: -1 is less than 0" in evaluate.refuses(*words, "--by", "share", "--of-class", "-1")
     monkeypatch.setitem(EVALUATORS, "data", ByData)
     with pytest.raises(ValueError, match="evaluator data: data is another option of evaluate"):
         list(evaluator_options())
@@ -309,7 +255,7 @@ def test_the_settings_of_an_evaluator_of_ones_own_are_options(
 
 @pytest.mark.slow
 def test_nothing_is_computed_for_what_an_evaluator_refuses(
-    evaluate: Evaluate, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Cli, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise AssertionError("a batch was computed")
@@ -317,21 +263,20 @@ def test_nothing_is_computed_for_what_an_evaluator_refuses(
     monkeypatch.setattr("vitrail.evaluation.outputs.Predictor", fail)
     monkeypatch.setattr("vitrail.evaluation.outputs.extract", fail)
     (tmp_path / "real.json").write_text(json.dumps([[]] * 50_000))
-    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    model = small_model(tmp_path / "model", ("blue", "green", "red"))
+    named = small_model(tmp_path / "imagenet", ("blue", "green", "red", *IMAGENET[3:]))
+    real = ("--real", tmp_path / "real.json")
     for words, message in (
-        (("--by", "accuracy,linear,knn", "--k", "28"), "--k: 28 exceeds the number of labelled training images, 27"),
-        (("--by", "accuracy,fewshot", "--shots", "10"), "10 shots need 10 training images per class"),
-        (("--real", str(tmp_path / "real.json")), "the model has 3 outputs, but ImageNet's labels need a model"),
+        ((model, "--by", "accuracy,linear,knn", "--k", "28"), "--k: 28 exceeds the number of labelled training images"),
+        ((model, "--by", "accuracy,fewshot", "--shots", "10"), "10 shots need 10 training images per class"),
+        ((model, *real), "the model has 3 outputs, but ImageNet's labels need a model"),
+        ((named, *real), "is not one of ImageNet's validation images, whose names are"),
     ):
-        code, _, errors = evaluate(model, colours, *words)
-        assert code == 2 and message in errors, errors
-    named = make_model(tmp_path / "imagenet", ("blue", "green", "red", *IMAGENET[3:]))
-    code, _, errors = evaluate(named, colours, "--real", str(tmp_path / "real.json"))
-    assert code == 2 and "is not one of ImageNet's validation images, whose names are" in errors
+        assert message in evaluate.refuses(*words, "--data", colours)
 
 
 @pytest.mark.slow
-def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_measured_by_head_and_features(evaluate: Cli, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     lines = ["split,path,age,height"]
     for number in range(40):
@@ -340,24 +285,103 @@ def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytes
         split = "train" if number < 30 else "test"
         lines.append(f"{split},{number}.png,{pixels.mean():.3f},{'' if number % 5 == 1 else -number}")
     (tmp_path / "people.csv").write_text("\n".join(lines) + "\n")
-    torch.manual_seed(0)
-    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=2, channels=3)
-    preprocess = Preprocess(image_size=(14, 21), channels=3)
-    Bundle(network, ("age", "height"), preprocess, output="numbers").save(tmp_path / "model")
-
-    def evaluate(*options: str) -> tuple[int, str, str]:
-        words = [str(tmp_path / "model"), "--data", str(tmp_path / "people.csv"), *options]
-        code = main(["evaluate", *words, "--no-cache"])
-        return code, *capsys.readouterr()
-
-    code, out, _ = evaluate("--json")
-    row = json.loads(out)["test"]
-    assert code == 0 and row["images"] == 10 and row["r2"] < 0
+    model = small_model(tmp_path / "model", ("age", "height"), output="numbers")
+    words = [model, "--data", tmp_path / "people.csv", "--no-cache"]
+    row = evaluate.json(*words)["test"]
+    assert row["images"] == 10 and row["r2"] < 0
     assert "mean_absolute_error" not in row and row["standardised_error"] > 0
-    code, out, _ = evaluate("--by", "regression,linear,knn", "--k", "3", "--bootstrap", "0")
-    assert code == 0
+    shown = evaluate.shows(*words, "--by", "regression,linear,knn", "--k", "3", "--bootstrap", "0")
     for name in ("age: R²", "height: root mean squared error", "linear, R²", "age: knn, k = 3, mean absolute error"):
-        assert name in out
-    assert f"{row['age:mean_absolute_error']:.4g}" in out
-    code, out, _ = evaluate("--by", "knn", "--numbers", "height", "--k", "1", "--json")
-    assert code == 0 and {"knn_1_r2", "knn_1_mean_absolute_error"} <= set(json.loads(out)["test"])
+        assert name in shown
+    assert f"{row['age:mean_absolute_error']:.4g}" in shown
+    row = evaluate.json(*words, "--by", "knn", "--numbers", "height", "--k", "1")["test"]
+    assert {"knn_1_r2", "knn_1_mean_absolute_error"} <= set(row)
+
+
+def words_of(table: RenderableType) -> list[list[str]]:
+    """Return the words of each line of a table."""
+    file = io.StringIO()
+    Console(file=file, width=200).print(table)
+    return [line.split() for line in file.getvalue().splitlines() if line.strip()]
+
+
+def predictions(labels: list[int], likeliest: list[int], classes: int) -> Predictions:
+    logits = np.eye(classes, dtype=np.float32)[likeliest]
+    names = tuple(f"c{number}" for number in range(classes))
+    keys = tuple(map(str, range(len(labels))))
+    return Predictions(
+        logits, single_labels(np.array(labels, np.int64), len(names)), keys, np.arange(len(labels)), names
+    )
+
+
+def report_of(labels: list[int], likeliest: list[int], classes: int) -> ClassificationReport:
+    return report(predictions(labels, likeliest, classes), bootstrap=0)
+
+
+def test_figures_have_a_row_each_and_counts_come_last() -> None:
+    rows = {
+        "validation": {"images": 5.0, "accuracy": 0.5, "accuracy_low": 0.25, "accuracy_high": 0.75},
+        "test": {"images": 1234.0, "accuracy": 0.125, "fewshot_10": 0.5, "fewshot_10_deviation": 0.01, "knn_7": 1.0,
+                 "knn_7_mean_average_precision": 0.5, "cross_entropy": 1.5},
+    }  # fmt: skip
+    head, _, *lines = words_of(metrics_table(rows))
+    assert head == ["validation", "test"] and lines == [
+        ["accuracy", "50.00%", "(25.00%", "to", "75.00%)", "12.50%"],
+        ["fewshot,", "10", "shots", "50.00%", "±", "1.00%"],
+        ["knn,", "k", "=", "7", "100.00%"],
+        ["knn,", "k", "=", "7,", "mean", "average", "precision", "50.00%"],
+        ["cross-entropy,", "nats", "1.5000"],
+        ["images", "5", "1,234"],
+    ]
+
+
+def test_of_several_labels_accuracy_is_called_what_it_is() -> None:
+    lines = words_of(metrics_table({"test": {"accuracy": 0.5, "exact_match": 0.25, "micro_f1": 0.75}}))
+    assert [" ".join(line) for line in lines[2:]] == [
+        "likeliest class is a label 50.00%", "all labels right 25.00%", "F1 over all answers 75.00%",
+    ]  # fmt: skip
+    targets = np.array([[1, 1], [0, 1]], np.uint8)
+    several = replace(predictions([0, 1], [0, 1], 2), truth=multi_labels(targets), scores="sigmoid")
+    heads = " ".join(words_of(per_class_table("test", report(several, bootstrap=0)))[0])
+    assert "recall precision F1 average precision" in heads and "accuracy" not in heads
+
+
+def test_the_least_accurate_class_comes_first() -> None:
+    lines = words_of(per_class_table("test", report_of([0, 0, 1, 1, 2], [0, 1, 1, 1, 0], 3)))
+    assert [line[0] for line in lines[2:]] == ["c2", "c0", "c1"] and lines[2][:4] == ["c2", "1", "0", "0.00%"]
+
+
+def test_of_a_large_confusion_matrix_the_most_confused_pairs_are_shown() -> None:
+    labels = [number for number in range(30) for _ in range(4)]
+    likeliest = [label if copy else (label + 1) % 30 for label in range(30) for copy in range(4)]
+    likeliest[5] = 9  # of class 1, except the class that is confused with 2
+    likeliest[6] = 9
+    lines = words_of(confusion_table("test", report_of(labels, likeliest, 30), tuple(f"c{n}" for n in range(30))))
+    assert lines[2] == ["c1", "c9", "2", "50.00%"]
+    assert lines[3] == ["c0", "c1", "1", "25.00%"]
+    assert len(lines) == 23 and " ".join(lines[-1]) == "and 11 pairs that are confused no more often than these"
+
+
+def test_boxes_have_a_table_and_json_with_notes_of_the_data(tmp_path: Path, cli: Cli) -> None:
+    data, model = coco_data(tmp_path / "data", [5, 17, 90]), dense_model(tmp_path / "model", "pyramid")
+    file = data / "test" / "_annotations.coco.json"
+    values = json.loads(file.read_text())
+    values["annotations"][0]["bbox"] = [20, 3, 30, 9]  # reaches beyond the image
+    file.write_text(json.dumps(values))
+    captured = cli.call("evaluate", model, "--data", data, "--json")
+    (row,) = json.loads(captured.out).values()
+    test = open_data(str(data), validation_share=0.0).test
+    assert test is not None and "reaches beyond the image" in captured.err
+    found = load(model).predict([data / test.key(index) for index in range(len(test))])
+    truths = [test.target(index) for index in range(len(test))]
+    assert all(isinstance(one, Objects) for one in truths)
+    expected = average_precision(truths, found, len(OBJECT_NAMES))
+    assert row["average_precision"] == pytest.approx(expected.precision.value)
+    assert row["average_precision_50_low"] == pytest.approx(expected.precision_50.low)
+    assert row["average_precision_small"] == pytest.approx(expected.by_size["small"])
+    named = dict(zip(OBJECT_NAMES, expected.by_class, strict=True))
+    assert {name: row.get(f"{name}:average_precision") for name in OBJECT_NAMES} == pytest.approx(named)
+    shown = cli.shows("evaluate", model, "--data", data)
+    assert "AP50" in shown and "AP of small objects" in shown and f"{OBJECT_NAMES[0]}: AP" in shown
+    errors = cli.call("evaluate", model, "--data", data, "--split", "test").err
+    assert "held out" not in errors, "no validation split is cut for the test split"

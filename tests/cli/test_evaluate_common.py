@@ -1,4 +1,4 @@
-"""Tests that `vitrail evaluate` compares models on the same images, which none of them learned from."""
+"""Tests of the images that `vitrail evaluate` measures: those that training held out, the same ones for all models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.cli import main
+from tests.cli.conftest import Cli
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint, key_hash
 from vitrail.data.sources import open_data, open_whole
@@ -42,7 +42,6 @@ def trained_on(spec: str, share: float, validation: str = "auto", **more: Any) -
 
 
 def keys_of(source: Source | None) -> set[str]:
-    assert source is not None
     return {source.key(index) for index in range(len(source))}
 
 
@@ -75,18 +74,15 @@ def test_the_images_are_the_same_for_models_with_classes_in_another_order(birds:
 
 def test_without_common_images_the_message_names_the_cuts_and_the_way_out(birds: str) -> None:
     models = {"a": trained_on(birds, 0.3), "b": trained_on(birds, 0.0)}
-    message = (
-        r"has no image that all models held out of training \(a held out 18, b held out 0\); measure them on other"
-    )
+    message = r"has no image that all models held out of training \(a held out 18, b held out 0\); measure them on"
     for split in ("held-out", "validation"):
         with pytest.raises(DataError, match=message):
             common_images(models, birds, split, None)
     for split in ("all", "train"):
         assert common_images(models, birds, split, None) == CommonImages(None, 0.0, "")
+    models = {"b": trained_on(birds + "[:50%]", 0.0), "c": bundle_of(data="elsewhere")}
     with pytest.raises(DataError, match=r"\(b held out 0\)"):
-        common_images(
-            {"b": trained_on(birds + "[:50%]", 0.0), "c": bundle_of(data="elsewhere")}, birds, "held-out", 0.2
-        )
+        common_images(models, birds, "held-out", 0.2)
 
 
 def test_models_of_other_data_are_measured_on_the_usual_fraction_or_the_given_one(birds: str) -> None:
@@ -184,25 +180,65 @@ def test_generated_images_are_generated_anew() -> None:
 
 
 @pytest.mark.slow
-def test_several_models_are_one_table(
-    birds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_several_models_are_one_table(birds: str, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     trained_on(birds, 0.3).save("first")
     trained_on(birds, 0.2).save("second")
     words = ["evaluate", "first", "second", "--data", birds, "--device", "cpu", "--no-cache", "--by", "accuracy,knn"]
-    assert main([*words, "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli.call(*words, "--json")
     rows = json.loads(captured.out)
     assert list(rows) == ["first", "second"]
     assert rows["first"] == rows["second"], "the weights and the images are the same"
     assert rows["first"]["validation"]["images"] == 12 == len(held_out(birds, 0.2))
     assert rows["first"]["validation"]["training_images"] == 48
     assert "measuring 12 images of 60" in captured.err.replace("\n", " ")
-    assert main(words) == 0
-    heading, _, *lines = capsys.readouterr().out.split("validation", 1)[1].splitlines()
+    heading, _, *lines = cli.shows(*words).split("validation", 1)[1].splitlines()
     assert heading.split() == ["first", "second"]
     assert any(line.split()[:2] == ["images", "12"] for line in lines)
-    assert main([*words[:-1], "accuracy", "--split", "all", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["second"]["train"]["images"] == 60
+    assert cli.json(*words[:-1], "accuracy", "--split", "all")["second"]["train"]["images"] == 60
+
+
+@pytest.fixture
+def nests(tmp_path: Path) -> Path:
+    """40 training images and 6 validation images of two classes."""
+    for split, count in (("train", 20), ("val", 3)):
+        for name in ("crow", "finch"):
+            folder = tmp_path / "nests" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("L", (5, 4), number).save(folder / f"{number}.png")
+    return tmp_path / "nests"
+
+
+@pytest.mark.parametrize("validation", ["train", "train[-5:]"])
+def test_the_official_split_is_the_test_split_of_a_model_whose_training_used_it_so(
+    nests: Path, validation: str
+) -> None:
+    bundle = trained_on(str(nests), 0.2, validation)
+    expected = open_data(str(nests), validation_share=0.2, validation=validation)
+    for split, source in (("test", expected.test), ("validation", expected.validation), ("held-out", expected.test)):
+        head = open_images(bundle, str(nests), split)
+        (found,) = head.sources.values()
+        assert source is not None and keys_of(found) == keys_of(source)
+    features = open_images(bundle, str(nests / "." / ""), "test", by_features=True)
+    assert list(features.sources) == ["test"] and len(features.train) == (40 if validation == "train" else 35)
+    other = open_images(bundle_of(data="elsewhere", validation=validation), str(nests), "held-out")
+    assert list(other.sources) == ["validation"]
+
+
+def test_a_model_without_held_out_images_is_told_from_others(nests: Path) -> None:
+    bundle = trained_on(str(nests), 0.0, "train")
+    assert list(open_images(bundle, str(nests), "held-out").sources) == ["test"]
+    seen = open_images(bundle, str(nests), "validation")
+    assert any("the measured images were among its training images" in note for note in seen.notes)
+
+
+def test_a_model_of_an_earlier_version_is_measured_on_the_images_that_it_held_out(nests: Path) -> None:
+    spec = str(nests / "train")
+    found = []
+    for about, method in (({"data": spec}, "threshold"), ({"cut_method": "stratified"}, "stratified")):
+        (source,) = open_images(bundle_of(validation_share=0.3, **about), spec, "held-out").sources.values()
+        assert keys_of(source) == keys_of(open_data(spec, validation_share=0.3, cut_method=method).validation)
+        found.append(keys_of(source))
+    assert found[0] != found[1]

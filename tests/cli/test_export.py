@@ -1,4 +1,4 @@
-"""Tests of `vitrail export`, and of exported files in other commands."""
+"""Tests of `vitrail convert` and `vitrail export`, and of exported files in other commands."""
 
 from __future__ import annotations
 
@@ -7,43 +7,152 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from tests.cli.conftest import Cli
 from tests.make import make_colour_folder
-from vitrail import RECIPES, load, train
+from vitrail import RECIPES, train
 from vitrail.cli import main
 from vitrail.cli.export import Export, _images
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
+from vitrail.models.variants import AnyConfig, build
+from vitrail.models.vit_config import ViTConfig
 from vitrail.training.run import RunResult
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+FIELDS = {"vitrail": "", "timm": "", "huggingface": "", "google": ".npz", "big-vision": ".npz", "torchvision": ".pth"}
+
+
+def saved(config: AnyConfig, path: Path) -> Path:
+    classes = tuple(f"class {number}" for number in range(config.num_classes))
+    return Bundle(build(config), classes, Preprocess(image_size=config.image_size)).save(path)
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """A small Vision Transformer in our own layout."""
+    config = ViTConfig(image_size=(8, 8), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=24, num_classes=2)
+    return saved(config, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("to", FIELDS)
+def test_a_model_is_written_in_every_layout(to: str, ours: Path, tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / f"out{FIELDS[to]}"
+    shown = cli.shows("convert", ours, out, "--to", to).splitlines()
+    assert shown[-1] == f"Written as {to}: {out}"
+    assert ("not carried: class names" in shown) == (to in ("google", "big-vision", "torchvision"))
+    heads = {"heads": 3} if to == "torchvision" else {}
+    before, after = load(ours, device="cpu"), load(out, device="cpu", **heads)
+    assert after.network.config.num_classes == 2
+    assert torch.equal(*(one.network.state_dict()["head.weight"] for one in (before, after)))
+    if to in ("vitrail", "timm", "huggingface"):
+        assert after.classes == before.classes
+
+
+def test_notes_of_a_conversion_are_in_its_json(ours: Path, tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "out.npz"
+    captured = cli.call("convert", ours, out, "--to", "google", "--json")
+    result = json.loads(captured.out)
+    assert result["written"] == str(out) and result["layout"] == "google" and captured.err == ""
+    assert "not carried: class names" in result["notes"] and "not carried: preprocessing" in result["notes"]
+
+
+def test_what_the_source_does_not_say(ours: Path, tmp_path: Path, cli: Cli) -> None:
+    bare = tmp_path / "bare.pth"
+    cli.shows("convert", ours, bare, "--to", "torchvision")
+    words = ["convert", bare, tmp_path / "out", "--to", "vitrail"]
+    assert "no published model has its shape" in cli.refuses(*words)
+    words += ["--layout", "torchvision", "--heads", "3", "--image-size", "12", "8", "--num-classes", "5"]
+    shown = cli.shows(*words)
+    assert "the image size was changed from (8, 8) to (12, 8), and the positions were resized" in shown
+    assert "the new head has 5 outputs; its weights start at zero" in shown
+    config = load(tmp_path / "out", device="cpu").network.config
+    assert (config.heads, config.image_size, config.num_classes) == (3, (12, 8), 5)
+
+
+def test_the_hidden_layer_can_be_left_out(tmp_path: Path, cli: Cli) -> None:
+    config = ViTConfig(
+        image_size=(8, 8), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=24, num_classes=2, head_hidden=5
+    )
+    source = saved(config, tmp_path / "ours")
+    words = ["convert", source, tmp_path / "out", "--to", "timm"]
+    cli.refuses(*words)
+    cli.shows(*words, "--drop-head-hidden")
+
+
+@pytest.mark.parametrize("to", FIELDS)
+def test_an_earlier_output_is_replaced_only_with_overwrite(to: str, ours: Path, tmp_path: Path, cli: Cli) -> None:
+    out, fresh = tmp_path / f"out{FIELDS[to]}", tmp_path / f"fresh{FIELDS[to]}"
+    cli.shows("convert", ours, out, "--to", to)
+    words = ["--to", to, "--num-classes", "2"]
+    assert f"{out} exists already; choose another" in cli.refuses("convert", ours, out, *words)
+    cli.shows("convert", ours, out, *words, "--overwrite")
+    cli.shows("convert", ours, fresh, *words)
+    heads = ["--heads", "3"] if to == "torchvision" else []
+    cli.shows("convert", out, out, *words, *heads, "--overwrite")  # onto itself
+    for file in [out] if FIELDS[to] else sorted(out.iterdir()):
+        twin = fresh if FIELDS[to] else fresh / file.name
+        assert file.read_bytes() == twin.read_bytes()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["ours", out.name, fresh.name])
+
+
+@pytest.mark.parametrize("words", [[], ["--overwrite"]])
+@pytest.mark.parametrize("to", [name for name, suffix in FIELDS.items() if not suffix])
+@pytest.mark.parametrize("of_a_model", [True, False])
+def test_a_folder_with_the_users_own_files_is_never_replaced(
+    of_a_model: bool, to: str, words: list[str], ours: Path, tmp_path: Path, cli: Cli
+) -> None:
+    out = tmp_path / "out"
+    if of_a_model:
+        cli.shows("convert", ours, out, "--to", to)
+    out.mkdir(exist_ok=True)
+    (out / "thesis.txt").write_text("years of work")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    error = cli.refuses("convert", ours, out, "--to", to, *words)
+    assert f"{out} holds files that Vitrail did not write (thesis.txt), so it is not replaced" in error
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
+def test_a_downloaded_model_is_not_taken_for_an_earlier_output(to: str, ours: Path, tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    save_file({"a": torch.zeros(1)}, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text("{}")
+    error = cli.refuses("convert", ours, out, "--to", to, "--overwrite")
+    assert "holds files that Vitrail did not write (config.json, model.safetensors)" in error
+    assert sorted(entry.name for entry in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_an_empty_folder_is_written_to(ours: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert main(["convert", str(ours), str(tmp_path / "out"), "--to", "vitrail"]) == 0
+    assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == ["model.json", "model.safetensors"]
 
 
 @pytest.mark.slow
-def test_an_exported_run_predicts_and_is_measured_like_the_run(
-    trained: RunResult, fewer_bundled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert main(["export", str(trained.folder), "--to", "pt2", "--images", "20", "--json"]) == 0
-    (written,) = json.loads(capsys.readouterr().out)["files"]
+@pytest.mark.usefixtures("here", "fewer_bundled")
+def test_an_exported_run_predicts_and_is_measured_like_the_run(trained: RunResult, cli: Cli) -> None:
+    (written,) = cli.json("export", trained.folder, "--to", "pt2", "--images", "20")["files"]
     assert written["written"] == "run.pt2" and written["bytes"] == Path("run.pt2").stat().st_size
     assert written["parity"]["agreement"] == 1.0 and written["parity"]["labelled"] == 20
     assert written["parity"]["accuracy"]["low"] <= written["parity"]["accuracy"]["value"]
     shown = []
     for model in (str(trained.folder), "run.pt2"):
-        assert main(["predict", model, str(trained.examples[0].path), "--json"]) == 0
-        shown.append(json.loads(capsys.readouterr().out))
-        assert main(["evaluate", model, "--data", "bundled[:40]", "--json"]) == 0
-        shown.append(json.loads(capsys.readouterr().out))
+        shown.append(cli.json("predict", model, trained.examples[0].path))
+        shown.append(cli.json("evaluate", model, "--data", "bundled[:40]"))
     assert shown[0]["probabilities"] == pytest.approx(shown[2]["probabilities"], abs=1e-4)
-    assert main(["predict", "run.pt2", str(trained.examples[0].path), "--precision", "bf16"]) == 2
-    assert "run.pt2 computes in its own number format; choose" in capsys.readouterr().err
-    assert main(["embed", "run.pt2", "--data", "bundled[:40]", "--out", "f", "--precision", "float32"]) == 2
-    assert "was exported with" in capsys.readouterr().err
+    error = cli.refuses("predict", "run.pt2", trained.examples[0].path, "--precision", "bf16")
+    assert "run.pt2 computes in its own number format; choose" in error
+    error = cli.refuses("embed", "run.pt2", "--data", "bundled[:40]", "--out", "f", "--precision", "float32")
+    assert "was exported with" in error
 
 
 @pytest.mark.slow
-def test_accuracy_is_measured_on_images_that_training_held_out(
-    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accuracy_is_measured_on_images_that_training_held_out(colour_folder: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     data = RECIPES["demo"]().override(
         data=str(colour_folder), run=str(run), steps=1, width=16, depth=1, heads=2, mlp_width=32, batch_size=8,
@@ -62,15 +171,11 @@ def test_accuracy_is_measured_on_images_that_training_held_out(
 
 
 @pytest.mark.slow
-def test_files_in_8_bit_integers_in_every_verb(
-    trained: RunResult, fewer_bundled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here", "fewer_bundled")
+def test_files_in_8_bit_integers_in_every_verb(trained: RunResult, cli: Cli) -> None:
     run, picture = str(trained.folder), str(trained.examples[0].path)
     words = ["export", run, "--to", "onnx,openvino", "--precision", "float32,int8", "--data", "bundled"]
-    assert main([*words, "--max-drop", "5", "--calibration-images", "32", "--images", "100", "--json"]) == 0
-    written = json.loads(capsys.readouterr().out)
+    written = cli.json(*words, "--max-drop", "5", "--calibration-images", "32", "--images", "100")
     names = ["run.onnx", "run-int8.onnx", "run.xml", "run-int8.xml"]
     assert [(one["written"], one["precision"]) for one in written["files"]] == [
         (name, "int8" if "int8" in name else "float32") for name in names
@@ -81,27 +186,24 @@ def test_files_in_8_bit_integers_in_every_verb(
         assert set(one["milliseconds"]) == {"1", "8"} and one["milliseconds"]["8"] > 0
     shown = {}
     for model in (run, "run-int8.onnx", "run-int8.xml"):
-        assert main(["predict", model, picture, "--json"]) == 0
-        shown[model] = json.loads(capsys.readouterr().out)["probabilities"]
-        assert main(["evaluate", model, "--data", "bundled[:40]", "--json"]) == 0
-        capsys.readouterr()
+        shown[model] = cli.json("predict", model, picture)["probabilities"]
+        cli.call("evaluate", model, "--data", "bundled[:40]", "--json")
     assert shown["run-int8.onnx"] == pytest.approx(shown[run], abs=0.1)
-    assert main(["embed", "run-int8.onnx", "--data", "bundled[:40]", "--out", "f", "--precision", "float32"]) == 2
-    assert "was exported with output='logits'" in capsys.readouterr().err
-    assert main(["bench", "infer", "run-int8.onnx", "--batch-size", "2", "--repetitions", "2", "--json"]) == 0
-    speed = json.loads(capsys.readouterr().out)
+    error = cli.refuses("embed", "run-int8.onnx", "--data", "bundled[:40]", "--out", "f", "--precision", "float32")
+    assert "was exported with output='logits'" in error
+    speed = cli.json("bench", "infer", "run-int8.onnx", "--batch-size", "2", "--repetitions", "2")
     assert speed["precision"] == "int8" and len(speed["milliseconds"]) == 2
-    assert main(["bench", "infer", "run-int8.onnx", "--precision", "bf16"]) == 2
-    assert "--precision: an exported file has its own network and number format" in capsys.readouterr().err
+    error = cli.refuses("bench", "infer", "run-int8.onnx", "--precision", "bf16")
+    assert "--precision: an exported file has its own network and number format" in error
     # With a tolerance that nothing meets, all other files are written, and the exit code says that one is missing.
     words = [*words, "--tolerance", "1e-12", "--overwrite", "--images", "40"]
-    assert main([*words[:3], "onnx", *words[4:], "--json"]) == 1
-    refused = json.loads(capsys.readouterr().out)
+    refused = json.loads(cli.call(*words[:3], "onnx", *words[4:], "--json", code=1).out)
     assert "run.onnx differs from the network by" in refused["failures"][0]
 
 
 @pytest.mark.slow
-def test_calibration_reads_training_images_only(trained: RunResult, fewer_bundled: None) -> None:
+@pytest.mark.usefixtures("fewer_bundled")
+def test_calibration_reads_training_images_only(trained: RunResult) -> None:
     options = Export(model="", to="onnx", data="bundled", precision="int8", images=200, calibration_images=50)
     found = _images(options, load(trained.folder), True)
     assert found.int8 is not None and len(found.int8.calibration) == 50 and len(found.samples) == 200

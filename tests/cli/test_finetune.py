@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import vitrail
+from tests.cli.conftest import Cli
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import Stopped
@@ -24,7 +25,7 @@ from vitrail.training.state import TrainState
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert
 
-QUICK = ["--steps", "30", "--device", "cpu", "--threads", "1", "--precision", "float32", "--no-flip"]
+QUICK = ["--max-skipped", "0.1", "--device", "cpu", "--threads", "1", "--precision", "float32", "--no-flip"]
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +57,14 @@ def badges(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    ["vitrail", "google", "huggingface"],
-)
-def test_it_works_untouched_from_every_layout(
-    layout: str, model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("layout", ["vitrail", "google", "huggingface"])
+def test_it_works_untouched_from_every_layout(layout: str, model: Path, badges: Path, here: Path, cli: Cli) -> None:
     source = model
     if layout != "vitrail":
-        source = tmp_path / ("model.npz" if layout == "google" else "model-hf")
+        source = here / ("model.npz" if layout == "google" else "model-hf")
         convert(model, source, layout)
-    words = ["finetune", str(source), "--data", str(badges), "--max-skipped", "0.1", *QUICK]
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    words = ["finetune", str(source), "--data", str(badges), *QUICK, "--steps", "30"]
+    out = cli.shows(*words)
     assert "image size 32 x 32: the model's own" in out
     assert "the new head has 3 classes" in out and "the head starts as a linear model of the features of" in out
     (run,) = Path("runs").iterdir()
@@ -81,8 +74,7 @@ def test_it_works_untouched_from_every_layout(
     assert bundle.classes == ("Grün & co", "red <b>", "日本")
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "red &lt;b&gt;" in page and "<b>" not in page.replace("</b>", "")
-    assert main(["predict", str(run / "model"), str(badges / "日本" / "badge 5.png"), "--json"]) == 0
-    prediction = json.loads(capsys.readouterr().out)
+    prediction = cli.json("predict", run / "model", badges / "日本" / "badge 5.png")
     assert prediction["label"] == "日本"
 
 
@@ -92,23 +84,11 @@ def test_options_replace_what_the_rule_says(
 ) -> None:
     run = tmp_path / "run"
     words = [str(model), "--data", str(badges), "--run", str(run), "--image-size", "24", "40", "--batch-size", "16"]
-    more = [
-        "--train-blocks",
-        "1",
-        "--learning-rate",
-        "0.02",
-        "--average",
-        "0.9",
-        "--class-weights",
-        "balanced",
-        "--keep",
-        "last",
-    ]
-    assert main(["finetune", *words, *more, "--max-skipped", "0.1", *QUICK, "--steps", "6", "--keep", "last"]) == 0
+    words += ["--train-blocks", "1", "--learning-rate", "0.02", "--average", "0.9", "--class-weights", "balanced"]
+    assert main(["finetune", *words, *QUICK, "--steps", "6", "--keep", "last"]) == 0
     config = json.loads((run / "run.json").read_text())["config"]
-    assert (
-        config["images"]["image_size"] == [24, 40] and config["run"]["batch_size"] == 16 and config["run"]["steps"] == 6
-    )
+    assert config["images"]["image_size"] == [24, 40]
+    assert config["run"]["batch_size"] == 16 and config["run"]["steps"] == 6
     assert config["start"]["train_blocks"] == 1 and config["optimizer"]["learning_rate"] == 0.02
     assert config["augment"]["flip"] is False and config["augment"]["crop_area"] == [0.8, 1.0]
     out = capsys.readouterr().out
@@ -121,100 +101,38 @@ def test_options_replace_what_the_rule_says(
     assert not torch.equal(before.blocks[1].mlp.up.weight, after.blocks[1].mlp.up.weight)
 
 
-@pytest.mark.slow
-def test_what_a_file_does_not_say_is_said_once(
-    badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("more", "figure"), [((), "all labels right"), (("--numbers", "red"), "red: R²")])
+def test_several_labels_and_numbers_have_figures_of_their_own(
+    more: tuple[str, ...], figure: str, model: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    network = vitrail.create("BiT-R26x1", width=32, depths=(1, 1, 1, 1), num_classes=3, image_size=(32, 32))
-    model = Bundle(network, ("cat", "dog", "owl"), Preprocess(image_size=(32, 32))).save(tmp_path / "model")
-    convert(model, tmp_path / "bit.npz", "bit")
-    words = [str(tmp_path / "bit.npz"), "--data", str(badges), "--run", str(tmp_path / "my run")]
-    quick = ["--steps", "1", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:]]
-    assert main(["finetune", *words, *quick]) == 0
-    out = capsys.readouterr().out
-    assert out.count("the file has no class names") == 1
-    assert f"vitrail predict '{tmp_path}/my run/model' '{tmp_path}/my run/examples'" in out
-
-
-@pytest.mark.slow
-def test_several_labels_have_figures_of_their_own(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, random, lines = tmp_path / "signs", np.random.default_rng(0), ["file,red,green"]
-    data.mkdir()
+    random, lines = np.random.default_rng(0), ["file,red,green"]
     for number in range(24):
         there = random.integers(0, 2, 2)
         pixels = np.zeros((20, 30 + number, 3), dtype=np.uint8)
         pixels[..., :2] = 250 * there
-        Image.fromarray(pixels).save(data / f"{number}.png")
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
         lines.append(f"{number}.png,{there[0]},{there[1]}")
-    (data / "labels.csv").write_text("\n".join(lines), encoding="utf-8")
-    words = [str(model), "--data", str(data), "--run", str(tmp_path / "run"), "--validation-share", "0.4"]
-    assert main(["finetune", *words, *QUICK, "--steps", "6"]) == 0
-    out = capsys.readouterr().out
+    (tmp_path / "labels.csv").write_text("\n".join(lines), encoding="utf-8")
+    words = [model, "--data", tmp_path / "labels.csv", "--run", tmp_path / "run", "--validation-share", "0.4", *more]
+    out = cli.shows("finetune", *words, *QUICK, "--steps", "2")
+    (shown,) = re.findall(rf"{figure} +(-?[\d.]+)", out)
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"all labels right +([\d.]+%)", out)
-    assert f"<strong>{shown} all labels right</strong>" in page
-    assert re.search(r"mean average precision +[\d.]+%", out) and "likeliest class is a label" in out
-
-
-def test_numbers_are_fine_tuned(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, random, lines = tmp_path / "grey", np.random.default_rng(0), ["file,<age>,name"]
-    data.mkdir()
-    for number in range(40):
-        grey = int(random.integers(0, 250))
-        Image.fromarray(np.full((20, 30 + number, 3), grey, np.uint8)).save(data / f"{number}.png")
-        lines.append(f"{number}.png,{grey},x")
-    (data / "ages.csv").write_text("\n".join(lines), encoding="utf-8")
-    words = [str(model), "--data", str(data), "--run", str(tmp_path / "run"), "--validation-share", "0.4"]
-    assert main(["finetune", *words, *QUICK, "--steps", "6", "--numbers", "<age>"]) == 0
-    out = capsys.readouterr().out
-    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"<age>: R² +(-?[\d.]+)", out)
-    assert f"<strong>R² {shown}</strong>" in page and re.search(r"<age>: mean absolute error +[\d.]+", out)
-    assert "task regression: the targets are numbers" in out and "accuracy" not in out
-    assert "difficult class" not in out
+    assert shown in re.findall("<strong>(.*?)</strong>", page)[0] and "difficult class" not in out
 
 
 @pytest.mark.slow
-def test_epochs_replace_the_rules_steps(model: Path, badges: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = [str(model), "--data", str(badges), "--run", str(run), "--epochs", "1", "--batch-size", "8", *QUICK[2:]]
-    assert main(["finetune", *words, "--max-skipped", "0.1"]) == 0
-    record = json.loads((run / "run.json").read_text())
-    assert record["steps"] == -(-record["data"]["train"] // 8) and record["config"]["run"]["epochs"] == 1
-
-
-@pytest.mark.slow
-def test_a_rate_that_is_given_is_the_papers_too(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    quick = ["--steps", "2", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
-    words = [str(model), "--data", str(badges), "--protocol", "paper", "--run", str(run), *quick]
-    assert main(["finetune", *words, "--learning_rate", "0.02"]) == 0
-    record, out = json.loads((run / "run.json").read_text()), capsys.readouterr().out
-    assert record["config"]["optimizer"]["learning_rate"] == 0.02 and record["data"]["validation"] == 0
-    assert "the run trains on all training images" in out
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-@pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_command(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, badges: Path, cli: Cli
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    quick = ["--steps", "3", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
+    quick = ["--steps", "3", "--batch-size", "8", "--image-size", "32", "32", *QUICK[:-1]]
     words = ["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--name", "p", *quick]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(after_step, "report", _stop_at(2, after_step.report))
-        assert main(words) == Stopped.exit_code
-    error, trial = capsys.readouterr().err, Path("runs/p-trials/learning-rate-0.001")
+        error, trial = cli.call(*words, code=Stopped.exit_code).err, Path("runs/p-trials/learning-rate-0.001")
     assert "to continue, run the first command again" in error and "--resume" not in error
-    assert main(["finetune", "--resume", str(trial)]) == 2
-    assert f"run {trial} is a trial of settings" in capsys.readouterr().err
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    assert f"run {trial} is a trial of settings" in cli.refuses("finetune", "--resume", trial)
+    out = cli.shows(*words)
     for rate in ("0.001", "0.003", "0.01", "0.03"):
         assert f"learning rate {rate}: " in out and Path(f"runs/p-trials/learning-rate-{rate}/model").is_dir()
     assert "was the best of 4" in out and Path("runs/p/model").is_dir()
@@ -224,56 +142,39 @@ def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_comm
 
 @pytest.mark.slow
 def test_images_that_chose_the_weights_are_not_called_unseen(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, badges: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    words = ["finetune", str(model), "--data", str(badges), "--run", str(tmp_path / "run"), "--max-skipped", "0.1"]
-    assert main([*words, *QUICK, "--steps", "4"]) == 0
-    assert "the best weights were chosen on these images" in capsys.readouterr().out
-    assert main([*words, "--overwrite", "--keep", "last", *QUICK, "--steps", "4"]) == 0
-    assert "best weights" not in capsys.readouterr().out
+    words = ["finetune", str(model), "--data", str(badges), "--run", str(tmp_path / "run")]
+    assert "the best weights were chosen on these images" in cli.shows(*words, *QUICK, "--steps", "4")
+    assert "best weights" not in cli.shows(*words, "--overwrite", "--keep", "last", *QUICK, "--steps", "4")
 
 
 @pytest.mark.slow
-def test_help_says_what_the_rule_chooses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["finetune", "--help-all"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    for option in ("--batch-size N Images per step. Default: chosen from the data.", "--lora-rank", "--layer-decay X"):
-        assert option in shown
-    assert "Default: the model's." in shown and "--init " not in shown and "--variant" not in shown
-
-
-@pytest.mark.slow
-def test_evaluation_says_where_training_held_nothing_out(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_says_where_training_held_nothing_out(model: Path, badges: Path, tmp_path: Path, cli: Cli) -> None:
     words = [str(model), "--data", str(badges), "--run", str(tmp_path / "run"), "--validation-share", "0"]
-    assert main(["finetune", *words, "--max-skipped", "0.1", *QUICK, "--steps", "2"]) == 0
+    cli.shows("finetune", *words, *QUICK, "--steps", "2")
     for split, is_said in (("held-out", True), ("all", False)):
-        capsys.readouterr()
         words = [str(tmp_path / "run"), "--data", str(badges), "--json", "--bootstrap", "0", "--split", split]
-        assert main(["evaluate", *words]) == 0
-        assert ("this model was trained without held-out images" in capsys.readouterr().err) == is_said
+        assert ("this model was trained without held-out images" in cli.call("evaluate", *words).err) == is_said
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_to_its_report_whenever_it_was_stopped(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, badges: Path, tmp_path: Path, cli: Cli
 ) -> None:
     run = tmp_path / "run"
-    words = [str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK, "--steps", "4"]
+    words = [str(model), "--data", str(badges), "--run", str(run), *QUICK, "--steps", "4"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(after_step, "report", _stop_at(2, after_step.report))
-        assert main(["finetune", *words]) == Stopped.exit_code
-    assert f"Continue with: vitrail finetune --resume {run}" in capsys.readouterr().err
-    assert main(["finetune", "--resume", str(run)]) == 0 and "report.html" in capsys.readouterr().out
+        printed = cli.call("finetune", *words, code=Stopped.exit_code)
+    assert f"Continue with: vitrail finetune --resume {run}" in printed.err
+    assert "report.html" in cli.shows("finetune", "--resume", run)
     first = (run / "report.html").read_bytes()
-    assert main(["finetune", "--resume", str(run)]) == 0 and "is complete" in capsys.readouterr().err
+    assert "is complete" in cli.call("finetune", "--resume", run).err
     (run / "report.html").unlink()  # as if it was killed before it wrote it
-    assert main(["finetune", "--resume", str(run)]) == 0
+    cli.shows("finetune", "--resume", run)
     assert (run / "report.html").read_bytes() == first
-    capsys.readouterr()
-    assert main(["finetune", "--resume", str(run), "--steps", "6"]) == 0
-    assert "continuing after step 4 of 6" in capsys.readouterr().out
+    assert "continuing after step 4 of 6" in cli.shows("finetune", "--resume", run, "--steps", "6")
     assert (run / "report.html").read_bytes() != first, "the report is that of the longer run"
 
 
@@ -288,10 +189,9 @@ def _stop_at(step: int, usual: Callable[[Run, TrainState], None]) -> Callable[[R
 
 @pytest.mark.slow
 def test_a_suite_is_fine_tuned_and_ends_with_one_table(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, badges: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = tmp_path / "data"
+    data = here / "data"
     data.mkdir()
     (data / "badges").symlink_to(badges)
     tasks = "".join(
@@ -299,8 +199,7 @@ def test_a_suite_is_fine_tuned_and_ends_with_one_table(
         for name, group in (("badges", "natural"), ("gone", "structured"))
     )
     Path("two.toml").write_text(f'name = "two"\n[evaluators.linear]\n{tasks}')
-    words = ["finetune", str(model), "--suite", "two.toml", "--data", str(data), "--max-skipped", "0.1", *QUICK]
-    words[words.index("--steps") + 1] = "4"
+    words = ["finetune", str(model), "--suite", "two.toml", "--data", str(data), *QUICK, "--steps", "4"]
     usual = after_step.report
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(after_step, "report", _stop_at(2, usual))
@@ -324,7 +223,7 @@ def test_the_report_of_a_run_leads_to_the_page_that_looks_inside(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, link = tmp_path / "run", '<a href="inside/report.html">'
-    words = [str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK, "--steps", "4"]
+    words = [str(model), "--data", str(badges), "--run", str(run), *QUICK, "--steps", "4"]
     assert main(["finetune", *words]) == 0
     page = (run / "report.html").read_text(encoding="utf-8")
     command = shlex.join(["vitrail", "report", str(run), "--data", str(badges), "--split", "validation"])

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.analysis.test_comparison import BIT, bundle_of
-from vitrail.cli import main
+from tests.cli.conftest import Cli
 
 
 @pytest.fixture
@@ -22,11 +22,11 @@ def models(tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_page_figures_and_numbers_are_written(
-    models: list[str], colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: list[str], colour_folder: Path, tmp_path: Path, cli: Cli
 ) -> None:
     out = tmp_path / "compared"
-    assert main(["compare", *models, "--data", str(colour_folder), "--split", "train", "--out", str(out)]) == 0
-    shown = capsys.readouterr()
+    words = ["compare", *models, "--data", str(colour_folder), "--split", "train", "--out", str(out)]
+    shown = cli.call(*words)
     assert "a-vit" in shown.out and "points, 95% interval" in shown.out and shown.out.endswith("compare.html\n")
     found = json.loads((out / "compare.json").read_text())
     assert [one["name"] for one in found["models"]] == ["a-vit", "a-resnet"]
@@ -39,36 +39,21 @@ def test_a_page_figures_and_numbers_are_written(
     rows = list(csv.DictReader((out / "classes.csv").read_text().splitlines()))
     assert {row["class"] for row in rows} == {"blue", "green", "red"}
     assert float(rows[0]["accuracy of a-vit"]) <= 1
-    assert (
-        main(["compare", *models, "--data", str(colour_folder), "--split", "train", "--out", str(out), "--json"]) == 2
-    )
-    assert "exists already; choose another folder, or replace it with --overwrite" in capsys.readouterr().err
-    again = ["compare", *models, "--data", str(colour_folder), "--split", "train", "--out", str(out), "--overwrite"]
-    assert main([*again, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
-
-
-def test_files_of_the_user_are_never_replaced(
-    models: list[str], colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    given = ["compare", *models, "--data", str(colour_folder), "--out", str(tmp_path / "mine"), "--overwrite"]
-    assert main(given) == 2
-    assert "holds files that Vitrail did not write (thesis.txt)" in capsys.readouterr().err
+    assert "exists already; choose another folder, or replace it with --overwrite" in cli.refuses(*words, "--json")
+    assert cli.json(*words, "--overwrite") == found
+    (out / "thesis.txt").write_text("years of work")
+    assert "holds files that Vitrail did not write (thesis.txt)" in cli.refuses(*words, "--overwrite")
 
 
 @pytest.mark.slow
 def test_all_compares_models_that_held_out_no_image_in_common(
-    models: list[str], colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: list[str], colour_folder: Path, tmp_path: Path, cli: Cli
 ) -> None:
     for name in models:
         file = Path(name) / "model.json"
         known = json.loads(file.read_text()) | {"provenance": {"data": str(colour_folder), "validation_share": 0.0}}
         file.write_text(json.dumps(known))
     given = ["compare", *models, "--data", str(colour_folder), "--out", str(tmp_path / "compared"), "--bootstrap", "0"]
-    assert main(given) == 2
-    assert "no image that all models held out of training" in capsys.readouterr().err
-    assert main([*given, "--split", "all"]) == 0
-    shown = capsys.readouterr().out
+    assert "no image that all models held out of training" in cli.refuses(*given)
+    shown = cli.shows(*given, "--split", "all")
     assert "36 images" in shown and "that no model learned from" not in shown

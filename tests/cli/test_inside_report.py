@@ -15,23 +15,26 @@ import pytest
 from PIL import Image
 
 from tests.analysis.test_comparison import BIT, bundle_of
+from tests.cli.conftest import Cli
 from tests.make import make_colour_folder
-from vitrail.cli import main
 from vitrail.data.formats import parquet
+
+
+@pytest.fixture
+def report(colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Reports on the model in `tmp_path / "model"`."""
+    return Cli(capsys, "report", tmp_path / "model", "--data", colour_folder, "--out", tmp_path / "report")
+
 
 FAST = ("--images", "4", "--bootstrap", "0", "--probe-images", "0", "--saliency-images", "0")
 
 
 @pytest.mark.slow
-def test_a_page_figures_and_numbers_are_written(
-    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_figures_and_numbers_are_written(tmp_path: Path, report: Cli) -> None:
     bundle_of(seed=3).save(tmp_path / "model")
     out = tmp_path / "report"
-    given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), "--images", "8"]
-    given += ["--saliency-images", "4"]
-    assert main(given) == 0
-    shown = capsys.readouterr().out
+    given = ["--images", "8", "--saliency-images", "4"]
+    shown = report.shows(*given)
     found = json.loads((out / "report.json").read_text())
     assert f"{found['accuracy']['value']:.2%} accuracy on {found['images']} images" in shown
     assert len(found["probes"]) == len(found["similarity"]) == 2
@@ -39,10 +42,10 @@ def test_a_page_figures_and_numbers_are_written(
     heads = ("What the first layer", "Layers", "Patches", "Saliency maps", "Embeddings", "Classes")
     assert all(f"<h2>{head}" in page for head in heads)
     assert "http" not in page.replace("http://www.w3.org", "").replace("http-equiv", "")
-    names = (
+    names = [
         "deletion", "distance", "embedding", "entropy", "insertion", "norms", "probes", "random_weights", "similarity",
-    )  # fmt: skip
-    assert sorted(path.stem for path in out.glob("*.svg")) == list(names)
+    ]  # fmt: skip
+    assert sorted(path.stem for path in out.glob("*.svg")) == names
     assert all(ElementTree.parse(out / f"{name}.svg").getroot().tag.endswith("svg") for name in names)
     for name in ("filters", "positions", "patches"):
         with Image.open(out / f"{name}.png") as picture:
@@ -51,16 +54,14 @@ def test_a_page_figures_and_numbers_are_written(
     assert [row[0] for row in rows] == [one["name"] for one in found["saliency"]]
     assert [float(row[1]) for row in rows] == [one["deletion"]["value"] for one in found["saliency"]]
     assert rows[-1][0] == "random" and rows[-1][3:] == ["", ""], "a random order has no maps to compare"
-    assert main([*given, "--overwrite", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
+    assert report.json(*given, "--overwrite") == found
 
 
 @pytest.mark.slow
-def test_a_resnet_has_no_pictures_of_attention(colour_folder: Path, tmp_path: Path) -> None:
+def test_a_resnet_has_no_pictures_of_attention(tmp_path: Path, report: Cli) -> None:
     bundle_of(size=(16, 16), **BIT).save(tmp_path / "model")
     out = tmp_path / "report"
-    given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), "--images", "4"]
-    assert main([*given, "--probe-images", "0"]) == 0
+    report.shows("--images", "4", "--probe-images", "0")
     assert not (out / "saliency.csv").exists()
     assert sorted(path.name for path in out.iterdir() if path.suffix in (".svg", ".png")) == [
         "distance.svg", "embedding.svg", "patches.png", "similarity.svg",
@@ -70,15 +71,14 @@ def test_a_resnet_has_no_pictures_of_attention(colour_folder: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_embeddings_are_a_table_for_other_programs(
-    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    colour_folder: Path, tmp_path: Path, report: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = bundle_of(seed=3)
     bundle.save(tmp_path / "model")
     out = tmp_path / "report"
-    given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), *FAST]
-    assert main(given) == 0
-    assert "use --split all to measure every image" in capsys.readouterr().out
-    assert main([*given, "--split", "all", "--overwrite"]) == 0
+    assert "use --split all to measure every image" in report.shows(*FAST)
+    every = (*FAST, "--split", "all", "--overwrite")
+    report.shows(*every)
     rows = list(csv.DictReader((out / "embedding.csv").read_text().splitlines()))
     found = pyarrow.parquet.read_table(out / "embedding.parquet")
     assert found.column_names == ["key", "class", "predicted", "probability", "component_1", "component_2", "feature"]
@@ -89,25 +89,19 @@ def test_the_embeddings_are_a_table_for_other_programs(
     files = [colour_folder / key for key in columns["key"]]
     assert len(files) == 36 and columns["class"] == [file.parent.name for file in files]
     assert np.allclose(np.array(columns["feature"]), bundle.embed(files).numpy(), atol=1e-5)
-    predicted = [one.label for one in bundle.predict(files)]
-    assert columns["predicted"] == predicted
-    capsys.readouterr()
+    assert columns["predicted"] == [one.label for one in bundle.predict(files)]
     parquet.pyarrow.cache_clear()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert main([*given, "--split", "all", "--overwrite"]) == 0
     needs = "embedding.parquet was not written: writing Parquet needs pyarrow: pip install 'vitrail[parquet]'"
-    assert needs in capsys.readouterr().out
+    assert needs in report.shows(*every)
     assert not (out / "embedding.parquet").exists() and (out / "embedding.csv").is_file()
 
 
-def test_a_model_without_a_head_has_a_report(
-    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_a_head_has_a_report(tmp_path: Path, report: Cli) -> None:
     bundle_of(seed=3, classes=()).save(tmp_path / "model")
     out = tmp_path / "report"
-    given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), "--split", "train"]
-    assert main([*given, "--images", "8"]) == 0
-    found, shown = json.loads((out / "report.json").read_text()), capsys.readouterr().out
+    shown = report.shows("--split", "train", "--images", "8")
+    found = json.loads((out / "report.json").read_text())
     assert f"a model without a head, looked into on {found['images']} images" in shown
     assert "accuracy" not in found and found["saliency"] is None and found["errors"] == []
     page = (out / "report.html").read_text()
@@ -127,13 +121,10 @@ def broken(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_all_reports_on_the_images_of_every_split(
-    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_reports_on_the_images_of_every_split(broken: Path, tmp_path: Path, cli: Cli) -> None:
     bundle_of(seed=3).save(tmp_path / "model")
-    given = ["report", str(tmp_path / "model"), "--data", str(broken), "--out", str(tmp_path / "report"), "--json"]
-    assert main([*given, "--bootstrap", "0", "--saliency-images", "0", "--split", "all"]) == 0
-    shown = capsys.readouterr()
+    given = ["report", tmp_path / "model", "--data", broken, "--out", tmp_path / "report", "--json", "--split", "all"]
+    shown = cli.call(*given, "--bootstrap", "0", "--saliency-images", "0")
     found = json.loads(shown.out)
     assert found["images"] == 18 and not found["probes"]
     assert "a linear model of each layer, which would be measured on images that it learned from" in found["notes"]

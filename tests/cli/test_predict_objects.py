@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-from faster_coco_eval import COCO  # type: ignore[import-untyped]
+from faster_coco_eval import COCO
 from PIL import Image
 from pyarrow import parquet
 
+from tests.cli.conftest import Cli
 from tests.make import (
     OBJECT_NAMES,
     coco_data,
@@ -31,7 +32,6 @@ from vitrail.data.sources import open_data
 from vitrail.tasks.detection import Detection
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
-from vitrail.weights.answers import Detections
 from vitrail.weights.load import load
 from vitrail.weights.tiles import predict_tiles
 
@@ -59,17 +59,16 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_coco_results_have_all_boxes_with_the_numbers_of_the_data(
-    detector: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    detector: Path, photos: Path, tmp_path: Path, cli: Cli
 ) -> None:
     file = tmp_path / "found.json"
     (photos / "broken.jpg").write_text("<html>")
-    assert main(["predict", str(detector), str(photos), "--coco", str(file)]) == 2
-    captured = capsys.readouterr()
+    captured = cli.call("predict", detector, photos, "--coco", file, code=2)
     assert "broken.jpg" in captured.err and "threshold" not in captured.err and "category_id" not in captured.err
     (photos / "broken.jpg").unlink()
     words = ["predict", str(detector), str(photos), "--coco", str(file)]
-    assert main(words) == 2 and "--overwrite" in capsys.readouterr().err
-    assert main([*words, "--overwrite"]) == 0
+    assert "--overwrite" in cli.refuses(*words)
+    cli.shows(*words, "--overwrite")
     rows = json.loads(file.read_text())
     names = ["a.png", "more/b.jpg", "turned.jpg"]
     sizes = {"a.png": (31, 67), "more/b.jpg": (83, 40), "turned.jpg": (50, 20)}
@@ -97,35 +96,27 @@ def test_coco_results_have_all_boxes_with_the_numbers_of_the_data(
 
 
 @pytest.mark.slow
-def test_shown_objects_are_above_the_chosen_score(
-    detector: Path, photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shown_objects_are_above_the_chosen_score(detector: Path, photos: Path, cli: Cli) -> None:
     (every,) = load(detector).predict([photos / "a.png"])
     words = ["predict", str(detector), str(photos / "a.png")]
     counts = []
     for more, least in (((), 0.55), (("--threshold", "0.6"), 0.6), (("--threshold", "0"), 0)):
-        assert main([*words, "--json", *more]) == 0
-        (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+        (row,) = map(json.loads, cli.shows(*words, "--json", *more).splitlines())
         assert row == {"image": str(photos / "a.png"), "objects": every.above(least).coco(IDS)}
         counts.append(len(row["objects"]))
     assert counts[1] < counts[0] < counts[2]
-    assert main([*words, "--csv"]) == 0
-    header, *rows = csv.reader(capsys.readouterr().out.splitlines())
+    header, *rows = csv.reader(cli.shows(*words, "--csv").splitlines())
     assert header == ["image", "class", "score", "left", "top", "width", "height", "error"]
     assert [row[1] for row in rows] == [one.label for one in every.above(0.55)]
-    assert main([*words, "--csv", "--threshold", "1"]) == 0
-    assert [*csv.reader(capsys.readouterr().out.splitlines())] == [header, [str(photos / "a.png"), *[""] * 7]]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
+    nothing = cli.shows(*words, "--csv", "--threshold", "1").splitlines()
+    assert [*csv.reader(nothing)] == [header, [str(photos / "a.png"), *[""] * 7]]
+    shown = cli.shows(*words)
     assert every.above(0.55).text in shown
 
 
-def test_a_model_without_a_chosen_score_says_so(
-    tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_a_chosen_score_says_so(tmp_path: Path, photos: Path, cli: Cli) -> None:
     model = dense_model(tmp_path / "plain", "pyramid")
-    assert main(["predict", str(model), str(photos), "--json", "--coco", str(tmp_path / "found.json")]) == 0
-    captured = capsys.readouterr()
+    captured = cli.call("predict", model, photos, "--json", "--coco", tmp_path / "found.json")
     assert "0.3" in captured.err and "category_id" in captured.err
     rows = [row for line in captured.out.splitlines() for row in json.loads(line)["objects"]]
     assert min(row["score"] for row in rows) >= 0.3
@@ -160,28 +151,25 @@ def test_boxes_are_drawn_and_written_as_yolo(detector: Path, photos: Path, tmp_p
     assert main(["predict", str(detector), str(photos), *words]) == 2, "a folder is not replaced unasked"
 
 
-def test_only_an_earlier_prediction_is_replaced(
-    detector: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_an_earlier_prediction_is_replaced(detector: Path, photos: Path, tmp_path: Path, cli: Cli) -> None:
     album, file = tmp_path / "album", tmp_path / "found.json"
     (album / "old").mkdir(parents=True)
     for name in ("mine.jpg", "mine.txt", "old/b.jpg"):
         (album / name).write_text("mine")
     words = ["predict", str(detector), str(photos), "--overwrite"]
     for option in ("--out", "--yolo"):
-        assert main([*words, option, str(album)]) == 2
-        assert "holds files that Vitrail did not write" in capsys.readouterr().err
+        assert "holds files that Vitrail did not write" in cli.refuses(*words, option, album)
         assert main([*words, option, str(photos)]) == 2, "the images themselves"
     written = [*words, "--out", str(tmp_path / "drawn"), "--yolo", str(tmp_path / "yolo"), "--coco", str(file)]
-    assert main(written) == 0
+    cli.shows(*written)
     (photos / "a.png").unlink()
     assert main(written) == 0, "also with folders in it"
     assert {path.name for path in (tmp_path / "drawn").rglob("*.jpg")} == {"b.jpg", "turned.jpg"}
-    assert main([*words[:2], str(tmp_path / "yolo/.."), *written[3:]]) == 2 and "predicted" in capsys.readouterr().err
+    assert "predicted" in cli.refuses(*words[:2], tmp_path / "yolo/..", *written[3:])
     (tmp_path / "drawn/more/mine.jpg").write_text("mine")
-    assert main(written) == 2 and "Vitrail did not write (more)" in capsys.readouterr().err
+    assert "Vitrail did not write (more)" in cli.refuses(*written)
     file.write_text('[{"image_id": 3}]')
-    assert main([*words, "--coco", str(file)]) == 2 and "no COCO results" in capsys.readouterr().err
+    assert "no COCO results" in cli.refuses(*words, "--coco", file)
     assert len([path for path in tmp_path.rglob("mine*") if path.read_text() == "mine"]) == 3
     assert (album / "old/b.jpg").is_file() and file.read_text() == '[{"image_id": 3}]'
 
@@ -194,24 +182,20 @@ def test_tiles_are_predicted(detector: Path, photos: Path, tmp_path: Path) -> No
     whole, found = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
     by_image = [[{**row, "image_id": 0} for row in rows if row["image_id"] == 2] for rows in (whole, found)]
     expected = predict_tiles(load(detector), photos / "more" / "b.jpg")
-    assert isinstance(expected, Detections) and len(by_image[1]) == len(expected) and by_image[0] != by_image[1]
+    assert len(by_image[1]) == len(expected) and by_image[0] != by_image[1]
 
 
-def test_masks_are_written_with_the_values_of_the_data(
-    tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_masks_are_written_with_the_values_of_the_data(tmp_path: Path, photos: Path, cli: Cli) -> None:
     model = dense_model(tmp_path / "model", "patches", provenance={"class_ids": [0, 2, 4]})
     words = ["--masks", str(tmp_path / "new/masks"), "--out", str(tmp_path / "drawn")]
-    assert main(["predict", str(model), str(photos), *words]) == 0
+    cli.shows("predict", model, photos, *words)
     assert (tmp_path / "new/masks" / "classes.txt").read_text().splitlines() == [
         NAMES[0], "unlabelled", NAMES[1], "unlabelled", NAMES[2]
     ]  # fmt: skip
     shutil.copytree(photos, tmp_path / "new/images")
     again = open_data(str(tmp_path / "new"), validation_share=0.0).train  # what was written is read as data
     assert again.classes == NAMES and samples_of(again).targets.ids == (0, 2, 4)
-    capsys.readouterr()
-    assert main(["predict", str(model), str(photos), "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = [json.loads(line) for line in cli.shows("predict", model, photos, "--json").splitlines()]
     for name, row in zip(("a", "more/b", "turned"), rows, strict=True):
         (expected,) = load(model).predict([Path(row["image"])])
         with (
@@ -222,48 +206,38 @@ def test_masks_are_written_with_the_values_of_the_data(
             np.testing.assert_array_equal(np.asarray(mask), np.array([0, 2, 4], np.uint8)[expected.indices])
         assert row["fractions"] == expected.shares() and sum(row["fractions"].values()) == pytest.approx(1)
     for more in (("--csv",), ()):
-        assert main(["predict", str(model), str(photos / "a.png"), *more]) == 0
-        assert next(iter(rows[0]["fractions"])) in capsys.readouterr().out
+        assert next(iter(rows[0]["fractions"])) in cli.shows("predict", model, photos / "a.png", *more)
 
 
-def test_other_numbers_of_masks_in_data_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_numbers_of_masks_in_data_are_noted(tmp_path: Path, cli: Cli) -> None:
     model = dense_model(tmp_path / "model", "patches")
     data = make_masks_folder(tmp_path / "data", train=2, validation=1, test=1)
     for number, names in enumerate((NAMES, NAMES[::-1])):
         (data / "classes.txt").write_text("\n".join(names))
-        words = ["--data", str(data), "--masks", str(tmp_path / f"masks{number}")]
-        assert main(["predict", str(model), *words]) == 0
-        assert ("gives them others" in capsys.readouterr().err) == bool(number)
+        said = cli.call("predict", model, "--data", data, "--masks", tmp_path / f"masks{number}").err
+        assert ("gives them others" in said) == bool(number)
 
 
 @pytest.mark.slow
-def test_images_of_all_splits_have_different_numbers(
-    detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_of_all_splits_have_different_numbers(detector: Path, tmp_path: Path, cli: Cli) -> None:
     file, data = tmp_path / "found.json", make_voc_folder(tmp_path / "voc", train=2, validation=1, test=2)
     arguments = ["predict", str(detector), "--split", "all", "--coco", str(file), "--data"]
-    assert main([*arguments, str(data)]) == 0
+    cli.shows(*arguments, data)
     rows = json.loads(file.read_text())
     names = {row["image_id"]: row["file_name"] for row in rows}
     assert sorted(names) == [1, 2, 3, 4, 5] and len(set(names.values())) == 5
-    capsys.readouterr()
     file.unlink()
-    assert main([*arguments, str(coco_data(tmp_path / "data", IDS))]) == 0
-    assert "the same image_id" in capsys.readouterr().err
+    assert "the same image_id" in cli.call(*arguments, str(coco_data(tmp_path / "data", IDS))).err
 
 
-def test_images_of_a_data_set_keep_their_numbers(
-    detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_of_a_data_set_keep_their_numbers(detector: Path, tmp_path: Path, cli: Cli) -> None:
     data, file = coco_data(tmp_path / "data", IDS), tmp_path / "found.json"
-    assert main(["predict", str(detector), "--data", str(data), "--split", "test", "--coco", str(file)]) == 0
+    cli.shows("predict", detector, "--data", data, "--split", "test", "--coco", file)
     rows = json.loads(file.read_text())
     assert {(row["image_id"], Path(row["file_name"]).name) for row in rows} == {(1000, "test0.png"), (999, "test1.png")}
     other = coco_data(tmp_path / "other", [5, 90, 17])
-    capsys.readouterr()
     words = ["--coco", str(file), "--overwrite"]
-    assert main(["predict", str(detector), "--data", str(other), *words]) == 2
-    assert "'dog' the number 90" in capsys.readouterr().err
+    assert "'dog' the number 90" in cli.refuses("predict", detector, "--data", other, *words)
     config = TrainConfig(task=Detection()).override(
         data=str(data), variant="ViT-Pico/8", image_size=(24, 32), depth=1, steps=1, batch_size=2,
         device="cpu", validation_share=0.25,
@@ -271,18 +245,17 @@ def test_images_of_a_data_set_keep_their_numbers(
     )  # fmt: skip
     train(config)
     assert load(tmp_path / "run").class_ids == (5, 17, 90), "a run keeps the numbers of its data"
-    assert main(["predict", str(tmp_path / "run"), str(data / "test"), *words]) == 0
+    cli.shows("predict", tmp_path / "run", data / "test", *words)
     assert {row["category_id"] for row in json.loads(file.read_text())} <= {5, 17, 90}
 
 
 @pytest.mark.slow
-def test_masks_of_objects_are_written_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_masks_of_objects_are_written_and_measured(tmp_path: Path, cli: Cli) -> None:
     make_outlines_folder(tmp_path / "data", train=2, validation=0, test=4)
     model = replace(dense_bundle("queries"), provenance={"class_ids": [3, 7]}).save(tmp_path / "model")
     words = ["predict", str(model), "--data", str(tmp_path / "data"), "--split", "test", "--threshold", "0.05"]
     files = ["--coco", str(tmp_path / "found.json"), "--out", str(tmp_path / "drawn"), "--yolo", str(tmp_path / "yolo")]
-    assert main([*words, *files]) == 0
-    assert "--yolo writes the boxes around the masks" in capsys.readouterr().err
+    assert "--yolo writes the boxes around the masks" in cli.call(*words, *files).err
     rows = json.loads((tmp_path / "found.json").read_text())
     true = COCO(str(tmp_path / "data/annotations/instances_test.json"))
     found = true.loadRes(rows)
@@ -298,6 +271,5 @@ def test_masks_of_objects_are_written_and_measured(tmp_path: Path, capsys: pytes
                          for row in seen], axis=0)  # fmt: skip
         changed = np.abs(np.asarray(drawn).astype(int) - np.asarray(plain.convert("RGB"))).sum(axis=2) > 60
         assert changed[inside].mean() > 0.8 and seen
-    assert main(["evaluate", str(model), "--data", str(tmp_path / "data"), "--split", "test", "--json"]) == 0
-    measured = json.loads(capsys.readouterr().out)["test"]
+    measured = cli.json("evaluate", model, "--data", tmp_path / "data", "--split", "test")["test"]
     assert measured["images"] == 4 and {"average_precision", "box_average_precision"} <= measured.keys()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Cli
 from tests.make import make_idx_folder, tiny_config
-from vitrail.cli import main
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
 
@@ -40,10 +40,8 @@ def runs(trained_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs"]) == 0
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines()[:7])) <= 80
+def test_the_list_shows_what_differs(runs: Path, cli: Cli) -> None:
+    text = cli.shows("runs")
     assert len(re.findall(r"\d\d-\d\d \d\d:\d\d\n", text)) == 2, "minutes are not cut off"
     assert len(re.findall(r"\d% on \d+ ", text)) == 4, "every accuracy has its number of images"
     assert "b-trials" not in text and "1 trial not shown (--trials)" in text
@@ -51,8 +49,7 @@ def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[s
     assert "damaged: runs/damaged/run.json has format 99" in text and "unreadable" in text
     assert "[b]: --learning-rate 0.5, --steps 1" in text or "long-name-of-a-run: --learning-rate" in text
 
-    assert main(["runs", "--trials", "--json", "--sort", "metric"]) == 0
-    printed = capsys.readouterr()
+    printed = cli.call("runs", "--trials", "--json", "--sort", "metric")
     rows = json.loads(printed.out)
     assert "not shown" not in printed.err
     assert sorted(row["run"] for row in rows) == [
@@ -60,73 +57,41 @@ def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[s
     ]  # fmt: skip
     values = [row["metrics"].get("validation_accuracy", -1) for row in rows]
     assert values == sorted(values, reverse=True) and values[0] >= 0
-    assert main(["runs", "--sort", "time"]) == 0
-    shown = capsys.readouterr().out
+    shown = cli.shows("runs", "--sort", "time")
     assert shown.index("[b]") < shown.index("long-name")
 
 
 @pytest.mark.parametrize("folder", ["my-trials/vit-16", "my/checkpoints", "model"])
-def test_runs_with_names_like_those_of_parts_are_listed(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_with_names_like_those_of_parts_are_listed(folder: str, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / folder / "run.json").write_text("{}")
-    assert main(["runs", str(tmp_path), "--json"]) == 0
-    assert [row["run"] for row in json.loads(capsys.readouterr().out)] == [str(tmp_path / folder)]
+    assert [row["run"] for row in cli.json("runs", tmp_path)] == [str(tmp_path / folder)]
 
 
-def test_trials_that_are_left_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trials_that_are_left_out_are_counted(tmp_path: Path, cli: Cli) -> None:
     for name in ("learning-rate-0.5-30", "LoRA-of-rank-8,-learning-rate-0.1-30"):
         (tmp_path / "b-trials" / name).mkdir(parents=True)
         (tmp_path / "b-trials" / name / "run.json").write_text("{}")
-    assert main(["runs", str(tmp_path)]) == 0
-    assert "2 trials not shown (--trials)" in capsys.readouterr().out
-    assert main(["runs", str(tmp_path), "--json"]) == 0
-    printed = capsys.readouterr()
+    assert "2 trials not shown (--trials)" in cli.shows("runs", tmp_path)
+    printed = cli.call("runs", tmp_path, "--json")
     assert json.loads(printed.out) == [] and "2 trials not shown" in printed.err
 
 
-@pytest.mark.slow
-def test_long_names_and_numbers_leave_every_number_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In 80 columns, with a split that was measured on other images than the rest."""
-    long = runs / "a-name-of-a-run-that-is-longer-than-half-of-the-line" / "and-continues-in-another-folder"
-    long.mkdir(parents=True)
-    (long / "run.json").write_bytes((runs / "[b]/run.json").read_bytes())
-    events = [
-        {"event": "started", "time": 1.7e9, "step": 0, "steps": 123_456_789},
-        {"event": "evaluation", "time": 1.7e9, "step": 98_765_432, "split": "validation", "accuracy": 0.8124,
-         "images": 54321.0, "best": True},
-    ]  # fmt: skip
-    (long / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert main(["runs"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if not re.match(r"\S+: ", line)]
-    assert max(map(len, lines)) <= 80
-    text = " ".join(lines)
-    for number in ("98,765,432", "123,456,789", "81.24%", "54,321"):
-        assert re.search(rf"(?<!\S){number}(?!\S)", text), number
-    assert len(re.findall(r" \d\d-\d\d \d\d:\d\d(?: |$)", text)) == 3, "minutes are shown for each journal"
-    assert "…" not in text
-
-
-def test_a_comparison_has_a_column_for_each_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_has_a_column_for_each_run(runs: Path, cli: Cli) -> None:
     folders = ["runs/long-name-of-a-run", "runs/[b]"]
-    assert main(["runs", "compare", *folders]) == 0
-    text = capsys.readouterr().out
+    text = cli.shows("runs", "compare", *folders)
     assert "--learning-rate" in text and "0.5" in text and "2 of 2" in text and "--width" not in text
     recorded = json.loads((runs / "[b]/run.json").read_text())["data"]
     for split in ("validation", "test"):
         (counts,) = (line.split()[2:] for line in text.splitlines() if line.startswith(f"{split} images"))
         assert counts == [str(recorded[split])] * 2
-    assert main(["runs", "compare", *folders, "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
+    first, second = cli.json("runs", "compare", *folders)
     assert second["settings"] == {"learning_rate": 0.5, "steps": 1} and first["settings"]["steps"] == 2
 
 
-def test_curves_of_runs_are_drawn_in_the_same_charts(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_curves_of_runs_are_drawn_in_the_same_charts(runs: Path, tmp_path: Path, cli: Cli) -> None:
     folders, page = ["runs/long-name-of-a-run", "runs/[b]"], tmp_path / "new" / "curves.html"
-    assert main(["runs", "compare", *folders, "--page", str(page)]) == 0
+    cli.shows("runs", "compare", *folders, "--page", page)
     text = page.read_text(encoding="utf-8")
     names = re.findall("<h2>(.*?)</h2>", text)
     assert names == [
@@ -137,6 +102,4 @@ def test_curves_of_runs_are_drawn_in_the_same_charts(
         assert all(section.count(f"<title>{folder}</title>") == 1 for folder in folders), "a line for each run"
     (loss,) = (event for event in read_journal(Path("runs/[b]/journal.jsonl")) if event["event"] == "step")
     assert f"runs/[b]: 1, {loss['loss']:.4g}" in text
-    capsys.readouterr()
-    assert main(["runs", "compare", *folders, "--page", str(page)]) == 2
-    assert "curves.html exists already" in capsys.readouterr().err
+    assert "curves.html exists already" in cli.refuses("runs", "compare", *folders, "--page", page)

@@ -54,7 +54,6 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Running, l
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     lines: list[str] = []
     try:
-        assert process.stderr is not None
         port = None
         while port is None:
             lines.append(process.stderr.readline())
@@ -69,7 +68,6 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Running, l
         if process.poll() is None:
             process.kill()
         process.wait()
-        assert process.stderr is not None
         process.stderr.close()
 
 
@@ -220,9 +218,8 @@ def test_a_model_is_replaced_without_a_lost_request(slow_model: Path, tmp_path: 
                 if answer.status == 200:
                     ranking = wanted[found[-1][1]][number % 4]
                     assert [one["label"] for one in answer.json] == [label for label, _ in ranking]
-                    np.testing.assert_allclose(
-                        [one["score"] for one in answer.json], [p for _, p in ranking], atol=1e-4
-                    )
+                    scores = [one["score"] for one in answer.json]
+                    np.testing.assert_allclose(scores, [p for _, p in ranking], atol=1e-4)
             return found
 
         with ThreadPoolExecutor(8) as clients:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.make import small_model
 from tests.several import command, in_processes
 from vitrail.training.log import read_journal
 
@@ -16,18 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    import torch
-
-    from vitrail.data.pixels.preprocess import Preprocess
-    from vitrail.models.variants import create
-    from vitrail.weights.bundle import Bundle
-
-    torch.manual_seed(2)
-    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 24, "image_size": (21, 28), "num_classes": 3}
-    network = create("ViT-Pico/7", **sizes)
-    torch.nn.init.normal_(network.head.weight)
-    preprocess = Preprocess(image_size=(21, 28), channels=3, mean=(0.4,), std=(0.3,))
-    return Bundle(network, ("blue", "green", "red"), preprocess).save(tmp_path / "model")
+    return small_model(tmp_path / "model", ("blue", "green", "red"), mean=(0.4,), std=(0.3,))
 
 
 @pytest.mark.parametrize("cached", [True, False])

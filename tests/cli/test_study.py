@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Cli
 from tests.studies.measured import cell_result
 from tests.studies.test_pool import cell_of
-from vitrail.cli import main
 from vitrail.experiments.runner import CELLS, read_result, write_result
 from vitrail.files import write_json
 from vitrail.settings import to_plain
@@ -20,21 +20,13 @@ from vitrail.studies.questions import STUDIES
 from vitrail.studies.study import open_study_data
 
 
-def run(*arguments: object) -> int:
-    return main(["study", *map(str, arguments)])
-
-
 @pytest.mark.slow
-def test_the_plan_has_the_cost_of_both_sizes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_has_the_cost_of_both_sizes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.studies.cost._flops_per_second", lambda network, batch, device: 1e10)
-    assert run("head", "--quick", "--plan", "--jobs", 2, "--device", "cpu") == 0
-    text = capsys.readouterr().out
+    text = cli.shows("study", "head", "--quick", "--plan", "--jobs", 2, "--device", "cpu")
     assert "9 trials of learning rates and 9 other cells (3 seeds)" in text and "with 2 at a time" in text
     assert "published size: 9 trials and 9 other cells" in text and "TPUv3 core-days" in text
-    assert run("head", "--quick", "--plan", "--jobs", 2, "--device", "cpu", "--json") == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = cli.json("study", "head", "--quick", "--plan", "--jobs", 2, "--device", "cpu")
     assert plan["seconds"] == pytest.approx((18 * 6 + plan["flops"] / 1e10) / 2) and plan["published"]["flops"] > 1e22
 
 
@@ -53,50 +45,45 @@ def write(folder: Path, name: str, metrics: dict[str, float]) -> None:
     write_result(place, cell_result(metrics))
 
 
-@pytest.mark.parametrize("words", [("--plan",), ("--seeds", "1"), ("--arms", "mean")], ids=" ".join)
-def test_a_cell_that_is_repeated_has_no_plan_seeds_or_arms(
-    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *((words, f"{words[0]} and --cell exclude") for words in (("--plan",), ("--seeds", "1"), ("--arms", "mean"))),
+        (("--device", "cpu"), "'abc' cannot be repeated"),
+    ],
+)
+def test_a_cell_that_cannot_be_repeated_is_refused_before_a_folder_is_made(
+    words: tuple[str, ...], message: str, tmp_path: Path, cli: Cli
 ) -> None:
-    assert run("head", "--quick", "--out", tmp_path / "new", "--cell", "abc", *words) == 2
-    assert f"{words[0]} and --cell exclude each other" in capsys.readouterr().err
-
-
-def test_a_cell_of_a_new_folder_is_refused_before_the_folder_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("head", "--quick", "--out", tmp_path / "new", "--device", "cpu", "--cell", "abc") == 2
-    assert "'abc' cannot be repeated" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert message in cli.refuses("study", "head", "--quick", "--out", tmp_path / "new", "--cell", "abc", *words)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow  # imports torch in a process
-def test_a_cell_that_is_repeated_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_that_is_repeated_is_printed_as_json(tmp_path: Path, cli: Cli) -> None:
     cell, data = cell_of(), open_study_data("bundled", "quick")
     (tmp_path / CELLS / cell.name).mkdir(parents=True)
     write_json(tmp_path / CELLS / cell.name / "cell.json", asdict(cell))
     record = {"format": 1, "study": "head", "scale": "quick", "data": "bundled", "fingerprint": data.fingerprint}
     (tmp_path / "study.json").write_text(json.dumps(record))
-    assert run("head", "--quick", "--out", tmp_path, "--device", "cpu", "--cell", cell.name, "--json") == 0
-    shown, result = json.loads(capsys.readouterr().out), read_result(tmp_path / CELLS / cell.name, CellResult)
+    shown = cli.json("study", "head", "--quick", "--out", tmp_path, "--device", "cpu", "--cell", cell.name)
+    result = read_result(tmp_path / CELLS / cell.name, CellResult)
     assert result is not None and shown == to_plain(result) and shown["metrics"].keys() >= {"accuracy"}
 
 
 @pytest.mark.slow
-def test_a_finished_study_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_study_is_shown_without_training(tmp_path: Path, cli: Cli) -> None:
     folder = tmp_path / "study"
-    arguments = ("head", "--quick", "--arms", "class-token,mean", "--seeds", 0, "--out", folder, "--device", "cpu")
-    with pytest.raises(FileNotFoundError):
-        (folder / "study.json").read_text()
+    place = ("--quick", "--out", folder, "--device", "cpu")
+    arguments = ("study", "head", *place, "--arms", "class-token,mean", "--seeds", 0)
     data = open_study_data("bundled", "quick")
     write_cells(folder)
     record = {"format": 1, "study": "head", "scale": "quick", "data": "bundled", "fingerprint": data.fingerprint}
     (folder / "study.json").write_text(json.dumps(record))
-    assert run(*arguments) == 0
-    text = capsys.readouterr().out
+    text = cli.shows(*arguments)
     assert "class-token" in text and "87.50" in text and "not shown: The mean of the patches works as well" in text
     assert f"written to {folder}: study.html" in text and (folder / "figure.svg").exists()
-    assert run(*arguments, "--json") == 0
-    assert [row["accuracy_mean"] for row in json.loads(capsys.readouterr().out)["points"]] == [0.875, 0.875]
-    assert run("positions", "--quick", "--out", folder, "--device", "cpu") == 2
-    assert "holds a study with other settings: study was 'head' and is 'positions'" in capsys.readouterr().err
-    assert run("head", "--quick", "--out", folder, "--device", "cpu", "--cell", "abc") == 2
-    assert "cell 'abc' is not in" in capsys.readouterr().err
+    assert [row["accuracy_mean"] for row in cli.json(*arguments)["points"]] == [0.875, 0.875]
+    error = cli.refuses("study", "positions", *place)
+    assert "holds a study with other settings: study was 'head' and is 'positions'" in error
+    assert "cell 'abc' is not in" in cli.refuses("study", "head", *place, "--cell", "abc")

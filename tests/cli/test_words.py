@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.cli.conftest import Cli
 from tests.listening import Display
 from tests.make import make_colour_folder
 from tests.words import model_with_words
@@ -29,26 +30,23 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_with_words(bias=-2.0).save(tmp_path_factory.mktemp("words") / "model")
 
 
-def test_classes_in_words_without_training(
-    words: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classes_in_words_without_training(words: Path, colour_folder: Path, tmp_path: Path, cli: Cli) -> None:
     image = next(colour_folder.rglob("*.png"))
     command = ["predict", str(words), str(image), "--classes", "a red wall", "a blue wall", "--json"]
-    assert main([*command, "--save", str(tmp_path / "walls")]) == 0
-    row = json.loads(capsys.readouterr().out)
+    row = json.loads(cli.shows(*command, "--save", tmp_path / "walls"))
     expected = zero_shot(load(words), ["a red wall", "a blue wall"]).predict([image])[0]
-    assert row["probabilities"] == pytest.approx(dict(expected.ranking), abs=1e-5)  # type: ignore[union-attr]
-    assert main(["predict", str(tmp_path / "walls"), str(image), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["probabilities"] == pytest.approx(row["probabilities"], abs=1e-5)
+    assert row["probabilities"] == pytest.approx(dict(expected.ranking), abs=1e-5)
+    again = cli.json("predict", tmp_path / "walls", image)
+    assert again["probabilities"] == pytest.approx(row["probabilities"], abs=1e-5)
 
 
 def test_fine_tuning_begins_with_the_names_of_the_classes(
-    words: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: Path, colour_folder: Path, tmp_path: Path, cli: Cli
 ) -> None:
     run = tmp_path / "run"
-    command = ["finetune", str(words), "--data", str(colour_folder), "--run", str(run), "--device", "cpu"]
-    assert main([*command, "--steps", "2", "--no-linear-head", "--learning-rate", "1e-9", "--evaluations", "1"]) == 0
-    assert "names of the classes" in capsys.readouterr().out
+    command = ["finetune", words, "--data", colour_folder, "--run", run, "--device", "cpu", "--steps", "2"]
+    more = ["--no-linear-head", "--learning-rate", "1e-9", "--evaluations", "1"]
+    assert "names of the classes" in cli.shows(*command, *more)
     tuned = load(run / "model")
     expected = zero_shot(load(words), tuned.classes, readable=True)
     image = next(colour_folder.rglob("*.png"))
@@ -82,9 +80,8 @@ def test_a_run_from_names_of_classes_that_ended_before_its_first_checkpoint_cont
         assert torch.equal(weight, again.network.state_dict()[name]), name
 
 
-def test_zero_shot_accuracy(words: Path, colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(words), "--data", str(colour_folder), "--by", "zeroshot,knn", "--json"]) == 0
-    shown = capsys.readouterr()
+def test_zero_shot_accuracy(words: Path, colour_folder: Path, cli: Cli) -> None:
+    shown = cli.call("evaluate", words, "--data", colour_folder, "--by", "zeroshot,knn", "--json")
     (found,) = json.loads(shown.out).values()
     assert 0 <= found["zeroshot_accuracy"] <= 1 and "zeroshot_accuracy_low" in found and found["images"] > 0
     assert "independent" in shown.err
@@ -106,85 +103,60 @@ def walls(words: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, s
 
 
 @pytest.mark.slow
-def test_the_texts_of_a_head_are_recorded(
-    words: Path, walls: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_texts_of_a_head_are_recorded(words: Path, walls: tuple[str, str, str], cli: Cli) -> None:
     for model in walls[:2]:
-        assert main(["models", model]) == 0
-        text = " ".join(capsys.readouterr().out.split())
+        text = " ".join(cli.shows("models", model).split())
         assert "a {} wall, {} paint" in text and "in 2 texts" in text
         assert ("Training changed" in text) == bool(load(model).provenance.get("step"))
-    assert main(["models", str(words), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["words"]["scale"] == pytest.approx(load(words).words.scale)  # type: ignore[union-attr]
-    assert main(["models", str(words), "--layers"]) == 2
-    assert "--layers: it belongs to the list" in capsys.readouterr().err
+    assert cli.json("models", words)["words"]["scale"] == pytest.approx(load(words).words.scale)
+    assert "--layers: it belongs to the list" in cli.refuses("models", words, "--layers")
 
 
 @pytest.mark.slow
-def test_a_pair_beside_a_fine_tuned_model(
-    words: Path, walls: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pair_beside_a_fine_tuned_model(words: Path, walls: tuple[str, str, str], cli: Cli) -> None:
     made, run, data = walls
     measured = ["--data", data, "--by", "zeroshot,accuracy"]
-    assert main(["evaluate", str(words), run, *measured, "--json"]) == 0
-    shown = capsys.readouterr()
+    shown = cli.call("evaluate", words, run, *measured, "--json")
     pair, tuned = (next(iter(row.values())) for row in json.loads(shown.out).values())
     assert "zeroshot_accuracy" in pair and "accuracy" not in pair
     assert "accuracy" in tuned and "zeroshot_accuracy" not in tuned
     assert "has no head, which --by accuracy measures" in shown.err and "has no text tower" in shown.err
-    assert main(["evaluate", made, *measured, "--json"]) == 0
-    (both,) = json.loads(capsys.readouterr().out).values()
+    (both,) = cli.json("evaluate", made, *measured).values()
     assert "zeroshot_accuracy" in both and "accuracy" in both
-    for model, message in (
-        (str(words), "If a fine-tuned model is named beside"), (run, "no text tower"),
-    ):  # fmt: skip
-        assert main(["evaluate", model, *measured]) == 2
-        assert message in capsys.readouterr().err
+    assert "If a fine-tuned model is named beside" in cli.refuses("evaluate", words, *measured)
+    assert "no text tower" in cli.refuses("evaluate", run, *measured)
 
 
 @pytest.mark.slow
-def test_settings_of_a_recipe_for_a_new_text_tower(
-    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_a_recipe_for_a_new_text_tower(words: Path, tmp_path: Path, cli: Cli) -> None:
     """The recipe has another text tower than the model, which only settings that are typed contradict."""
     run = tmp_path / "run"
     small = ["--data", "scenes:24", "--batch-size", "8", "--steps", "1", "--device", "cpu", "--run", str(run)]
-    assert main(["train", "scenes", "--init", str(words), "--text-width", "512", *small]) == 2
-    assert "--text-width: the initial model has a text tower" in capsys.readouterr().err
-    assert main(["train", "scenes", "--init", str(words), *small]) == 0
+    error = cli.refuses("train", "scenes", "--init", words, "--text-width", "512", *small)
+    assert "--text-width: the initial model has a text tower" in error
+    cli.shows("train", "scenes", "--init", words, *small)
     trained = load(run / "model").words
-    assert trained is not None and trained.tower.config == load(words).words.tower.config  # type: ignore[union-attr]
+    assert trained is not None and trained.tower.config == load(words).words.tower.config
 
 
 @pytest.mark.slow
-def test_search_by_text(words: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_by_text(words: Path, colour_folder: Path, tmp_path: Path, cli: Cli) -> None:
     out = str(tmp_path / "features")
-    assert (
-        main(["embed", str(words), "--data", str(colour_folder), "--out", out, "--split", "train", "--no-cache"]) == 0
-    )
-    capsys.readouterr()
-    assert main(["nearest", out, "--text", "a red wall", "a bee " * 20, "--top", "3", "--json"]) == 0
-    shown = capsys.readouterr()
+    cli.shows("embed", words, "--data", colour_folder, "--out", out, "--split", "train", "--no-cache")
+    shown = cli.call("nearest", out, "--text", "a red wall", "a bee " * 20, "--top", "3", "--json")
     first, second = map(json.loads, shown.out.splitlines())
     assert first["text"] == "a red wall" and len(first["nearest"]) == len(second["nearest"]) == 3
     assert "12 tokens" in shown.err, "a long text is cut and said so"
     bundle = load(words)
     best = first["nearest"][0]
-    image = F.normalize(bundle.embed([best["image"]]), dim=1)
-    assert best["cosine"] == pytest.approx(float((image @ bundle.embed_texts(["a red wall"]).T).item()), abs=5e-3)
-    every = (
-        F.normalize(bundle.embed(sorted(colour_folder.rglob("*.png"))), dim=1) @ bundle.embed_texts(["a red wall"]).T
-    )
-    assert best["cosine"] >= float(every.max()) - 1e-2
-    assert main(["nearest", out, best["image"], "--text", "a bee", "--csv"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].startswith("query,rank")
+    images = [Path(best["image"]), *colour_folder.rglob("*.png")]
+    own, *every = F.normalize(bundle.embed(images), dim=1) @ bundle.embed_texts(["a red wall"])[0]
+    assert best["cosine"] == pytest.approx(float(own), abs=5e-3) and best["cosine"] >= max(every) - 1e-2
+    assert cli.shows("nearest", out, best["image"], "--text", "a bee", "--csv").splitlines()[0].startswith("query,rank")
 
 
-def test_features_of_a_model_without_words(
-    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_features_of_a_model_without_words(colour_folder: Path, tmp_path: Path, cli: Cli) -> None:
     bare = replace(model_with_words(), words=None).save(tmp_path / "bare")
     out = str(tmp_path / "features")
-    assert main(["embed", str(bare), "--data", str(colour_folder), "--out", out, "--no-cache"]) == 0
-    assert main(["nearest", out, "--text", "a bee"]) == 2
-    assert "no text tower" in capsys.readouterr().err
+    cli.shows("embed", bare, "--data", colour_folder, "--out", out, "--no-cache")
+    assert "no text tower" in cli.refuses("nearest", out, "--text", "a bee")

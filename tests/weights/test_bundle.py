@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.nn.utils import prune
 
 import vitrail
-from tests.make import assert_same, dense_bundle, make_bundle
+from tests.make import assert_close, assert_same, dense_bundle, encode, make_bundle
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import build, create
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.answers import NumberPrediction, Prediction, rank
-from vitrail.weights.bundle import Bundle, load_bundle, read_image, write_bundle
+from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.load import convert
 
 
@@ -42,12 +42,6 @@ def images(count: int, *shape: int) -> list[np.ndarray]:
     """Return random uint8 arrays, by default of the size that the network takes."""
     generator = np.random.default_rng(0)
     return [generator.integers(0, 256, shape or (12, 10, 3), dtype=np.uint8) for _ in range(count)]
-
-
-def png(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def logits(bundle: Bundle, arrays: list[np.ndarray]) -> Tensor:
@@ -78,9 +72,6 @@ def saved(bundle: Bundle, tmp_path: Path) -> Path:
     return bundle.save(tmp_path / "model")
 
 
-# --- save and load
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -95,41 +86,22 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path, fields: dict[str, Any])
     path = bundle.save(tmp_path / "out")
     assert path == tmp_path / "out" and sorted(snapshot(path)) == ["model.json", "model.safetensors"]
     loaded = load_bundle(path, device="cpu")
-    before, after = bundle.network.state_dict(), loaded.network.state_dict()
-    assert list(before) == list(after)
-    for name in before:
-        assert torch.equal(before[name], after[name]) and after[name].dtype == torch.float32, name
-    assert loaded.network.config == bundle.network.config
+    assert_same(bundle, loaded)
     for name in ("classes", "preprocess", "output", "precision", "metrics", "provenance"):
         assert getattr(loaded, name) == getattr(bundle, name), name
     assert not loaded.network.training and loaded.device == torch.device("cpu")
-    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in loaded.network.parameters())
     assert all(parameter.requires_grad for parameter in loaded.network.parameters())
 
 
-def test_the_weights_are_plain_safetensors(bundle: Bundle, saved: Path) -> None:
-    tensors = load_file(saved / "model.safetensors")
-    assert set(tensors) == set(bundle.network.state_dict())
+def test_the_same_model_gives_the_same_bytes_in_plain_safetensors(bundle: Bundle, saved: Path, tmp_path: Path) -> None:
+    assert snapshot(make_bundle().save(tmp_path / "again")) == snapshot(saved)
+    assert set(load_file(saved / "model.safetensors")) == set(bundle.network.state_dict())
     description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
-    data = (saved / "model.safetensors").read_bytes()
-    assert description["weights"] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert description["classes"] == ["rose", "tulip", "黒い花 / black"]
-    assert description["format"] == 2 and description["output"] == "softmax"
+    assert description["classes"] == ["rose", "tulip", "黒い花 / black"] and description["format"] == 2
 
 
 def test_all_files_have_the_same_permissions(saved: Path) -> None:
     assert len({file.stat().st_mode for file in saved.iterdir()}) == 1
-
-
-def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
-    first, second = make_bundle().save(tmp_path / "a"), make_bundle().save(tmp_path / "b")
-    assert snapshot(first) == snapshot(second)
-
-
-def test_the_folder_of_a_run_holds_its_model(bundle: Bundle, tmp_path: Path) -> None:
-    bundle.save(tmp_path / "run" / "model")
-    (tmp_path / "run" / "run.json").write_text("{}")
-    assert load_bundle(tmp_path / "run", device="cpu").classes == bundle.classes
 
 
 def test_loading_draws_no_random_numbers(saved: Path) -> None:
@@ -140,14 +112,6 @@ def test_loading_draws_no_random_numbers(saved: Path) -> None:
     assert not any(parameter.is_meta for parameter in loaded.network.parameters())
 
 
-# --- a model that does not agree with itself
-
-
-def test_the_output_must_be_known(bundle: Bundle, types_unchecked: None) -> None:
-    with pytest.raises(BundleError, match="output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"):
-        Bundle(bundle.network, bundle.classes, bundle.preprocess, output="odds")
-
-
 @pytest.mark.parametrize("count", [255, 256])
 def test_masks_of_too_many_classes_are_refused(count: int) -> None:
     made = dense_bundle("patches")
@@ -155,9 +119,6 @@ def test_masks_of_too_many_classes_are_refused(count: int) -> None:
     network = build(dataclasses.replace(made.network.config, num_classes=count))
     with pytest.raises(BundleError, match="at most 255 classes") if count > 255 else contextlib.nullcontext():
         Bundle(network, names, made.preprocess, output="mask")
-
-
-# --- versions of the format
 
 
 def test_fields_that_a_file_lacks_take_their_defaults(saved: Path, bundle: Bundle) -> None:
@@ -176,51 +137,22 @@ def test_fields_that_a_file_lacks_take_their_defaults(saved: Path, bundle: Bundl
 
 def test_unknown_fields_at_the_top_are_ignored_with_a_note(saved: Path) -> None:
     rewrite(saved, extra=1, another={"deep": None})
-    assert load_bundle(saved, device="cpu").notes == (
-        f"{saved / 'model.json'}: unknown fields are ignored: another, extra",
-    )
+    (note,) = load_bundle(saved, device="cpu").notes
+    assert note == f"{saved / 'model.json'}: unknown fields are ignored: another, extra"
 
 
-# --- predictions
-
-
-def test_predictions_are_the_networks(bundle: Bundle) -> None:
-    arrays = images(6)
-    expected = logits(bundle, arrays).softmax(1)
+@pytest.mark.parametrize("output", ["softmax", "sigmoid"])
+def test_predictions_are_the_networks(output: str) -> None:
+    bundle, arrays = make_bundle(output=output), images(6)
+    expected = logits(bundle, arrays)
+    expected = expected.softmax(1) if output == "softmax" else expected.sigmoid()
     assert len({int(index) for index in expected.argmax(1)}) > 1
-    predictions = bundle.predict(arrays, batch_size=4)
-    for prediction, row in zip(predictions, expected, strict=True):
+    for prediction, row in zip(bundle.predict(arrays, batch_size=4), expected, strict=True):
         assert isinstance(prediction, Prediction)
-        by_name = dict(prediction.ranking)
-        assert set(by_name) == set(bundle.classes) and len(prediction.ranking) == 3
-        for name, value in zip(bundle.classes, row.tolist(), strict=True):
-            assert by_name[name] == pytest.approx(value, abs=1e-6)
+        assert dict(prediction.ranking) == pytest.approx(dict(zip(bundle.classes, row.tolist(), strict=True)), abs=1e-6)
         values = [value for _, value in prediction.ranking]
         assert values == sorted(values, reverse=True)
-        assert sum(values) == pytest.approx(1, abs=1e-6)
         assert (prediction.label, prediction.probability) == prediction.ranking[0]
-        assert prediction.label == bundle.classes[int(row.argmax())]
-
-
-def test_sigmoid_scores_are_for_each_class_by_itself() -> None:
-    bundle, arrays = make_bundle(output="sigmoid"), images(4)
-    expected = logits(bundle, arrays).sigmoid()
-    assert (expected.sum(1) - 1).abs().max() > 0.05
-    for prediction, row in zip(bundle.predict(arrays), expected, strict=True):
-        by_name = dict(prediction.ranking)
-        assert [by_name[name] for name in bundle.classes] == pytest.approx(row.tolist(), abs=1e-6)
-
-
-def test_answers_are_the_predictions_of_outputs(bundle: Bundle) -> None:
-    arrays = images(3)
-    inputs = bundle.inputs([bundle.preprocess.pixels(array) for array in arrays])
-    outputs = Predictor(bundle.network).logits(inputs)
-    torch.testing.assert_close(bundle.probabilities(outputs), logits(bundle, arrays).softmax(1), atol=1e-6, rtol=0)
-    assert bundle.answers(outputs) == bundle.predict(arrays)
-    assert bundle.answers(outputs, top=2) == bundle.predict(arrays, top=2)
-
-
-# --- the likeliest classes
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -240,12 +172,10 @@ def test_outputs_that_are_not_finite_are_refused(output: str, wrong: float) -> N
 
 
 @given(
-    rows=st.lists(
-        st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]), min_size=7, max_size=7), min_size=1, max_size=4
-    ),
+    rows=st.lists(st.tuples(*[st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])] * 7), min_size=1, max_size=4),
     count=st.integers(1, 7),
 )
-def test_equally_likely_classes_keep_their_order(rows: list[list[float]], count: int) -> None:
+def test_equally_likely_classes_keep_their_order(rows: list[tuple[float, ...]], count: int) -> None:
     classes = tuple("abcdefg")
     for row, prediction in zip(rows, rank(torch.tensor(rows), classes, count), strict=True):
         order = sorted(range(7), key=lambda index: (-row[index], index))[:count]
@@ -271,9 +201,6 @@ def test_a_ranking_out_of_range(bundle: Bundle, top: int) -> None:
         bundle.predict(images(1), top=top)
 
 
-# --- numbers
-
-
 def test_unknown_choices_are_refused(bundle: Bundle, types_unchecked: None) -> None:
     for precision in ("nonsense", "bfloat16", "float8"):
         with pytest.raises(ConfigError, match="precision"):
@@ -284,6 +211,8 @@ def test_unknown_choices_are_refused(bundle: Bundle, types_unchecked: None) -> N
         bundle.predict([b"no image"], undecodable=cast(Any, "skip"))
     with pytest.raises(ConfigError, match="engine='tensorrt' is not one of 'auto'"):
         vitrail.with_engine(bundle, cast(Any, "tensorrt"))
+    with pytest.raises(BundleError, match="output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"):
+        dataclasses.replace(bundle, output="odds")
 
 
 @pytest.mark.parametrize(
@@ -349,7 +278,7 @@ def test_numbers_have_no_probabilities_and_no_ranking() -> None:
 def test_every_form_of_an_image_gives_the_same(bundle: Bundle, tmp_path: Path) -> None:
     array = images(1, 23, 31, 3)[0]
     path = tmp_path / "ros é.png"
-    path.write_bytes(png(array))
+    path.write_bytes(encode(array, "PNG"))
     forms = [path, str(path), path.read_bytes(), array, np.asfortranarray(array), Image.fromarray(array)]
     predictions = bundle.predict(forms)
     assert len(predictions) == 6 and all(prediction == predictions[0] for prediction in predictions)
@@ -363,24 +292,23 @@ def test_an_array_of_four_axes_holds_images_and_any_other_is_one_image(bundle: B
     for whole, listed in ((np.stack(arrays), arrays), (arrays[0], first), (Image.fromarray(arrays[0]), first)):
         assert bundle.predict(whole) == bundle.predict(listed)
         assert torch.equal(bundle.embed(whole), bundle.embed(listed))
-    grey = arrays[0][..., 0]
-    assert bundle.predict(grey) == bundle.predict(grey[..., None]) == bundle.predict([grey])
+    plane = arrays[0][..., 0]
+    grey = [plane, plane[..., None], np.repeat(plane[..., None], 3, axis=2), Image.fromarray(plane)]
+    for model in (bundle, make_bundle(channels=1)):
+        first_answer, *others = model.predict(grey)
+        assert all(other == first_answer for other in others)
+        assert model.predict(plane) == model.predict(plane[..., None]) == model.predict([plane])
 
 
-@pytest.mark.parametrize("given", [torch.zeros(3, 13, 21), np.zeros((2, 13, 21), np.uint8), 5, np.zeros(7, np.uint8)])
+@pytest.mark.parametrize(
+    "given", [torch.zeros(3, 13, 21), np.zeros((2, 13, 21), np.uint8), 5, np.zeros(7, np.uint8), "rose.jpg"]
+)
 def test_what_is_neither_a_list_nor_an_image_is_refused(bundle: Bundle, given: Any, types_unchecked: None) -> None:
     for method in (bundle.predict, bundle.embed):
-        with pytest.raises(ConfigError, match=r"\(n, h, w, 3\)"):
+        with pytest.raises(ConfigError, match=r"pass a list of .*\(n, h, w, 3\)"):
             method(given)
-
-
-def test_grey_images_for_a_colour_network_and_the_reverse() -> None:
-    colour, grey = make_bundle(), make_bundle(channels=1)
-    plane = images(1, 20, 30)[0]
-    stacked = np.repeat(plane[..., None], 3, axis=2)
-    for bundle in (colour, grey):
-        first, *others = bundle.predict([plane, plane[..., None], stacked, Image.fromarray(plane)])
-        assert all(other == first for other in others)
+    with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
+        bundle.embed([b""], batch_size=0)
 
 
 def test_embeddings_are_what_the_head_sees() -> None:
@@ -388,7 +316,6 @@ def test_embeddings_are_what_the_head_sees() -> None:
     embeddings = bundle.embed(arrays, batch_size=3)
     assert embeddings.shape == (4, 12) and embeddings.dtype == torch.float32 and embeddings.device.type == "cpu"
     network = bundle.network
-    assert network.head_hidden is not None and network.head is not None
     with torch.no_grad():
         expected = network.head(torch.tanh(network.head_hidden(embeddings)))
     torch.testing.assert_close(expected, logits(bundle, arrays), atol=1e-5, rtol=1e-5)
@@ -399,24 +326,19 @@ def test_nothing_in_gives_nothing_out(bundle: Bundle) -> None:
     assert bundle.embed([]).shape == (0, 12)
 
 
-# --- images that are none
-
-
 def test_an_undecodable_image_raises_with_its_name(bundle: Bundle, tmp_path: Path) -> None:
     path = tmp_path / "broken.jpg"
     path.write_bytes(b"not an image")
     for call in (bundle.predict, bundle.embed):
         with pytest.raises(UndecodableImage, match=re.escape(f"{path} is not an image")):
             call([images(1)[0], path])
-    with pytest.raises(UndecodableImage, match=r"^is empty"):
-        bundle.predict([b""])
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 64])
 def test_an_undecodable_image_takes_its_place_among_the_others(bundle: Bundle, tmp_path: Path, batch_size: int) -> None:
     good = images(3)
     path = tmp_path / "cut.png"
-    path.write_bytes(png(good[0])[:60])
+    path.write_bytes(encode(good[0], "PNG")[:60])
     given = [b"nothing", good[0], path, np.zeros((3, 3), np.float32), good[1], good[2], b""]
     results = bundle.predict(given, batch_size=batch_size, undecodable="return")
     assert [isinstance(result, UndecodableImage) for result in results] == [True, False, True, True, False, False, True]
@@ -427,19 +349,13 @@ def test_an_undecodable_image_takes_its_place_among_the_others(bundle: Bundle, t
         assert dict(result.ranking) == pytest.approx(dict(other.ranking), abs=1e-6)
 
 
-@pytest.mark.parametrize("undecodable", ["raise", "return"])
-def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path, undecodable: str) -> None:
+def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path) -> None:
     message = re.escape(f"cannot read image {str(tmp_path / 'rose.jpg')!r}: No such file or directory")
     with pytest.raises(DataError, match=message) as caught:
-        bundle.predict([tmp_path / "rose.jpg"], undecodable=undecodable)
+        bundle.predict([tmp_path / "rose.jpg"], undecodable="return")
     assert not isinstance(caught.value, UndecodableImage)
     with pytest.raises(DataError, match=message):
         bundle.embed([str(tmp_path / "rose.jpg")])
-    with pytest.raises(DataError, match=r"cannot read image .*: Is a directory"):
-        read_image(tmp_path)
-
-
-# --- damage
 
 
 @pytest.mark.parametrize(
@@ -455,6 +371,8 @@ def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path, undecodable:
         ("model.json", lambda content: b'{"format": 2}', r"model\.json lacks the field architecture; a model has the"),
         ("model.safetensors", lambda content: content[:-1], r"was altered: its size or SHA-256 .*copy the model again"),
         ("model.safetensors", lambda content: b"", r"model\.safetensors was altered"),
+        ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]), r"safetensors was altered"),
+        ("model.safetensors", lambda content: bytes([content[0] ^ 128]) + content[1:], r"safetensors was altered"),
     ],
 )
 def test_a_damaged_file_is_refused(
@@ -474,24 +392,13 @@ def test_a_damaged_file_is_refused(
         ("classes", "abc", r"classes must be a list, not 'abc'"),
         ("classes", ["a", 1, "c"], r"classes must be a list of names"),
         ("classes", ["a", "b"], r"there are 2 class names, but the network has 3 outputs"),
-        ("classes", list("abcd"), r"there are 4 class names, but the network has 3 outputs"),
-        (
-            "format",
-            3,
-            r"has format 3, written by a newer version of Vitrail; this version reads formats up to 2\. Update",
-        ),
+        ("format", 3, r"has format 3, written by a newer version of Vitrail; this version reads formats up to 2"),
         ("format", "1", r"format='1' is not the number of a format, which is 2 or higher"),
         ("format", 1, r"has format 1, which no release of Vitrail wrote"),
-        ("format", True, r"format=True is not the number of a format"),
-        ("format", 0, r"format=0 is not the number of a format"),
         ("architecture", "CNN", r"architecture='CNN' is not one of 'ViT', 'BiT'"),
         ("output", "odds", r"output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"),
         ("metrics", [], r"metrics must be a dict, not \[\]"),
-        (
-            "config",
-            {"widht": 12},
-            r"'widht', which this version of Vitrail does not know; nearest: width.*\. If a newer",
-        ),
+        ("config", {"widht": 12}, r"'widht', which this version of Vitrail does not know; nearest: width"),
         ("config", {"width": "12"}, r"config: width='12' is not a whole number"),
         ("config", {"root": {"deep": 1}}, r"config: unknown field 'deep'"),
         ("config", {"width": 10, "heads": 3}, r"width=10 is not divisible by heads=3"),
@@ -511,16 +418,6 @@ def test_a_description_that_cannot_be_is_refused(saved: Path, name: str, value: 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"model '.*nowhere' does not exist: there is no such folder"):
         load_bundle(tmp_path / "nowhere", device="cpu")
-
-
-@pytest.mark.parametrize(("position", "bit"), [(0, 7), (-2000, 0)])
-def test_one_flipped_bit_is_seen(saved: Path, position: int, bit: int) -> None:
-    path = saved / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1 << bit
-    path.write_bytes(data)
-    with pytest.raises(BundleError, match=r"model\.safetensors was altered"):
-        load_bundle(saved, device="cpu")
 
 
 def test_weights_that_do_not_fit_are_all_named(bundle: Bundle, saved: Path) -> None:
@@ -565,36 +462,11 @@ def test_a_pickle_in_place_of_the_weights_is_not_run(bundle: Bundle, saved: Path
         assert loaded is None and not marker.exists()
 
 
-# --- saving that fails
-
-
 @pytest.fixture
 def old(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
     """A folder that holds a model and has no siblings, with the bytes of its files."""
     path = make_bundle(seed=1).save(tmp_path / "kept" / "model")
     return path, snapshot(path)
-
-
-def assert_intact(old: tuple[Path, dict[str, bytes]]) -> None:
-    path, before = old
-    assert snapshot(path) == before
-    assert [entry.name for entry in path.parent.iterdir()] == ["model"]
-    load_bundle(path, device="cpu")
-
-
-def test_a_model_takes_the_place_of_another(bundle: Bundle, old: tuple[Path, dict[str, bytes]]) -> None:
-    path, before = old
-    bundle.save(path, overwrite=True)
-    assert sorted(snapshot(path)) == ["model.json", "model.safetensors"] and snapshot(path) != before
-    assert torch.equal(load_bundle(path, device="cpu").network.state_dict()["head.bias"], bundle.network.head.bias)
-    assert [entry.name for entry in path.parent.iterdir()] == ["model"]
-
-
-def test_an_exception_while_saving_leaves_the_old_model(bundle: Bundle, old: tuple[Path, dict[str, bytes]]) -> None:
-    bundle.provenance["image"] = Path("x")  # not a JSON value, which is noticed only after the weights were written
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        bundle.save(old[0], overwrite=True)
-    assert_intact(old)
 
 
 @pytest.mark.slow
@@ -614,9 +486,10 @@ def test_a_full_disk_leaves_the_old_model(
             bundle.save(old[0], overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_intact(old)
-    bundle.save(old[0], overwrite=True)
-    assert load_bundle(old[0], device="cpu").provenance["notes"] == "x" * notes
+    path, before = old
+    assert snapshot(path) == before and [entry.name for entry in path.parent.iterdir()] == ["model"]
+    bundle.save(path, overwrite=True)
+    assert load_bundle(path, device="cpu").provenance["notes"] == "x" * notes
 
 
 @pytest.mark.gpu
@@ -629,44 +502,35 @@ def test_a_model_on_the_gpu_predicts_the_same(bundle: Bundle, saved: Path) -> No
         assert dict(one.ranking) == pytest.approx(dict(other.ranking), abs=1e-3)
 
 
-def test_a_linked_folder_is_written_to_again_and_again(bundle: Bundle, tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    for _ in range(3):
-        bundle.save(tmp_path / "link", overwrite=True)
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.json").is_file()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "real"]
+def test_a_model_takes_the_place_of_another_on_request_and_through_a_link(
+    bundle: Bundle, old: tuple[Path, dict[str, bytes]]
+) -> None:
+    path, before = old
+    (path.parent / "link").symlink_to(path)
+    with pytest.raises(DestinationError, match="exists already; choose another folder, or replace it"):
+        bundle.save(path)
+    assert snapshot(path) == before
+    for place in (path, path.parent / "link"):
+        bundle.save(place, overwrite=True)
+        assert_same(load_bundle(path, device="cpu"), bundle)
+    assert sorted(snapshot(path)) == ["model.json", "model.safetensors"]
+    assert (path.parent / "link").is_symlink()
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["link", "model"]
 
 
-def test_a_file_in_the_way_is_named(bundle: Bundle, tmp_path: Path) -> None:
-    (tmp_path / "model").write_text("mine")
-    with pytest.raises(DestinationError, match="model is a file; choose another path for the folder to write"):
-        bundle.save(tmp_path / "model", overwrite=True)
-    assert (tmp_path / "model").read_text() == "mine"
-
-
-def test_a_model_is_replaced_only_on_request(bundle: Bundle, tmp_path: Path) -> None:
-    bundle.save(tmp_path / "model")
-    with pytest.raises(DestinationError, match="model exists already; choose another folder, or replace it"):
-        bundle.save(tmp_path / "model")
-    bundle.save(tmp_path / "model", overwrite=True)
-    (tmp_path / "model/model.json").unlink()
-    with pytest.raises(DestinationError, match="files that Vitrail did not write"):
-        bundle.save(tmp_path / "model", overwrite=True)
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("is_model", [False, True])
-def test_saving_never_deletes_other_files(bundle: Bundle, tmp_path: Path, is_model: bool, overwrite: bool) -> None:
+def test_saving_never_deletes_other_files(bundle: Bundle, tmp_path: Path, is_model: bool) -> None:
     folder = tmp_path / "mine"
     if is_model:
         bundle.save(folder)
     folder.mkdir(exist_ok=True)
     (folder / "thesis.txt").write_text("years of work")
     with pytest.raises(DestinationError, match=r"mine holds files that Vitrail did not write \(thesis.txt\)"):
-        bundle.save(folder, overwrite=overwrite)
-    assert (folder / "thesis.txt").read_text() == "years of work"
+        bundle.save(folder, overwrite=True)
+    with pytest.raises(DestinationError, match=r"thesis\.txt is a file; choose another path for the folder to write"):
+        bundle.save(folder / "thesis.txt", overwrite=True)
     write_bundle(bundle, folder)  # as a run does with its own model
+    assert (folder / "thesis.txt").read_text() == "years of work"
     assert sorted(entry.name for entry in folder.iterdir()) == ["model.json", "model.safetensors", "thesis.txt"]
 
 
@@ -692,22 +556,12 @@ def test_weights_are_rounded_to_bfloat16_in_the_file_alone(tmp_path: Path) -> No
     assert (again / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
 
 
-def test_one_image_needs_a_list(bundle: Bundle) -> None:
-    with pytest.raises(ConfigError, match="pass a list of"):
-        bundle.predict("rose.jpg")
-    with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
-        bundle.embed([b""], batch_size=0)
-
-
 def test_a_network_without_a_head_says_so() -> None:
     headless = create("ViT-Pico/7", image_size=14, num_classes=0, width=8, heads=1, depth=1, mlp_width=8)
     bundle = Bundle(headless, (), Preprocess(image_size=(14, 14)))
     with pytest.raises(ConfigError, match="has no head, so it cannot predict; fine-tune it"):
         bundle.predict([np.zeros((14, 14, 3), np.uint8)])
     assert bundle.embed([np.zeros((14, 14, 3), np.uint8)]).shape == (1, 8)
-
-
-# --- precision
 
 
 def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None:
@@ -718,37 +572,22 @@ def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None
     assert loaded.predict(arrays) == bundle.predict(arrays, precision="bf16") != bundle.predict(arrays)
     assert loaded.predict(arrays, precision="float32") == bundle.predict(arrays)
     assert not torch.equal(loaded.embed(arrays), bundle.embed(arrays))
-
-
-def test_other_layouts_refuse_a_precision(bundle: Bundle, tmp_path: Path) -> None:
-    dataclasses.replace(bundle, precision="bf16").save(tmp_path / "model")
     with pytest.raises(BundleError, match="the layout timm cannot store precision='bf16', which only vitrail"):
         convert(tmp_path / "model", tmp_path / "timm", "timm")
 
 
-# --- networks that their config does not make again
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "pruned": lambda network: prune.l1_unstructured(network.blocks[0].mlp.up, "weight", 0.5),
+    "another activation": lambda network: setattr(network.blocks[0].mlp, "activation", torch.nn.ReLU()),
+    "another head": lambda network: setattr(network, "head", torch.nn.Sequential(torch.nn.Linear(12, 3))),
+    "a hook": lambda network: network.blocks[0].register_forward_hook(lambda module, args, output: output * 2),
+}
 
 
-def _pruned(network: Any) -> None:
-    prune.l1_unstructured(network.blocks[0].mlp.up, "weight", 0.5)
-
-
-def _other_activation(network: Any) -> None:
-    network.blocks[0].mlp.activation = torch.nn.ReLU()
-
-
-def _own_head(network: Any) -> None:
-    network.head = torch.nn.Sequential(torch.nn.Linear(network.config.width, network.config.num_classes))
-
-
-def _hook(network: Any) -> None:
-    network.blocks[0].register_forward_hook(lambda module, args, output: output * 2)
-
-
-@pytest.mark.parametrize("change", [_pruned, _other_activation, _own_head, _hook])
-def test_a_network_that_would_be_loaded_as_another_is_not_saved(change: Callable[[Any], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_network_that_would_be_loaded_as_another_is_not_saved(change: str, tmp_path: Path) -> None:
     bundle = make_bundle()
-    change(bundle.network)
+    CHANGES[change](bundle.network)
     bundle.network.train()
     with pytest.raises(BundleError, match="the network cannot be saved"):
         bundle.save(tmp_path / "model")
@@ -758,7 +597,4 @@ def test_a_network_that_would_be_loaded_as_another_is_not_saved(change: Callable
 def test_blocks_that_share_weights_are_saved(tmp_path: Path) -> None:
     bundle = make_bundle(depth=2)
     bundle.network.blocks[1] = bundle.network.blocks[0]
-    again = load_bundle(bundle.save(tmp_path / "model"), device="cpu")
-    config = bundle.network.config
-    images = torch.randn(2, config.channels, *config.image_size)
-    assert torch.equal(again.network(images), bundle.network.eval()(images))
+    assert_close(bundle, load_bundle(bundle.save(tmp_path / "model"), device="cpu"), atol=0, rtol=0)

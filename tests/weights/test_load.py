@@ -16,17 +16,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import vitrail
-from tests.make import assert_same, golden, make_bundle, place_of, random_bundle, write_file
+from tests.make import assert_close, assert_same, golden, place_of, random_bundle, square_config, write_file
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import BundleError, ConfigError, DestinationError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
-from vitrail.models.variants import AnyConfig
+from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.models.vit_config import ViTConfig
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.layout import Checkpoint
-from vitrail.weights.load import LAYOUTS, convert, load, open_checkpoint
+from vitrail.weights.layouts.layout import Checkpoint, Pair
+from vitrail.weights.layouts.timm import pairs as timm_pairs
+from vitrail.weights.load import LAYOUTS, convert, load
 from vitrail.weights.tensors import TensorFile, open_tensors
 
 GOLDEN = {
@@ -44,32 +45,27 @@ def hints(layout: str, image_size: tuple[int, int], heads: int = 4) -> dict[str,
     return {"image_size": image_size, **({"heads": heads} if layout in ("timm", "torchvision") else {})}
 
 
-def logits(bundle: Bundle, *sizes: int) -> torch.Tensor:
-    config = bundle.network.config
-    images = torch.randn(2, config.channels, *(sizes or config.image_size), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        result: torch.Tensor = bundle.network(images)
-    return result
-
-
-# --- what other implementations computed
-
-
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_outputs(name: str, tmp_path: Path) -> None:
     layout, suffix = GOLDEN[name]
     reference = golden(name)
     path = write_file(reference.tensors, tmp_path / f"{name}{suffix}")
-    bundle = load(path, device="cpu", **hints(layout, reference.image_size))
+    given = hints(layout, reference.image_size)
+    bundle = load(path, device="cpu", **given)
     assert reference.difference(bundle) < 1e-5  # measured: at most 1.4e-6
     assert bundle.provenance == {"layout": layout, "file": f"{name}{suffix}"}
     assert bundle.classes == ("0", "1", "2", "3", "4", "5", "6")
     assert not bundle.network.training and all(parameter.requires_grad for parameter in bundle.network.parameters())
-    named = load(path, device="cpu", layout=layout, **hints(layout, reference.image_size))
-    assert reference.difference(named) < 1e-5
+    assert reference.difference(load(path, device="cpu", layout=layout, **given)) < 1e-5
     for other in set(LAYOUTS) - {layout}:
         with pytest.raises(BundleError, match=re.escape(str(path))):
-            load(path, device="cpu", layout=other, **hints(layout, reference.image_size))
+            load(path, device="cpu", layout=other, **given)
+    out = tmp_path / ("out.safetensors" if layout == "timm" else f"out{suffix}")
+    LAYOUTS[layout].write(bundle, out)
+    file = open_tensors(out)
+    assert set(file.shapes) == set(reference.tensors)
+    for key, array in reference.tensors.items():
+        assert torch.equal(file.read(key), torch.from_numpy(array)), key
 
 
 VITS = ["vitrail", "google", "big-vision", "timm", "huggingface", "torchvision"]
@@ -102,23 +98,6 @@ def test_golden_outputs_after_conversion(name: str, to: str, tmp_path: Path) -> 
     assert reference.difference(load(out, device="cpu", image_size=reference.image_size, **heads)) < tolerance
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_a_golden_file_is_written_again_with_the_same_tensors(name: str, tmp_path: Path) -> None:
-    layout, suffix = GOLDEN[name]
-    reference = golden(name)
-    source = write_file(reference.tensors, tmp_path / f"{name}{suffix}")
-    bundle = load(source, device="cpu", **hints(layout, reference.image_size))
-    path = tmp_path / ("out.safetensors" if layout == "timm" else f"out{suffix}")
-    LAYOUTS[layout].write(bundle, path)
-    file = open_tensors(path)
-    assert set(file.shapes) == set(reference.tensors)
-    for key, array in reference.tensors.items():
-        assert torch.equal(file.read(key), torch.from_numpy(array)), key
-
-
-# --- there and back
-
-
 @st.composite
 def vits(draw: st.DrawFn, layout: str) -> dict[str, Any]:
     """Draw fields of small Vision Transformers that a layout can store."""
@@ -128,16 +107,11 @@ def vits(draw: st.DrawFn, layout: str) -> dict[str, Any]:
         patch, grid = (patch[0],) * 2, (grid[0],) * 2
     heads = draw(st.integers(1, 3))
     fields: dict[str, Any] = {
-        "image_size": (patch[0] * grid[0], patch[1] * grid[1]),
-        "patch_size": patch,
-        "channels": draw(st.sampled_from([1, 3])),
-        "heads": heads,
-        "width": 4 * heads * draw(st.integers(1, 2)),
-        "depth": draw(st.integers(1, 3)),
-        "mlp_width": draw(st.integers(1, 9)),
-        "num_classes": draw(st.integers(0, 3)),
-        "head_hidden": draw(st.integers(0, 4)),
-    }
+        "image_size": (patch[0] * grid[0], patch[1] * grid[1]), "patch_size": patch, "heads": heads,
+        "channels": draw(st.sampled_from([1, 3])), "width": 4 * heads * draw(st.integers(1, 2)),
+        "depth": draw(st.integers(1, 3)), "mlp_width": draw(st.integers(1, 9)),
+        "num_classes": draw(st.integers(0, 3)), "head_hidden": draw(st.integers(0, 4)),
+    }  # fmt: skip
     if layout == "torchvision":
         return {**fields, "position_resize": "bicubic-corners"}
     if layout == "google":
@@ -153,148 +127,86 @@ def vits(draw: st.DrawFn, layout: str) -> dict[str, Any]:
     positions = draw(st.sampled_from(["learned", "none"]))
     covers = ["patches", "all"] if registers else ["class", "patches"] if has_cls else ["class"]
     return {
-        **fields,
-        "head_hidden": 0,
-        "pool": pool,
-        "class_token": None if has_cls == (pool == "cls") else has_cls,
-        "registers": registers,
-        "positions": positions,
+        **fields, "head_hidden": 0, "pool": pool, "class_token": None if has_cls == (pool == "cls") else has_cls,
+        "registers": registers, "positions": positions, "position_resize": "bicubic-antialias",
         "positions_cover": draw(st.sampled_from(covers)) if positions == "learned" else "class",
-        "position_resize": "bicubic-antialias",
         "final_norm": draw(st.sampled_from(["tokens", "pooled"])),
         "activation": draw(st.sampled_from(["gelu", "gelu-tanh", *(["swiglu"] if pool != "map" else [])])),
         "layer_scale": draw(st.sampled_from([0.0, 1e-5, 0.1])),
         **{name: draw(st.booleans()) for name in ("qk_norm", "qkv_bias", "dense_bias")},
-    }
+    }  # fmt: skip
 
 
 @st.composite
 def resnets(draw: st.DrawFn, layout: str) -> dict[str, Any]:
     return {
-        "image_size": draw(st.tuples(st.integers(8, 20), st.integers(8, 20))),
-        "channels": draw(st.sampled_from([1, 3])),
+        "image_size": draw(st.tuples(st.integers(8, 20), st.integers(8, 20))), "width": 32,
+        "channels": draw(st.sampled_from([1, 3])), "num_classes": draw(st.integers(0, 3)),
         "depths": tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=2))),
-        "width": 32,
-        "num_classes": draw(st.integers(0, 3)),
         "weight_eps": 1e-8 if layout == "timm" else 1e-10,
-    }
+    }  # fmt: skip
 
 
 def preprocesses(config: AnyConfig, drawn: st.DataObject) -> Preprocess:
     """Draw a preprocessing for a config, with a number for each channel, as timm's folders have it."""
-    numbers = st.floats(0.1, 0.9)
-    per_channel = st.tuples(*[numbers] * config.channels)
+    per_channel = st.tuples(*[st.floats(0.1, 0.9)] * config.channels)
     return Preprocess(
-        image_size=config.image_size,
-        channels=config.channels,
-        resize=drawn.draw(st.sampled_from(["squash", "crop"])),
+        image_size=config.image_size, channels=config.channels, mean=drawn.draw(per_channel),
+        std=drawn.draw(per_channel), resize=drawn.draw(st.sampled_from(["squash", "crop"])),
         crop_share=drawn.draw(st.sampled_from([0.875, 0.9, 1.0])),
         interpolation=drawn.draw(st.sampled_from(["nearest", "bilinear", "bicubic"])),
-        mean=drawn.draw(per_channel),
-        std=drawn.draw(per_channel),
-    )
+    )  # fmt: skip
 
 
 def test_metrics_of_another_preprocessing_are_dropped(tmp_path: Path) -> None:
-    bundle = replace(make_bundle(num_classes=3), metrics={"test_accuracy": 1.0})
+    bundle = random_bundle(square_config(), metrics={"test_accuracy": 1.0})
     saved = bundle.save(tmp_path / "model")
     assert load(saved, mean=bundle.preprocess.mean).metrics == bundle.metrics
     assert load(saved, mean=(0.9,)).metrics == {} == load(saved, std=(0.9,)).metrics
 
 
-ROUND_TRIPS = [
-    *(("ViT", layout) for layout in ("google", "big-vision", "timm", "torchvision")),
-    *(("BiT", layout) for layout in ("bit", "bit-torch", "timm")),
-]
-
-
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [pytest.param(*pair, marks=[] if pair[1] in ("timm", "bit-torch") else pytest.mark.slow) for pair in ROUND_TRIPS],
-)
+    [
+        ("ViT", "timm"), ("BiT", "timm"), ("BiT", "bit-torch"), pytest.param("BiT", "bit", marks=pytest.mark.slow),
+        *(pytest.param("ViT", name, marks=pytest.mark.slow) for name in ("google", "big-vision", "torchvision")),
+    ],
+)  # fmt: skip
 @settings(max_examples=5)
 @given(data=st.data())
 def test_what_is_written_is_read(
     kind: str, layout: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    config: AnyConfig = (
-        ViTConfig(**data.draw(vits(layout))) if kind == "ViT" else ResNetConfig(**data.draw(resnets(layout)))
-    )
+    make, fields = (ViTConfig, vits) if kind == "ViT" else (ResNetConfig, resnets)
+    config = make(**data.draw(fields(layout)))
     bundle = random_bundle(config, preprocess=preprocesses(config, data))
     path = place_of(layout, tmp_path_factory.mktemp("round"))
     lost = LAYOUTS[layout].write(bundle, path)
-    given = hints(layout, config.image_size, config.heads) if isinstance(config, ViTConfig) else {}
-    again = load(path, device="cpu", image_size=config.image_size) if layout == "timm" else None
-    again = again or load(path, device="cpu", **(given or {"image_size": config.image_size}))
+    heads = {"heads": config.heads} if layout == "torchvision" else {}
+    again = load(path, device="cpu", image_size=config.image_size, **heads)
     assert_same(bundle, again)
-    torch.testing.assert_close(logits(bundle), logits(again), atol=1e-5, rtol=1e-5)  # how they lie in memory tells
+    assert_close(bundle, again)  # how the weights lie in memory tells
     if layout == "timm":
         assert (lost, again.preprocess, again.classes) == ((), bundle.preprocess, bundle.classes)
     else:
         assert lost[:2] == ("class names", "preprocessing")
-    files = {"once": path, "twice": place_of(layout, tmp_path_factory.mktemp("twice"))}
-    LAYOUTS[layout].write(again, files["twice"])
+    twice = place_of(layout, tmp_path_factory.mktemp("twice"))
+    LAYOUTS[layout].write(again, twice)
     for file in [path] if path.is_file() else sorted(path.iterdir()):
-        assert file.read_bytes() == (files["twice"] / file.relative_to(path)).read_bytes()
+        assert file.read_bytes() == (twice / file.relative_to(path)).read_bytes()
 
 
-@pytest.mark.parametrize("to", ["google", "timm"])
 @pytest.mark.parametrize("depths", [(), (1,), (2, 1)])
-def test_hybrids_there_and_back(to: str, depths: tuple[int, ...], tmp_path: Path) -> None:
-    own: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_on": "variance"} if to == "timm" else {}
-    root = RootConfig(depths=depths, width=32, **own)
+def test_hybrids_of_timm_there_and_back(depths: tuple[int, ...], tmp_path: Path) -> None:
+    root = RootConfig(depths=depths, width=32, norm_eps=1e-5, weight_eps=1e-8, weight_eps_on="variance")
     side = root.stride
     config = ViTConfig(
         root=root, patch_size=(1, 2), image_size=(3 * side, 4 * side), width=8, depth=1, heads=2, mlp_width=5,
-        num_classes=3, activation="gelu-tanh" if to == "google" else "gelu",
-        position_resize="linear-corners" if to == "google" else "bicubic-antialias",
+        num_classes=3, position_resize="bicubic-antialias",
     )  # fmt: skip
-    bundle = random_bundle(config)
-    # timm has no model with such a root, so only a bare file can be written
-    path = tmp_path / "x.safetensors" if to == "timm" else place_of(to, tmp_path)
-    LAYOUTS[to].write(bundle, path)
-    assert_same(bundle, load(path, device="cpu", image_size=config.image_size))
-
-
-# --- between layouts
-
-
-@pytest.mark.parametrize(
-    ("fields", "chain"),
-    [
-        ({}, ("google", "timm", "big-vision", "google")), ({"pool": "gap"}, ("timm", "big-vision", "timm")),
-        ({"positions_cover": "all"}, ("timm", "big-vision", "timm")),
-        ({"positions_cover": "patches"}, ("google", "timm", "big-vision", "google")),
-    ],
-)  # fmt: skip
-def test_layouts_agree(fields: dict[str, Any], chain: tuple[str, ...], tmp_path: Path) -> None:
-    config = ViTConfig(
-        image_size=(12, 10), patch_size=(4, 5), width=12, depth=2, heads=3, mlp_width=20, num_classes=4,
-        activation="gelu-tanh", **fields,
-    )  # fmt: skip
-    bundle = random_bundle(config)
-    path = bundle.save(tmp_path / "ours")
-    for number, layout in enumerate(chain):
-        (tmp_path / str(number)).mkdir()
-        new = place_of(layout, tmp_path / str(number))
-        notes = convert(path, new, layout, image_size=(12, 10))
-        assert not any("GELU" in note for note in notes)
-        path = new
-        torch.testing.assert_close(
-            logits(load(path, device="cpu", image_size=(12, 10))), logits(bundle), atol=2e-5, rtol=1e-5
-        )
-
-
-def test_a_model_can_be_converted_onto_itself(tmp_path: Path) -> None:
-    config = ViTConfig(image_size=(12, 12), patch_size=(4, 4), width=48, depth=3, heads=3, mlp_width=20)
-    bundle, path = random_bundle(config), tmp_path / "x.safetensors"
+    bundle, path = random_bundle(config), tmp_path / "x.safetensors"  # no model of timm has such a root
     LAYOUTS["timm"].write(bundle, path)
-    for _ in range(2):
-        convert(path, path, "timm", heads=3, num_classes=1000, overwrite=True)
-        loaded = load(path, device="cpu", heads=3)
-        torch.testing.assert_close(logits(loaded), logits(bundle), atol=0, rtol=0)
-    convert(path, path, "timm", heads=3, num_classes=2, overwrite=True)
-    assert load(path, device="cpu", heads=3).network.config.num_classes == 2
+    assert_same(bundle, load(path, device="cpu", image_size=config.image_size))
 
 
 LOST = [
@@ -317,13 +229,10 @@ LOST = [
 
 @pytest.mark.parametrize(("layout", "fields", "message"), LOST)
 def test_what_is_not_carried_is_said(layout: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    if "root" in fields:
-        fields = {**fields, "image_size": (12, 12), "patch_size": (1, 1)}
-    defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4)}
-    config = ViTConfig(**{**defaults, **fields}, width=12, depth=1, heads=3, mlp_width=20, num_classes=2)
-    bundle = random_bundle(config, output="sigmoid")
-    bare = layout == "timm" and "root" in fields
-    lost = LAYOUTS[layout].write(bundle, tmp_path / "x.safetensors" if bare else place_of(layout, tmp_path))
+    has_root = "root" in fields
+    bundle = random_bundle(square_config(**({"patch_size": (1, 1)} if has_root else {}), **fields), output="sigmoid")
+    path = tmp_path / "x.safetensors" if layout == "timm" and has_root else place_of(layout, tmp_path)
+    lost = LAYOUTS[layout].write(bundle, path)
     assert message in lost and "output='sigmoid'" in lost
     if layout != "timm":
         assert "class names" in lost and "preprocessing" in lost
@@ -340,12 +249,12 @@ def test_what_is_not_carried_is_said(layout: str, fields: dict[str, Any], messag
     ],
 )
 def test_what_bare_tensors_of_timm_do_not_carry_is_said(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4), "heads": 3}
-    bundle = random_bundle(ViTConfig(**{**defaults, **fields}, width=12, depth=1, mlp_width=20, num_classes=2))
+    bundle = random_bundle(square_config(**fields))
     assert message in LAYOUTS["timm"].write(bundle, tmp_path / "x.safetensors")
     assert message not in LAYOUTS["timm"].write(bundle, tmp_path / "folder")
 
 
+SMALL_ROOT = {"root": RootConfig(width=32, stem="3x3+3x3"), "image_size": (8, 8), "patch_size": (1, 1)}
 REFUSED = [
     ("google", {"pool": "map"}, "pool='map' (only 'cls', 'gap')"),
     ("big-vision", {"pool": "cls+gap"}, "pool='cls+gap' (only 'cls', 'gap', 'map')"),
@@ -368,6 +277,8 @@ REFUSED = [
     ("torchvision", {"pool": "gap"}, "pool='gap' (only 'cls')"),
     ("torchvision", {"registers": 1}, "registers=1 (only 0)"),
     ("torchvision", {"patch_size": (4, 3)}, "square patches and images, but this model has patches of (4, 3)"),
+    ("torchvision", {"image_size": (12, 8)}, "this model has patches of (4, 4) and images of (12, 8)"),
+    *((layout, SMALL_ROOT, "3x3+3x3") for layout in ("google", "timm", "torchvision", "big-vision")),
     ("bit", {}, "a Vision Transformer cannot be written as bit: choose google, big-vision, timm, "),
     ("bit-torch", {}, "a Vision Transformer cannot be written as bit-torch"),
 ]  # fmt: skip
@@ -377,21 +288,10 @@ REFUSED = [
 def test_what_would_change_the_arithmetic_is_refused(
     layout: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4), "num_classes": 2}
-    bundle = random_bundle(ViTConfig(**{**defaults, **fields}, width=12, depth=1, heads=3, mlp_width=20))
+    bundle = random_bundle(square_config(**fields))
     with pytest.raises(BundleError, match=re.escape(message)):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("layout", ["google", "timm", "torchvision", "big-vision"])
-def test_a_root_for_small_images_is_refused(layout: str, tmp_path: Path) -> None:
-    root = RootConfig(width=32, stem="3x3+3x3")
-    config = ViTConfig(
-        root=root, image_size=(8, 8), patch_size=(1, 1), width=12, depth=1, heads=3, mlp_width=20, num_classes=2
-    )
-    with pytest.raises(BundleError, match=r"3x3\+3x3"):
-        LAYOUTS[layout].write(random_bundle(config), place_of(layout, tmp_path))
 
 
 @pytest.mark.parametrize("layout", ["google", "big-vision", "torchvision", "huggingface"])
@@ -411,30 +311,16 @@ def test_another_kind_of_epsilon_is_refused_and_another_value_said(layout: str, 
         LAYOUTS[layout].write(random_bundle(replace(config, weight_eps_on="deviation")), place_of(layout, tmp_path))
 
 
-# --- what a file cannot say
-
-
-def test_heads_of_published_sizes_are_known_and_of_others_asked_for(tmp_path: Path) -> None:
-    path = write_file(golden("torchvision_vit").tensors, tmp_path / "x.pth")
-    message = (
-        r"x\.pth does not contain the number of attention heads, and no published model has its shape "
-        r"\(width 64, depth 2, MLP 128\): give heads="
-    )
-    with pytest.raises(BundleError, match=message):
-        load(path, device="cpu")
-
-
-def test_heads_that_contradict_the_file(bundle: Bundle, tmp_path: Path) -> None:
+def test_heads_that_contradict_the_file(tmp_path: Path) -> None:
     path = write_file(golden("google_vit_gap").tensors, tmp_path / "x.npz")
     with pytest.raises(BundleError, match=r"heads=2 does not agree with \S+x\.npz, which has 4"):
         load(path, device="cpu", heads=2, image_size=(32, 48))
     bit = write_file(golden("bit_torch_small").tensors, tmp_path / "x.pth")
     with pytest.raises(BundleError, match=r"heads=2 does not agree with \S+x\.pth, which has no attention"):
         load(bit, device="cpu", heads=2)
-    ours = bundle.save(tmp_path / "ours")
-    assert load(ours, device="cpu", heads=3).network.config == bundle.network.config
-    with pytest.raises(BundleError, match=r"heads=2 does not agree with \S+ours, which has 3"):
-        load(ours, device="cpu", heads=2)
+    timm = write_file(golden("timm_vit").tensors, tmp_path / "x.safetensors")
+    with pytest.raises(BundleError, match=r"x\.safetensors: width=64 is not divisible by heads=5"):
+        load(timm, device="cpu", heads=5, image_size=(32, 48))
 
 
 @pytest.mark.parametrize(
@@ -453,7 +339,7 @@ def test_options_of_other_types_are_refused(
 
 def test_lists_are_read_as_tuples(bundle: Bundle, tmp_path: Path, types_unchecked: None) -> None:
     path, size = bundle.save(tmp_path / "model"), bundle.preprocess.image_size
-    loaded = load(path, image_size=[*size], mean=[*bundle.preprocess.mean], heads=np.int64(3))  # type: ignore[arg-type]
+    loaded = load(path, image_size=[*size], mean=[*bundle.preprocess.mean], heads=np.int64(3))
     assert loaded.preprocess == bundle.preprocess and loaded.notes == () and loaded.metrics == bundle.metrics
 
 
@@ -462,21 +348,14 @@ def test_a_hidden_layer_that_is_not_there_cannot_be_dropped(bundle: Bundle, tmp_
         load(bundle.save(tmp_path / "model"), drop_head_hidden=True)
 
 
-def test_heads_that_do_not_divide_the_width(tmp_path: Path) -> None:
-    path = write_file(golden("timm_vit").tensors, tmp_path / "x.safetensors")
-    with pytest.raises(BundleError, match=r"x\.safetensors: width=64 is not divisible by heads=5"):
-        load(path, device="cpu", heads=5, image_size=(32, 48))
-
-
 @pytest.mark.parametrize("name", ["google_vit_token", "google_vit_gap", "google_hybrid", "timm_vit_gap"])
 def test_a_grid_that_is_no_square_needs_its_size(name: str, tmp_path: Path) -> None:
     layout, suffix = GOLDEN[name]
     path = write_file(golden(name).tensors, tmp_path / f"x{suffix}")
     given: dict[str, Any] = {"heads": 4} if layout == "timm" else {}
-    with pytest.raises(BundleError, match=r"give image_size=\(height, width\), the size that the model was made for"):
-        load(path, device="cpu", **given)
-    with pytest.raises(BundleError, match=r"give image_size=\(height, width\), the size that the model was made for"):
-        load(path, device="cpu", image_size=(48, 64 if name != "google_hybrid" else 96), **given)
+    for size in (None, (48, 64 if name != "google_hybrid" else 96)):
+        with pytest.raises(BundleError, match=r"give image_size=\(height, width\)"):
+            load(path, device="cpu", image_size=size, **given)
 
 
 def test_a_square_grid_is_known(tmp_path: Path) -> None:
@@ -502,9 +381,6 @@ def test_an_assumed_image_size_is_said(name: str, tmp_path: Path) -> None:
     note = "the file does not contain its image size, so (224, 224) is assumed"
     assert note in load(path, device="cpu").notes
     assert note not in load(path, device="cpu", image_size=(64, 32)).notes
-
-
-# --- tensors that do not fit
 
 
 def test_all_that_does_not_fit_is_listed_before_anything_is_read(
@@ -588,49 +464,20 @@ def test_every_missing_or_misshaped_tensor_is_an_error_of_ours(
 
 def test_an_unknown_layout_shows_some_names(tmp_path: Path) -> None:
     path = write_file({f"layer{number}.w": torch.zeros(1) for number in range(5)}, tmp_path / "x.safetensors")
-    message = (
-        r"x\.safetensors has an unknown layout: its tensors are called layer0\.w, layer1\.w, layer2\.w, "
-        r"\.\.\.; known layouts are vitrail, big-vision-pair, google, big-vision, bit, bit-torch, huggingface-clip, "
-        "huggingface-siglip, open-clip, huggingface, torchvision, timm"
-    )
-    with pytest.raises(BundleError, match=message):
+    with pytest.raises(BundleError, match=r"layer0\.w, layer1\.w, layer2\.w, \.\.\.; known layouts are vitrail"):
         load(path, device="cpu")
-
-
-def test_a_layout_that_does_not_exist(bundle: Bundle, tmp_path: Path) -> None:
-    path = bundle.save(tmp_path / "ours")
-    with pytest.raises(BundleError, match="layout='timn' does not exist; nearest: timm"):
-        load(path, device="cpu", layout="timn")
-    with pytest.raises(BundleError, match="to='gogle' is not a layout; nearest: google"):
-        convert(path, tmp_path / "out", "gogle")
-
-
-def test_a_device_that_does_not_exist_is_seen_first(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="device='tpu'"):
-        load(tmp_path / "nothing", device="tpu")
-
-
-# --- folders
-
-
-def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"model '\S+nowhere' does not exist: there is no such file or folder"):
-        load(tmp_path / "nowhere", device="cpu")
-    with pytest.raises(BundleError, match=r"model '\S+x\.npz' does not exist"):
-        load(tmp_path / "x.npz", device="cpu")
-    with pytest.raises(BundleError, match="weights '/dev/null' do not exist"):
-        load("/dev/null")
 
 
 def test_a_folder_without_weights_and_one_with_several(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    message = r"is not a model: it has no model\.json and no weights \(\.safetensors, \.npz, \.pth"
-    with pytest.raises(BundleError, match=message):
+    with pytest.raises(BundleError, match=r"it has no model\.json and no weights \(\.safetensors, \.npz, \.pth"):
         load(tmp_path, device="cpu")
-    write_file({"w": torch.zeros(1)}, tmp_path / "b.npz")
-    write_file({"w": torch.zeros(1)}, tmp_path / "a.pth")
+    for name in ("b.npz", "a.pth"):
+        write_file({"w": torch.zeros(1)}, tmp_path / name)
     with pytest.raises(BundleError, match=r"has several files of weights, a\.pth, b\.npz: give the path of one"):
         load(tmp_path, device="cpu")
+    with pytest.raises(BundleError, match="weights '/dev/null' do not exist"):
+        load("/dev/null")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "anything.pth"])
@@ -647,16 +494,11 @@ def test_weights_in_a_folder(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", r"config\.json must be an object of named fields, not list"),
         ("{", r"config\.json is damaged: "),
-        ("", r"config\.json is damaged: "),
         ('{"model_args": 3}', r"does not have the shapes of a timm model"),
         ('{"model_args": {"img_size": "large"}}', r"does not have the shapes of a timm model"),
         ('{"model_args": {"img_size": [1, 2, 3]}}', r"does not have the shapes of a timm model"),
-        (
-            '{"model_args": {"act_layer": "relu", "num_heads": 4}}',
-            r"act_layer='relu' is not one of 'gelu', 'gelu_tanh'",
-        ),
+        ('{"model_args": {"act_layer": "relu", "num_heads": 4}}', r"act_layer='relu' is not one of 'gelu'"),
     ],
 )
 def test_a_config_that_cannot_be_used(text: str, message: str, tmp_path: Path) -> None:
@@ -665,26 +507,6 @@ def test_a_config_that_cannot_be_used(text: str, message: str, tmp_path: Path) -
     with pytest.raises(BundleError, match=message):
         load(tmp_path, device="cpu", image_size=(32, 48))
 
-
-def test_files_beside_the_weights_are_read_with_them(tmp_path: Path) -> None:
-    write_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"a": 1}')
-    (tmp_path / "preprocessor_config.json").write_text('{"b": 2}')
-    checkpoint = open_checkpoint(tmp_path)
-    assert (checkpoint.config, checkpoint.preprocessor) == ({"a": 1}, {"b": 2})
-    assert open_checkpoint(tmp_path / "model.safetensors").config == {}
-
-
-def test_what_cannot_be_written_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    path = bundle.save(tmp_path / "ours")
-    (tmp_path / "file").write_text("mine")
-    for to in ("google", "timm", "vitrail"):
-        with pytest.raises(DestinationError, match=r"file is not a folder; choose another path"):
-            convert(path, tmp_path / "file" / place_of("google" if to == "google" else "timm", Path()).name, to)
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-# --- memory
 
 MEASURE = """
 import sys
@@ -706,14 +528,7 @@ print(status("VmHWM") - before, total)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["timm.safetensors", "google.npz", "scanned.npz"])
 def test_loading_takes_no_more_memory_than_the_file(kind: str, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    from vitrail.models.variants import variant_config
-    from vitrail.weights.layouts.layout import Pair
-    from vitrail.weights.layouts.timm import pairs as timm_pairs
-
     config = variant_config("ViT-L/16")
-    assert isinstance(config, ViTConfig)
     layout = LAYOUTS["google"]
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in vitrail.create("ViT-L/16").state_dict().items()}

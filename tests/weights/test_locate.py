@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from pytest import CaptureFixture, MonkeyPatch
@@ -20,16 +17,12 @@ from pytest import CaptureFixture, MonkeyPatch
 from tests.weights.hub_server import Hub, cut_off, restart_client, serving
 from tests.words import square_model_with_words
 from vitrail.cli import main
-from vitrail.data.formats.fractals import open_fractals
-from vitrail.errors import BundleError, SaveError
-from vitrail.models.variants import ModelConfig
+from vitrail.errors import BundleError
 from vitrail.recipes import RECIPES
 from vitrail.serving.watch import ModelFiles
-from vitrail.training.config import StartConfig
-from vitrail.training.run import train
-from vitrail.weights.bundle import Bundle, load_bundle
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert, load, model_name
-from vitrail.weights.locate import FOLDER, SHIPPED, download, looks_like_hub_name, shipped_folder
+from vitrail.weights.locate import FOLDER, download, looks_like_hub_name, shipped_folder
 
 OTHERS = {
     "README.md": b"# A model", ".gitattributes": b"", "tf_model.h5": b"h5", "flax_model.msgpack": b"flax",
@@ -58,28 +51,16 @@ def message(name: str, kind: type[Exception] = BundleError) -> str:
     return str(caught.value)
 
 
-# --- what is a name
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        "google/vit-base-patch16-224",
-        "timm/vit_base_patch16_224.augreg_in21k_ft_in1k",
-        "a/b",
-        "org/name@main",
-        "org/name@v1.0.2",
-        "org/name@refs/pr/4",
-        "org/name@0123456789abcdef0123456789abcdef01234567",
-        "hf:org/name",
-        "hf-hub:timm/vit_tiny_patch16_224@main",
-        "hf:org/name.bin",
-        "hf:no name at all",
+        "google/vit-base-patch16-224", "timm/vit_base_patch16_224.augreg_in21k_ft_in1k", "a/b", "org/name@main",
+        "org/name@v1.0.2", "org/name@refs/pr/4", "org/name@0123456789abcdef0123456789abcdef01234567", "hf:org/name",
+        "hf-hub:timm/vit_tiny_patch16_224@main", "hf:org/name.bin", "hf:no name at all",
     ],
-)
+)  # fmt: skip
 def test_names_of_the_hub(text: str) -> None:
-    assert looks_like_hub_name(text)
-    assert looks_like_hub_name(Path(text))
+    assert looks_like_hub_name(text) and looks_like_hub_name(Path(text))
 
 
 @pytest.mark.parametrize(
@@ -107,9 +88,6 @@ def test_what_exists_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not looks_like_hub_name("org/link")
     assert looks_like_hub_name("org/name@main")
     assert looks_like_hub_name("hf:org/name")
-
-
-# --- what is fetched
 
 
 NEEDED = [
@@ -215,9 +193,6 @@ def test_a_branch_that_moves_is_followed(hub: Hub) -> None:
     assert hub.fetched() == ["model.safetensors"]  # the description is the same, and was there
 
 
-# --- without a network
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["offline", "down", "broken"])
 def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
@@ -246,21 +221,6 @@ def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.Monkey
 def test_a_proxy_page_is_not_the_hub(hub: Hub) -> None:
     hub.status = 200
     assert "cannot be reached" in message("org/name")
-
-
-# --- when it breaks off
-
-
-@pytest.mark.slow
-def test_a_dropped_connection_is_taken_up_again(hub: Hub) -> None:
-    weights = bytes(range(256)) * 40
-    hub.add("org/name", {"config.json": b"{}", "model.safetensors": weights})
-    hub.cut["model.safetensors"] = [1000, 0, 3000]
-    for _ in range(4):  # the first attempt gets all of it; older clients (1.0) leave retries to the caller
-        with contextlib.suppress(BundleError):
-            download("org/name")
-    assert not hub.cut["model.safetensors"]
-    assert (download("org/name") / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.slow
@@ -300,19 +260,6 @@ def test_a_server_that_goes_down_between_files(hub: Hub) -> None:
     assert re.search(r"config.json of model 'org/name' could not be downloaded: .*500", message("org/name"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blocked", ["home", "home/hub"])
-def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, blocked: str) -> None:
-    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
-    (tmp_path / blocked).parent.mkdir(exist_ok=True)
-    (tmp_path / blocked).write_text("not a folder")
-    text = message("org/name", SaveError)
-    assert text.startswith(f"model 'org/name' cannot be written to the cache {tmp_path / 'home/hub'}: [Errno")
-
-
-# --- what the hub refuses
-
-
 def test_an_unknown_repository(hub: Hub) -> None:
     hub.add("org/name", {})
     text = message("org/nome")
@@ -327,26 +274,9 @@ def test_an_unknown_revision(hub: Hub) -> None:
     assert message("org/name@xyz") == "model 'org/name' has no revision 'xyz'; choices: main, v1.0"
 
 
-@pytest.mark.slow
-def test_a_gated_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
-    hub.repositories["org/name"].token = "hf_secret"
-    text = message("org/name")
-    assert f"model 'org/name' is gated: ask for access at {hub.endpoint}/org/name, then log in" in text
-    assert hub.fetched() == []
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    restart_client()
-    assert files_in(download("org/name")) == {"config.json", "model.safetensors"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [(403, "access to model 'org/name' is refused (403"), (400, "the hub refuses model 'org/name'")],
-)
-def test_other_refusals(hub: Hub, status: int, expected: str) -> None:
-    hub.status = status
-    assert expected in message("org/name")
+def test_an_answer_that_no_one_foresaw(hub: Hub) -> None:
+    hub.status = 400
+    assert "the hub refuses model 'org/name'" in message("org/name")
 
 
 def test_a_repository_without_weights(hub: Hub) -> None:
@@ -366,18 +296,6 @@ def test_a_repository_with_several_weights(hub: Hub) -> None:
 
 def test_a_name_that_is_none() -> None:
     assert message("hf:vit").startswith("model 'hf:vit' is not a name on the hub, which has the form org/name")
-
-
-# --- all of it
-
-
-def test_our_own_model_by_its_name(hub: Hub, bundle: Bundle, tmp_path: Path) -> None:
-    folder = bundle.save(tmp_path / "model")
-    hub.add("org/name", {**OTHERS, **{file.name: file.read_bytes() for file in folder.iterdir()}})
-    again = load_bundle(download("org/name"), device="cpu")
-    assert again.classes == bundle.classes and again.provenance == bundle.provenance
-    for name, tensor in bundle.network.state_dict().items():
-        assert torch.equal(again.network.state_dict()[name], tensor)
 
 
 @pytest.mark.slow
@@ -412,14 +330,6 @@ assert all(torch.equal(tensor, weights[name]) for name, tensor in there.network.
 DATA = "fractals:200:1000:0:32:colour"
 
 
-def test_every_name_has_a_small_folder() -> None:
-    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(SHIPPED)
-    for name in SHIPPED:
-        assert shipped_folder(name) == FOLDER / name
-        assert sum(file.stat().st_size for file in (FOLDER / name).iterdir()) < 6_000_000
-    assert shipped_folder("Small") is None and shipped_folder("") is None
-
-
 def test_small_is_the_network_of_its_recipe() -> None:
     bundle, recipe = load("small", device="cpu"), RECIPES["fractals"]()
     assert bundle.network.config == recipe.model.resolve(num_classes=200, image_size=(32, 32), channels=3)
@@ -429,17 +339,6 @@ def test_small_is_the_network_of_its_recipe() -> None:
     assert bundle.provenance["recipe"] == "fractals" and bundle.provenance["step"] == 9375
     weights = bundle.network.state_dict()
     assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values()), "stored in bfloat16"
-
-
-@pytest.mark.slow
-def test_small_knows_fractals_that_it_was_not_trained_on() -> None:
-    bundle = load("small", device="cpu")
-    unseen = open_fractals(DATA).held_out(0.001)
-    samples = [unseen[index] for index in range(0, len(unseen), 4)]
-    found = [prediction.label for prediction in bundle.predict([sample.image for sample in samples])]
-    assert len(samples) == 50
-    hits = [label == unseen.classes[sample.target] for label, sample in zip(found, samples, strict=True)]
-    assert np.mean(hits) >= 0.95
 
 
 def test_a_folder_of_the_same_name_comes_first(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -470,20 +369,3 @@ def test_the_stated_accuracy_is_measured_again(capsys: CaptureFixture[str]) -> N
     found = json.loads(capsys.readouterr().out)
     assert found["validation"]["images"] == 2000
     assert found["validation"]["accuracy"] == pytest.approx(load("small").metrics["validation_accuracy"], abs=5e-4)
-
-
-@pytest.mark.slow
-def test_small_learns_more_from_two_hundred_images_than_random_weights(tmp_path: Path) -> None:
-    recipe = RECIPES["fractals"]().override(
-        data="bundled[:213]", validation_share=0.05, steps=100, batch_size=32, flip=False, shift=0, erase=0.0,
-        evaluations=0, checkpoints=1, device="cpu", threads=0,
-    )  # fmt: skip
-    accuracy = {}
-    for name, model, start in (
-        ("random", recipe.model, StartConfig()),
-        ("small", ModelConfig(), StartConfig(init="small", linear_head=True)),
-    ):
-        result = train(replace(recipe, model=model, start=start).override(run=str(tmp_path / name)))
-        accuracy[name] = result.metrics["test_accuracy"]
-    # With the rounding of one processor 76 and 64 %, with that of another 79 and 74 %.
-    assert accuracy["small"] > accuracy["random"] + 0.02

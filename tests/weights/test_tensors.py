@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.make import write_file
 from vitrail.errors import BundleError, SaveError
 from vitrail.weights.tensors import SUFFIXES, TensorFile, open_tensors, save_tensors
-
-Write = Callable[..., Path]
 
 TENSORS = {
     "a/kernel": torch.arange(6.0).reshape(2, 3) / 7,
@@ -47,17 +45,10 @@ def assert_read(file: TensorFile, tensors: dict[str, torch.Tensor]) -> None:
         assert torch.equal(file.read(name), tensor), name
 
 
-# --- reading
-
-
-def test_reads_what_the_library_wrote(path: Path) -> None:
+def test_reads_what_the_library_wrote_whole_or_row_by_row(path: Path) -> None:
     file = open_tensors(write_file(TENSORS, path))
     assert_read(file, TENSORS)
     assert "nothing" not in file and file.path == path
-
-
-def test_reads_one_row_of_a_tensor(path: Path) -> None:
-    file = open_tensors(write_file(TENSORS, path))
     for row in range(4):
         assert torch.equal(file.read("stack", row), TENSORS["stack"][row])
         assert file.read("stack", row).untyped_storage().nbytes() <= 24 * 4
@@ -73,13 +64,13 @@ def test_other_number_formats_become_float32(kind: torch.dtype, suffix: str, tmp
     assert file.read("stack", 2).dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["<f2", ">f4", "<f8", ">f2", "f16"])
-def test_other_number_formats_of_numpy_become_float32(kind: str, tmp_path: Path) -> None:
-    arrays: dict[str, Any] = {name: tensor.numpy().astype(kind) for name, tensor in TENSORS.items()}
+@pytest.mark.parametrize(("kind", "order"), [("<f2", "C"), (">f4", "F"), ("<f8", "C"), (">f2", "F"), ("f16", "C")])
+def test_other_number_formats_of_numpy_become_float32(kind: str, order: Any, tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {name: np.asarray(tensor.numpy(), kind, order) for name, tensor in TENSORS.items()}
     np.savez(tmp_path / "x.npz", **arrays)
     file = open_tensors(tmp_path / "x.npz")
     assert_read(file, {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()})
-    assert torch.equal(file.read("stack", 1), file.read("stack")[1])
+    assert torch.equal(file.read("stack", 1), file.read("stack")[1]) and file.read("stack").is_contiguous()
 
 
 @pytest.mark.parametrize(("compressed", "order"), [(False, "F"), (True, "C")])
@@ -93,13 +84,6 @@ def test_bfloat16_of_jax_in_an_npz(compressed: bool, order: Any, tmp_path: Path)
     assert torch.equal(file.read("w", 1), values[1].float())
 
 
-def test_arrays_whose_columns_come_first(tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", w=np.asfortranarray(TENSORS["stack"].numpy()))
-    file = open_tensors(tmp_path / "x.npz")
-    assert_read(file, {"w": TENSORS["stack"]})
-    assert torch.equal(file.read("w", 3), TENSORS["stack"][3]) and file.read("w").is_contiguous()
-
-
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pth"])
 def test_whole_numbers_are_no_weights(suffix: str, tmp_path: Path) -> None:
     tensors = {"w": torch.ones(2), "step": torch.tensor(5), "ids": torch.arange(4), "mask": torch.tensor([True])}
@@ -111,15 +95,6 @@ def test_whole_numbers_are_no_weights(suffix: str, tmp_path: Path) -> None:
 def test_a_mapped_file_costs_no_memory_of_its_own(mapped: str, tmp_path: Path) -> None:
     file = open_tensors(write_file({"w": torch.zeros(1000)}, tmp_path / f"x{mapped}"))
     assert file.read("w").data_ptr() == file.read("w").data_ptr()
-
-
-def test_new_names(tmp_path: Path) -> None:
-    file = open_tensors(write_file(TENSORS, tmp_path / "x.npz")).renamed(str.upper)
-    assert_read(file, {name.upper(): tensor for name, tensor in TENSORS.items()})
-    assert torch.equal(file.read("STACK", 1), TENSORS["stack"][1])
-
-
-# --- PyTorch files, and what training scripts put around the weights
 
 
 @pytest.mark.parametrize(
@@ -156,9 +131,8 @@ def test_prefixes_of_wrappers(prefix: str, suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("average", ["model_ema", "state_dict_ema", "teacher", "swa_model"])
 def test_the_average_goes_before_the_trained_weights(average: str, tmp_path: Path) -> None:
-    torch.save(
-        {"model": {name: torch.zeros_like(t) for name, t in TENSORS.items()}, average: TENSORS}, tmp_path / "x.pth"
-    )
+    trained = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    torch.save({"model": trained, average: TENSORS}, tmp_path / "x.pth")
     file = open_tensors(tmp_path / "x.pth")
     assert_read(file, TENSORS)
     (note,) = file.notes
@@ -187,61 +161,48 @@ def test_files_of_old_pytorch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [torch.zeros(3), {}, [torch.zeros(2)], {"epoch": 1}, {"a": torch.tensor(1)}])
 def test_a_pytorch_file_without_named_weights(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "x.pt")
-    message = r"x\.pt holds no named tensors, neither at its top level nor under state_dict, model, model_state, "
-    with pytest.raises(BundleError, match=message):
+    with pytest.raises(BundleError, match=r"x\.pt holds no named tensors, neither at its top level nor under"):
         open_tensors(tmp_path / "x.pt")
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_the_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    marker = tmp_path / "was run"
+def code_that_writes(marker: Path) -> object:
+    """Return an object that runs code when it is unpickled."""
 
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return exec, (f"open({str(marker)!r}, 'w').close()",)
 
-    torch.save({"w": torch.zeros(1), "evil": Evil()}, tmp_path / "x.pth", _use_new_zipfile_serialization=zipped)
+    return Evil()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_the_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    marker = tmp_path / "was run"
+    evil = code_that_writes(marker)
+    torch.save({"w": torch.zeros(1), "evil": evil}, tmp_path / "x.pth", _use_new_zipfile_serialization=zipped)
     rest = "it is not loaded, because unpickling could run code. Save the state dict alone, best as .safetensors"
     with pytest.raises(BundleError, match=rf"x\.pth is damaged or contains the Python object .*exec; {rest}") as caught:
         open_tensors(tmp_path / "x.pth")
-    (tmp_path / "bare.bin").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / "bare.bin").write_bytes(pickle.dumps(evil))
     with pytest.raises(BundleError, match=r"bare\.bin is damaged") as bare:
         warnings.simplefilter("always")
         open_tensors(tmp_path / "bare.bin")
     assert not recwarn.list
     for error in (caught, bare):
         assert not re.search("weights_only=|safe_globals|trust", str(error.value))  # it advises nothing unsafe
+    np.savez(tmp_path / "x.npz", w=np.zeros(2), evil=np.array([evil], dtype=object))
+    with pytest.raises(BundleError, match=r"x\.npz: evil is a pickled object; it is not loaded, because unpickling"):
+        open_tensors(tmp_path / "x.npz")
     assert not marker.exists()
-    pickle.loads(pickle.dumps(Evil()))
+    pickle.loads(pickle.dumps(evil))
     assert marker.exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_torchscript_archive_is_refused_without_unsafe_advice(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), tmp_path / "x.pt")
-    with pytest.raises(BundleError) as caught:
+    with pytest.raises(BundleError, match=r"x\.pt is a TorchScript archive, .* Save the state dict alone, best as"):
         open_tensors(tmp_path / "x.pt")
-    assert str(caught.value) == (
-        f"{tmp_path}/x.pt is a TorchScript archive, which contains a program; it is not loaded, because its code would "
-        "run. Save the state dict alone, best as .safetensors"
-    )
-
-
-def test_pickled_objects_in_an_npz_are_not_loaded(tmp_path: Path) -> None:
-    marker = tmp_path / "was run"
-
-    class Evil:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return exec, (f"open({str(marker)!r}, 'w').close()",)
-
-    np.savez(tmp_path / "x.npz", w=np.zeros(2), evil=np.array([Evil()], dtype=object))
-    message = r"^\S+x\.npz: evil is a pickled object; it is not loaded, because unpickling could run code$"
-    with pytest.raises(BundleError, match=message):
-        open_tensors(tmp_path / "x.npz")
-    assert not marker.exists()
-
-
-# --- several files with an index
 
 
 @pytest.fixture
@@ -267,17 +228,16 @@ def test_an_index_joins_its_shards(sharded: Callable[..., Path]) -> None:
     assert torch.equal(file.read("stack", 2), TENSORS["stack"][2])
 
 
-@pytest.mark.parametrize("outside", ["../secret.safetensors", "/etc/secret.safetensors", "a/b.safetensors"])
-def test_an_index_cannot_point_outside(outside: str, sharded: Callable[..., Path]) -> None:
-    index = sharded(lambda places: places.update(b=outside))
-    with pytest.raises(BundleError, match=rf"index\.json points outside its folder: '{re.escape(outside)}'"):
-        open_tensors(index)
-
-
-@pytest.mark.parametrize("kind", ["model.safetensors.index.json", "config.json", "..", "", "readme"])
-def test_an_index_points_to_weights(kind: str, sharded: Callable[..., Path]) -> None:
-    index = sharded(lambda places: places.update(b=kind))
-    with pytest.raises(BundleError, match=rf"points to '{re.escape(kind)}', which is not one of \.safetensors"):
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        *((place, "points outside its folder: ") for place in ("../b.safetensors", "/etc/b.safetensors", "a/b.pth")),
+        *((place, "points to ") for place in ("model.safetensors.index.json", "config.json", "..", "", "readme")),
+    ],
+)
+def test_an_index_points_to_weights_in_its_folder(place: str, message: str, sharded: Callable[..., Path]) -> None:
+    index = sharded(lambda places: places.update(b=place))
+    with pytest.raises(BundleError, match=rf"index\.json {message}'{re.escape(place)}'"):
         open_tensors(index)
 
 
@@ -296,34 +256,19 @@ def test_a_damaged_index(text: str, tmp_path: Path) -> None:
         open_tensors(path)
 
 
-# --- damage
-
-
-def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"weights '\S+none\.npz' do not exist: there is no such file"):
-        open_tensors(tmp_path / "none.npz")
-    with pytest.raises(BundleError, match="do not exist"):
-        open_tensors(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "shown"), [("weights.h5", r"'\.h5'"), ("weights", "'no suffix'")])
-def test_an_unknown_suffix(name: str, shown: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(BundleError, match=rf"{shown} is not one of \.safetensors, \.npz, \.pth, \.pt, \.bin"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.npz", None, r"weights '\S+none\.npz' do not exist: there is no such file"), (".", None, "do not exist"),
+        ("weights.h5", b"x", r"'\.h5' is not one of \.safetensors, \.npz, \.pth, \.pt, \.bin"),
+        ("weights", b"x", "'no suffix' is not one of"), *((f"x{suffix}", b"", "is empty") for suffix in SUFFIXES),
+    ],
+)  # fmt: skip
+def test_what_is_no_file_of_weights_is_named(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(BundleError, match=message):
         open_tensors(tmp_path / name)
-
-
-def test_an_empty_file(path: Path) -> None:
-    path.touch()
-    with pytest.raises(BundleError, match=rf"{path.name} is empty"):
-        open_tensors(path)
-
-
-@pytest.mark.parametrize("content", [b"a page of text\n" * 20, b"PK\x03\x04" + b"x" * 100])
-def test_what_is_no_such_file(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    with pytest.raises(BundleError, match=rf"{re.escape(str(path))} is damaged"):
-        open_tensors(path)
 
 
 def test_a_file_without_tensors(path: Path) -> None:
@@ -360,6 +305,8 @@ def test_an_npz_with_something_else_in_it(tmp_path: Path) -> None:
 
 @settings(max_examples=15)
 @given(content=st.binary(min_size=1, max_size=200), suffix=st.sampled_from(SUFFIXES))
+@example(content=b"PK\x03\x04" + b"x" * 100, suffix=".npz")
+@example(content=b"a page of text\n" * 20, suffix=".pth")
 def test_any_bytes_give_an_error_of_ours(content: bytes, suffix: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / f"any{suffix}"
     path.write_bytes(content)
@@ -386,23 +333,15 @@ def test_any_altered_byte_gives_tensors_or_an_error_of_ours(
         pass
 
 
-# --- writing
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_what_is_saved_is_what_is_read(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "folder" / f"x{suffix}"
+def test_what_is_saved_is_what_is_read_and_can_replace_its_file(path: Path) -> None:
+    path = path.parent / "new" / "folder" / path.name
     save_tensors(TENSORS, path, SUFFIXES)
-    assert_read(open_tensors(path), TENSORS)
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-def test_a_file_can_be_replaced_by_what_was_read_from_it(path: Path) -> None:
-    file = open_tensors(write_file(TENSORS, path))
+    file = open_tensors(path)
     tensors = {name: file.read(name) for name in file.shapes}
     for _ in range(3):
         save_tensors({"first": torch.zeros(5000), **tensors}, path, SUFFIXES)
     assert_read(open_tensors(path), {"first": torch.zeros(5000), **TENSORS})
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
 def test_others_can_read_a_file_if_they_can_read_new_files(path: Path, tmp_path: Path) -> None:
@@ -424,10 +363,9 @@ def test_a_part_of_a_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"cannot write '\S+x\.h5': the file name must end in \.pth or \.pt"):
-        save_tensors(TENSORS, tmp_path / "x.h5", (".pth", ".pt"))
-    with pytest.raises(BundleError, match=r"the file name must end in \.npz"):
-        save_tensors(TENSORS, tmp_path / "x", (".npz",))
+    for name in ("x.h5", "x"):
+        with pytest.raises(BundleError, match=rf"cannot write '\S+{name}': the file name must end in \.pth or \.pt"):
+            save_tensors(TENSORS, tmp_path / name, (".pth", ".pt"))
     assert not list(tmp_path.iterdir())
 
 
@@ -436,9 +374,7 @@ def test_a_full_disk_leaves_the_old_file(path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file of this process can grow past it
     try:
-        with pytest.raises(
-            SaveError, match=r"could not save the weights to .*: .*File too large.*; an earlier version"
-        ):
+        with pytest.raises(SaveError, match=r"could not save the weights to .*: .*File too large.*; an earlier"):
             save_tensors({"w": torch.zeros(10_000)}, path, SUFFIXES)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -455,12 +391,3 @@ def test_places_that_cannot_be_written(path: Path) -> None:
         save_tensors(TENSORS, path / "file" / path.name, SUFFIXES)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert (path / "file").read_text() == "mine"
-
-
-def test_reading_tells_what_it_could_not_read(tmp_path: Path) -> None:
-    def fail(name: str, row: int | None) -> torch.Tensor:
-        raise OSError("the disk is gone")
-
-    file = TensorFile(tmp_path / "x.npz", {"w": (1,)}, fail)
-    with pytest.raises(BundleError, match=r"x\.npz is damaged: w cannot be read \(the disk is gone\)"):
-        file.read("w")

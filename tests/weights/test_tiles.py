@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from scipy import ndimage  # type: ignore[import-untyped]
+from scipy import ndimage
 from torch import Tensor, nn
 
 from vitrail.data.objects import Runs
@@ -19,7 +19,7 @@ from vitrail.data.pixels.geometry import place
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights import answers, tiles
-from vitrail.weights.answers import Detections, MaskPrediction, View, mask_of
+from vitrail.weights.answers import Detections, View, mask_of
 from vitrail.weights.bundle import Bundle
 
 SIZE = (64, 96)
@@ -79,7 +79,6 @@ def test_every_small_object_is_found_once(tmp_path: Path, size: tuple[int, int])
             picture[top : top + down, left : left + across] = 255
     Image.fromarray(picture).save(tmp_path / "large.png")
     found = tiles.predict_tiles(finder("pyramid"), tmp_path / "large.png")
-    assert isinstance(found, Detections)
     found = found.above(0.5)
     assert sorted(map(tuple, found.boxes.round(3).tolist())) == sorted(truth) and found.size == size
 
@@ -89,12 +88,11 @@ def test_large_objects_come_from_the_whole_image() -> None:
     picture[40:200, 60:300] = 255
     picture[230:236, 10:18] = 255
     found = tiles.predict_tiles(finder("pyramid"), picture)
-    assert isinstance(found, Detections)
     boxes = found.above(0.5).boxes
     overlaps = [np.abs(boxes - np.array(truth)).max(axis=1).min() for truth in ((60, 40, 300, 200), (10, 230, 18, 236))]
     assert overlaps[0] <= 4 and overlaps[1] < 1e-4, "the whole image has a quarter of the resolution"
     small = tiles.predict_tiles(finder("pyramid"), picture[:60, :90])
-    assert isinstance(small, Detections) and len(small.above(0.5)) == 1
+    assert len(small.above(0.5)) == 1
 
 
 def detections(size: tuple[int, int], *rows: tuple[float, float, float, float, float, int]) -> Detections:
@@ -145,6 +143,6 @@ def test_small_areas_of_masks_are_found() -> None:
     picture[160:180, 200:224] = 255
     (whole,) = finder("patches").predict([picture])
     found = tiles.predict_tiles(finder("patches"), picture)
-    assert isinstance(whole, MaskPrediction) and not whole.indices.any()
-    assert isinstance(found, MaskPrediction) and found.indices[165:175, 205:219].mean() > 0.9
+    assert not whole.indices.any()
+    assert found.indices[165:175, 205:219].mean() > 0.9
     assert found.indices.mean() < 0.02

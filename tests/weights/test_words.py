@@ -32,7 +32,6 @@ def model(request: pytest.FixtureRequest) -> Bundle:
 def test_a_saved_model_reads_the_same_texts(model: Bundle, tmp_path: Path) -> None:
     texts = ["a bee", "a photo of a wasp", "x"]
     loaded = vitrail.load(model.save(tmp_path / "model"), device="cpu")
-    assert loaded.words is not None and model.words is not None
     assert torch.equal(loaded.embed_texts(texts), model.embed_texts(texts))
     assert (loaded.words.scale, loaded.words.bias) == (model.words.scale, model.words.bias)
     assert loaded.words.output == ("softmax" if loaded.words.bias is None else "sigmoid")
@@ -44,21 +43,12 @@ def test_a_saved_model_reads_the_same_texts(model: Bundle, tmp_path: Path) -> No
     assert sorted(path.name for path in bare.iterdir()) == ["model.json", "model.safetensors"]
 
 
-def test_embeddings_of_texts_are_those_of_the_pair(model: Bundle, tokenizer: TextTokenizer) -> None:
-    assert model.words is not None
-    tokens = torch.from_numpy(tokenizer.encode(["a bee", "wasps"]).tokens)
-    expected = torch.nn.functional.normalize(model.words.tower(tokens), dim=-1)
-    assert torch.allclose(model.embed_texts(["a bee", "wasps"]), expected, atol=1e-6)
-
-
 def test_a_long_text_is_cut_and_said_so(model: Bundle) -> None:
     with pytest.warns(UserWarning, match="12 tokens"):
         model.embed_texts(["a bee", "wasp " * 40])
 
 
-def test_a_model_without_a_text_tower_says_so(model: Bundle) -> None:
-    with pytest.raises(ConfigError, match="no text tower"):
-        replace(model, words=None).embed_texts(["a bee"])
+def test_empty_texts_are_refused(model: Bundle) -> None:
     with pytest.raises(ConfigError, match="text 2 of 2 is empty"):
         model.embed_texts(["a bee", " "])
     with pytest.raises(ConfigError, match="at least one"):

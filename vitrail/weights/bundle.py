@@ -494,14 +494,16 @@ def check_loadable(network: AnyNetwork) -> None:
             module.training, module._compiled_call_impl = mode, compiled
 
 
-def is_described(network: AnyNetwork) -> bool:
+def is_described(network: nn.Module) -> bool:
     """Return True if the config and the weights of a network, or the file of an exported one, determine its outputs, so
     that results can be stored under a hash of them."""
     if isinstance(getattr(network, "sha256", None), str):
         return True
+    if not isinstance(network, AnyNetwork):
+        return False
     try:
         check_loadable(network)
-    except (BundleError, KeyError):  # KeyError: an architecture that is not in `ARCHITECTURES`
+    except BundleError:
         return False
     return True
 

@@ -33,24 +33,29 @@ HEADS = 3
 BERT_TEXTS = ["a photo of a bee", "Bees, bees, 2 wasps!", "x", "bee " * 40]
 
 
-def kernel(weight: torch.Tensor, heads: int = HEADS) -> np.ndarray:
-    """Return the kernel of queries, keys or values, which big_vision divides among the heads."""
-    return weight.T.reshape(weight.shape[1], heads, -1).numpy()
+def attention(
+    projections: dict[str, tuple[torch.Tensor, torch.Tensor]], out: tuple[torch.Tensor, torch.Tensor], ours: str
+) -> dict[str, np.ndarray]:
+    """Return the kernels and biases of queries, keys and values, which big_vision divides among the heads, and those of
+    the projection behind them."""
+    place, found = f"{ours}/MultiHeadDotProductAttention_0", {}
+    for part, (weight, bias) in projections.items():
+        found[f"{place}/{part}/kernel"] = weight.T.reshape(weight.shape[1], HEADS, -1).numpy()
+        found[f"{place}/{part}/bias"] = bias.reshape(HEADS, -1).numpy()
+    weight, bias = out
+    found[f"{place}/out/kernel"] = weight.T.reshape(HEADS, -1, len(bias)).numpy()
+    found[f"{place}/out/bias"] = bias.numpy()
+    return found
 
 
 def block(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, np.ndarray]:
-    found = {}
-    for number, name in enumerate(("layer_norm1", "layer_norm2")):
-        found[f"{ours}/LayerNorm_{number}/scale"] = state[f"{theirs}.{name}.weight"].numpy()
-        found[f"{ours}/LayerNorm_{number}/bias"] = state[f"{theirs}.{name}.bias"].numpy()
-    attention = f"{ours}/MultiHeadDotProductAttention_0"
-    for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-        found[f"{attention}/{part}/kernel"] = kernel(state[f"{theirs}.self_attn.{name}_proj.weight"])
-        found[f"{attention}/{part}/bias"] = state[f"{theirs}.self_attn.{name}_proj.bias"].reshape(HEADS, -1).numpy()
-    out = state[f"{theirs}.self_attn.out_proj.weight"]
-    found[f"{attention}/out/kernel"] = out.T.reshape(HEADS, -1, out.shape[0]).numpy()
-    found[f"{attention}/out/bias"] = state[f"{theirs}.self_attn.out_proj.bias"].numpy()
+    def both(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return state[f"{theirs}.self_attn.{name}.weight"], state[f"{theirs}.self_attn.{name}.bias"]
+
+    projections = {part: both(f"{part[0]}_proj") for part in ("query", "key", "value")}
+    found = attention(projections, both("out_proj"), ours)
     for number in (0, 1):
+        found |= norm(state, f"{theirs}.layer_norm{number + 1}", f"{ours}/LayerNorm_{number}")
         found |= dense(state, f"{theirs}.mlp.fc{number + 1}", f"{ours}/MlpBlock_0/Dense_{number}")
     return found
 
@@ -81,16 +86,11 @@ def big_vision_names(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
         found |= block(state, f"{vision}encoder.layers.{layer}", f"img/Transformer/encoderblock_{layer}")
         found |= block(state, f"{text}encoder.layers.{layer}", f"txt/Encoder_0/encoderblock_{layer}")
     pool, head = "img/MAPHead_0", f"{vision}head."
-    attention = f"{pool}/MultiHeadDotProductAttention_0"
     found[f"{pool}/probe"] = state[f"{head}probe"].numpy()
-    weights = state[f"{head}attention.in_proj_weight"].chunk(3)
-    biases = state[f"{head}attention.in_proj_bias"].chunk(3)
-    for part, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
-        found[f"{attention}/{part}/kernel"] = kernel(weight)
-        found[f"{attention}/{part}/bias"] = bias.reshape(HEADS, -1).numpy()
-    out = state[f"{head}attention.out_proj.weight"]
-    found[f"{attention}/out/kernel"] = out.T.reshape(HEADS, -1, out.shape[0]).numpy()
-    found[f"{attention}/out/bias"] = state[f"{head}attention.out_proj.bias"].numpy()
+    thirds = (state[f"{head}attention.in_proj_{part}"].chunk(3) for part in ("weight", "bias"))
+    projections = dict(zip(("query", "key", "value"), zip(*thirds, strict=True), strict=True))
+    out = state[f"{head}attention.out_proj.weight"], state[f"{head}attention.out_proj.bias"]
+    found |= attention(projections, out, pool)
     found |= norm(state, f"{head}layernorm", f"{pool}/LayerNorm_0")
     for number in (0, 1):
         found |= dense(state, f"{head}mlp.fc{number + 1}", f"{pool}/MlpBlock_0/Dense_{number}")
@@ -155,7 +155,7 @@ def test_pairs_come_back_as_they_were(pool: Any, bias: float | None, tmp_path: P
     bundle.save(tmp_path / "ours")
     vitrail.convert(tmp_path / "ours", tmp_path / "theirs", to="big-vision-pair")
     again = vitrail.load(tmp_path / "theirs", device="cpu")
-    assert again.words is not None and again.words.bias == bias
+    assert again.words.bias == bias
     file = (tmp_path / "theirs" / "spiece.model").rename(tmp_path / "bare.model")
     (tmp_path / "theirs" / "tokenizer_config.json").unlink()
     weights = tmp_path / "theirs" / "model.npz"
@@ -203,7 +203,7 @@ def test_lit_of_vision_transformer(form: str, tmp_path: Path) -> None:
         message = "neither big_vision's own network nor BERT" if form == "another network" else "(spiece.model)"
         assert any(message in note for note in ours.notes)
         return
-    assert ours.words is not None and ours.words.bias is None and ours.words.tokenizer.cleaning == "none"
+    assert ours.words.bias is None and ours.words.tokenizer.cleaning == "none"
     tokens = torch.from_numpy(ours.words.tokenizer.encode(TEXTS).tokens)
     with torch.inference_mode():
         expected = theirs.text_model(input_ids=tokens).pooler_output
@@ -284,31 +284,24 @@ def test_lit_with_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     command = ["convert", str(file), str(tmp_path / "ours"), "--to", "vitrail", "--tokenizer", str(vocabulary)]
     assert main(command) == 0 and "the other positions (21 in all)" in capsys.readouterr().out
     saved = vitrail.load(tmp_path / "ours", device="cpu")
-    assert saved.words is not None and saved.words.bias is None and saved.preprocess.resize == "squash"
+    assert saved.words.bias is None and saved.preprocess.resize == "squash"
     assert saved.words.scale == pytest.approx(2.3) and saved.words.tokenizer.context == 16
     tokens = torch.from_numpy(saved.words.tokenizer.encode(BERT_TEXTS).tokens)
     assert (tokens == 0).sum(1).unique().tolist() == [0, 2, 9, 14]
     with torch.inference_mode():
         hidden = theirs(input_ids=tokens, attention_mask=tokens.ne(0).long()).last_hidden_state
         expected = torch.nn.functional.normalize(head(hidden[:, 0]), dim=-1)
-        for found in (
-            ours,
-            saved.words.embed(BERT_TEXTS).vectors,
-            torch.nn.functional.normalize(saved.words.tower(tokens)),
-        ):
+        tower = torch.nn.functional.normalize(saved.words.tower(tokens))
+        for found in (ours, saved.words.embed(BERT_TEXTS).vectors, tower):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(saved.network.embed(images), image.network.embed(images), rtol=0, atol=1e-6)
     picture = tmp_path / "bee.png"
     Image.new("RGB", (31, 17), (200, 10, 90)).save(picture)
     assert main(["predict", str(tmp_path / "ours"), str(picture), "--classes", "bee", "wasp", "--json"]) == 0
     values = torch.tensor([*json.loads(capsys.readouterr().out)["probabilities"].values()])
-    cosines = (
-        torch.nn.functional.normalize(saved.embed([picture]))
-        @ saved.embed_texts(["a photo of a bee.", "a photo of a wasp."]).T
-    )
-    torch.testing.assert_close(
-        values.sort().values, (math.exp(2.3) * cosines[0]).softmax(0).sort().values, atol=1e-5, rtol=0
-    )
+    texts = saved.embed_texts(["a photo of a bee.", "a photo of a wasp."])
+    wanted = (math.exp(2.3) * torch.nn.functional.normalize(saved.embed([picture]))[0] @ texts.T).softmax(0)
+    torch.testing.assert_close(values.sort().values, wanted.sort().values, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("size", "parameters"), [("B", 195_280_897), ("L", 638_443_521)])
@@ -341,11 +334,9 @@ def test_files_of_lit_with_bert_that_do_not_fit_are_refused(tmp_path: Path) -> N
     head = {"txt/head/kernel": np.zeros((192, 35), np.float32), "txt/head/bias": np.zeros(35, np.float32)}
     more = whole | {"txt/BertEncoder_0/pooler/kernel": np.zeros((5, 3), np.float32)}
     for tensors, message in (
-        (narrow, "width 65 of BERT"),
-        (few, "lacks the tensor .*segment_ids"),
-        (more, "pooler/kernel"),
+        (narrow, "width 65 of BERT"), (few, "lacks the tensor .*segment_ids"), (more, "pooler/kernel"),
         (whole | head, "embeds in 33 numbers, but the text tower in 35"),
-    ):
+    ):  # fmt: skip
         np.savez(tmp_path / "changed.npz", **tensors)
         with pytest.raises(BundleError, match=message):
             vitrail.load(tmp_path / "changed.npz", tokenizer=vocabulary)

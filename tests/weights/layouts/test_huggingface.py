@@ -14,15 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from tests.make import golden, make_bundle
+from tests.make import assert_close, assert_same, golden, make_bundle
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.layouts.huggingface import HUGGINGFACE
-from vitrail.weights.layouts.layout import Checkpoint
-from vitrail.weights.load import convert, load
-from vitrail.weights.tensors import open_tensors
+from vitrail.weights.load import load
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SQUASH = {
@@ -107,10 +105,6 @@ def edit(folder: Path, file: str = "config.json", **fields: Any) -> Path:
     return folder
 
 
-def pictures(config: Any) -> Tensor:
-    return torch.randn(2, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
-
-
 def as_new(name: str) -> str:
     """Return the name that newer releases give a tensor of ViT or DINOv2."""
     for part, new in (("query", "q"), ("key", "k"), ("value", "v")):
@@ -120,9 +114,6 @@ def as_new(name: str) -> str:
         name = name.replace("encoder.layer.", "layers.")
         name = name.replace("intermediate.dense", "mlp.fc1").replace("output.dense", "mlp.fc2")
     return name
-
-
-# --- reading
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -154,7 +145,6 @@ def test_config_of_a_dinov2(tmp_path: Path) -> None:
 def test_epsilon_and_activation_are_the_configs(tmp_path: Path) -> None:
     folder = reference_folder(tmp_path / "vit", "hf_vit", layer_norm_eps=1e-3, hidden_act="gelu_new")
     config = load(folder, device="cpu").network.config
-    assert isinstance(config, ViTConfig)
     assert (config.norm_eps, config.activation) == (1e-3, "gelu-tanh")
     edit(folder, hidden_act="gelu_pytorch_tanh")
     assert load(folder, device="cpu").network.config == config
@@ -188,25 +178,20 @@ def test_newer_releases_keep_the_gate_apart(tmp_path: Path) -> None:
         else:
             tensors[as_new(name).replace("weights_out", "down_proj")] = tensor
     read = load(make_folder(tmp_path / "model", tensors, None), device="cpu")
-    images = pictures(bundle.network.config)
-    assert torch.equal(read.network(images), bundle.network.eval()(images))
+    assert_close(bundle, read, atol=0, rtol=0)
 
 
-def test_shards_and_pytorch_files(tmp_path: Path) -> None:
+def test_shards_with_an_index(tmp_path: Path) -> None:
     tensors, images, logits = reference("hf_vit_hub")
     folder = reference_folder(tmp_path / "vit", "hf_vit_hub")
     (folder / "model.safetensors").unlink()
-    torch.save(tensors, folder / "pytorch_model.bin")
-    bundle = load(folder, device="cpu")
-    torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
-    (folder / "pytorch_model.bin").unlink()
     names = sorted(tensors)
     halves = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
     for file, part in halves.items():
         save_file({name: tensors[name] for name in part}, folder / file)
     index = {"metadata": {}, "weight_map": {name: file for file, part in halves.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(load(folder, device="cpu").network(images), bundle.network(images))
+    torch.testing.assert_close(load(folder, device="cpu").network(images), logits, atol=1e-4, rtol=0)
 
 
 def test_a_pooler_is_the_hidden_layer_of_a_model_without_head(tmp_path: Path) -> None:
@@ -222,18 +207,13 @@ def test_a_pooler_is_the_hidden_layer_of_a_model_without_head(tmp_path: Path) ->
         load(edit(folder, pooler_act="relu"), device="cpu")
 
 
-def test_a_pooler_is_left_out_where_there_is_a_classifier(tmp_path: Path) -> None:
+def test_parts_that_the_library_does_not_use_for_classes_are_left_out(tmp_path: Path) -> None:
     tensors, images, logits = reference("hf_vit")
     tensors |= {"vit.pooler.dense.weight": torch.randn(64, 64), "vit.pooler.dense.bias": torch.randn(64)}
+    tensors |= {"vit.embeddings.mask_token": torch.ones(1, 1, 64), "decoder.0.weight": torch.ones(192, 64, 1, 1)}
     bundle = load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit"]), device="cpu")
     torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
     assert "the pooler was skipped, because the library does not use it in a model with a classifier" in bundle.notes
-
-
-def test_parts_for_masked_patches_are_left_out(tmp_path: Path) -> None:
-    tensors, *_ = reference("hf_vit")
-    tensors |= {"vit.embeddings.mask_token": torch.ones(1, 1, 64), "decoder.0.weight": torch.ones(192, 64, 1, 1)}
-    bundle = load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit"]), device="cpu")
     assert "the decoder of masked patches was skipped" in bundle.notes
 
 
@@ -254,11 +234,8 @@ def test_a_file_by_itself(tmp_path: Path) -> None:
     file = make_folder(tmp_path / "dinov2", tensors, None) / "model.safetensors"
     bundle = load(file, device="cpu", heads=4)
     torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
-    assert bundle.notes[:2] == (
-        "there is no config.json: model_type='dinov2', layer_norm_eps=1e-06 and the exact GELU are assumed",
-        "there is no preprocessor_config.json: the default of the model family is assumed (short side to 256, "
-        "crop of 224, bicubic, ImageNet's mean and standard deviation)",
-    )
+    assert "model_type='dinov2', layer_norm_eps=1e-06 and the exact GELU are assumed" in bundle.notes[0]
+    assert "there is no preprocessor_config.json: the default of the model family is assumed" in bundle.notes[1]
     with pytest.raises(BundleError, match=r"does not contain the number of attention heads, .* give heads="):
         load(file, device="cpu")
 
@@ -291,10 +268,7 @@ def test_images_have_the_size_of_the_preprocessing(tmp_path: Path) -> None:
         mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225),
     )  # fmt: skip
     assert bundle.network.config.image_size == (224, 224)
-    assert bundle.notes[0] == (
-        "preprocessor_config.json makes images of (224, 224), but the positions are for images of (32, 32), so the "
-        "positions are resized (bicubic, as in the library); use image_size=(32, 32) to keep the size of the positions"
-    )
+    assert "use image_size=(32, 32) to keep the size of the positions" in bundle.notes[0]
     positions = tensors["dinov2.embeddings.position_embeddings"]
     grid = positions[:, 1:].reshape(1, 4, 4, 64).permute(0, 3, 1, 2)
     larger = interpolate(grid, size=(28, 28), mode="bicubic", align_corners=False)
@@ -312,22 +286,13 @@ def test_a_preprocessed_size_that_patches_do_not_divide(tmp_path: Path) -> None:
     folder = edit(reference_folder(tmp_path / "dinov2", "hf_dinov2"), "preprocessor_config.json", crop_size=36)
     bundle = load(folder, device="cpu")
     assert bundle.preprocess.image_size == (32, 32)
-    assert bundle.notes[0] == (
-        "preprocessor_config.json makes images of (36, 36), but the positions are for images of (32, 32); patches of "
-        "(8, 8) do not divide (36, 36), so images of (32, 32) are used"
-    )
+    assert "patches of (8, 8) do not divide (36, 36), so images of (32, 32) are used" in bundle.notes[0]
 
 
 def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
     bundle = load(reference_folder(tmp_path / "vit", "hf_vit", image_size=[35, 48]), device="cpu")
     assert bundle.network.config.image_size == (32, 48)
-    assert (
-        "image_size=(35, 48) is not a multiple of the patch size, so the model uses (32, 48), the part that "
-        "patches cover" in bundle.notes
-    )
-
-
-# --- preprocessing
+    assert any("image_size=(35, 48) is not a multiple of the patch size" in note for note in bundle.notes)
 
 
 @pytest.mark.parametrize(
@@ -340,11 +305,7 @@ def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
         ({"rescale_factor": 0}, None, "rescale_factor=0 is not a number above 0"),
         ({"resample": 0}, {"interpolation": "nearest"}, ""),
         ({"resample": 3}, {"interpolation": "bicubic"}, ""),
-        (
-            {"resample": 1},
-            {"interpolation": "bicubic"},
-            "has resample=1, which is not supported, so bicubic is used",
-        ),
+        ({"resample": 1}, {"interpolation": "bicubic"}, "has resample=1, which is not supported, so bicubic is used"),
         ({"image_mean": [0.1, 0.2, 0.3]}, {"mean": (0.1, 0.2, 0.3)}, ""),
         ({"image_mean": 0.25, "image_std": 2}, {"mean": (0.25,), "std": (2.0,)}, ""),
         ({"do_normalize": False}, {"mean": (0.0,), "std": (1.0,)}, ""),
@@ -352,23 +313,15 @@ def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
         ({"rescale_factor": 2 / 255, "image_mean": 1}, {"mean": (0.5,), "std": (0.25,)}, ""),
         ({"size": None, "resample": None, "image_mean": None}, {}, ""),
         ({"size": 32}, {"image_size": (32, 32)}, "makes images of (32, 32)"),
-        (
-            {"size": 32, "crop_size": 24},
-            {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75},
-            "makes images of (24, 24)",
-        ),
+        ({"size": 32, "crop_size": 24}, {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75}, "(24, 24)"),
         ({"crop_size": {"height": 32, "width": 48}}, {}, ""),
         ({"crop_size": 224, "do_center_crop": False}, {}, ""),
         ({"do_resize": False}, {}, "does not resize images, but here they are squashed"),
-        (
-            {"size": {"shortest_edge": 40}},
-            {"image_size": (40, 40), "resize": "crop"},
-            "scales the short side to 40 without cropping, but here the centre is cropped",
-        ),
+        ({"size": {"shortest_edge": 40}}, {"image_size": (40, 40), "resize": "crop"}, "short side to 40 without crop"),
         (
             {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 48}},
             {"resize": "crop", "crop_share": 0.8},
-            "crops a rectangle from images scaled by their short side, but here they are scaled to cover the rectangle",
+            "crops a rectangle from images scaled by their short side",
         ),
         (
             {"size": {"height": 40, "width": 60}, "crop_size": {"height": 32, "width": 48}},
@@ -404,17 +357,6 @@ def test_preprocessing(tmp_path: Path, fields: dict[str, Any], expected: dict[st
     assert not notes if not note else any(note in item for item in notes), notes
 
 
-def test_preprocessing_that_is_not_there(tmp_path: Path) -> None:
-    folder = reference_folder(tmp_path / "vit", "hf_vit")
-    (folder / "preprocessor_config.json").unlink()
-    bundle = load(folder, device="cpu")
-    assert bundle.preprocess == Preprocess(image_size=(32, 48))
-    assert bundle.notes[0] == (
-        "there is no preprocessor_config.json: the default of the model family is assumed (squashed, bilinear, "
-        "0.5 for mean and standard deviation)"
-    )
-
-
 @pytest.mark.parametrize(
     ("fields", "lost"),
     [
@@ -446,56 +388,22 @@ def test_preprocessing_that_cannot_be_written(tmp_path: Path) -> None:
     assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["resampler='tensorflow-uint8'"]
 
 
-# --- writing
-
-
 @pytest.mark.parametrize("kind", [*KINDS, *DETECTORS])
 def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
     bundle = make_bundle(**{**KINDS, **DETECTORS}[kind])
     HUGGINGFACE.write(bundle, tmp_path / "model")
     read = load(tmp_path / "model", device="cpu")
-    assert read.network.config == bundle.network.config
+    assert_same(bundle, read)
     assert read.classes == bundle.classes and read.preprocess == bundle.preprocess and read.notes == ()
     assert read.output == bundle.output
-    own, other = bundle.network.state_dict(), read.network.state_dict()
-    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
     HUGGINGFACE.write(read, tmp_path / "again")
     for file in (tmp_path / "model").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture", "name", "shape"),
-    [
-        ("vit", "ViTForImageClassification", "vit.encoder.layer.1.attention.attention.query.weight", (12, 12)),
-        ("vit, pooler", "ViTModel", "pooler.dense.weight", (9, 12)),
-        ("dinov2", "Dinov2ForImageClassification", "dinov2.embeddings.mask_token", (1, 12)),
-        ("dinov2, no head", "Dinov2Model", "encoder.layer.0.layer_scale1.lambda1", (12,)),
-        ("dinov2, swiglu", "Dinov2ForImageClassification", "dinov2.encoder.layer.0.mlp.weights_in.weight", (64, 12)),
-        (
-            "registers",
-            "Dinov2WithRegistersForImageClassification",
-            "dinov2_with_registers.embeddings.register_tokens",
-            (1, 3, 12),
-        ),
-        ("registers, no head", "Dinov2WithRegistersModel", "embeddings.register_tokens", (1, 3, 12)),
-    ],
-)
-def test_names_and_classes_of_the_hub(
-    tmp_path: Path, kind: str, architecture: str, name: str, shape: tuple[int, ...]
-) -> None:
-    HUGGINGFACE.write(make_bundle(**KINDS[kind]), tmp_path / "model")
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == [architecture]
-    assert open_tensors(tmp_path / "model" / "model.safetensors").shapes[name] == shape
-
-
-@pytest.mark.parametrize(
     ("output", "problem_type"),
-    [
-        ("softmax", "single_label_classification"),
-        ("sigmoid", "multi_label_classification"),
-        ("numbers", "regression"),
-    ],
+    [("softmax", "single_label_classification"), ("sigmoid", "multi_label_classification"), ("numbers", "regression")],
 )
 def test_the_meaning_of_outputs_is_a_problem_type(output: str, problem_type: str, tmp_path: Path) -> None:
     HUGGINGFACE.write(make_bundle(**VIT, output=output), tmp_path / "model")
@@ -503,24 +411,22 @@ def test_the_meaning_of_outputs_is_a_problem_type(output: str, problem_type: str
     assert load(tmp_path / "model", device="cpu").output == output
 
 
+SQUARE: dict[str, Any] = {**VIT, "image_size": (8, 8), "patch_size": (4, 4)}
+
+
 @pytest.mark.parametrize(
     ("fields", "lost"),
     [
-        (VIT, ["images of other sizes than (12, 10) (its code resizes positions of square grids only)"]),
-        ({"image_size": (20, 20), "patch_size": (5, 5)}, ["position_resize='linear-corners' (its code has 'bicubic')"]),
-        (
-            {**VIT, "image_size": (8, 8), "patch_size": (4, 4), "num_classes": 0},
-            ["the absence of a pooler (ViTModel adds one with random weights: use the class token, not pooler_output)"],
-        ),
-        (
-            {**VIT, "image_size": (8, 8), "patch_size": (4, 4), "channels": 1},
-            ["the conversion to grey (its code takes images as they are)"],
-        ),
-        ({**REGISTERS, "position_resize": "bicubic"}, ["position_resize='bicubic' (its code has 'bicubic-antialias')"]),
+        (VIT, "images of other sizes than (12, 10) (its code resizes positions of square grids only)"),
+        ({**SQUARE, "position_resize": "linear-corners"}, "position_resize='linear-corners' (its code has 'bicubic')"),
+        ({**SQUARE, "num_classes": 0}, "the absence of a pooler (ViTModel adds one with random weights"),
+        ({**SQUARE, "channels": 1}, "the conversion to grey (its code takes images as they are)"),
+        ({**REGISTERS, "position_resize": "bicubic"}, "position_resize='bicubic' (its code has 'bicubic-antialias')"),
     ],
 )
-def test_what_is_lost_is_returned(tmp_path: Path, fields: dict[str, Any], lost: list[str]) -> None:
-    assert list(HUGGINGFACE.write(make_bundle(**fields), tmp_path / "model")) == lost
+def test_what_is_lost_is_returned(tmp_path: Path, fields: dict[str, Any], lost: str) -> None:
+    (found,) = HUGGINGFACE.write(make_bundle(**fields), tmp_path / "model")
+    assert lost in found
 
 
 def test_cutting_rectangles_is_lost(tmp_path: Path) -> None:
@@ -532,38 +438,23 @@ def test_cutting_rectangles_is_lost(tmp_path: Path) -> None:
 
 def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path) -> None:
     bundle = make_bundle(**{**REGISTERS, "pool": "cls"})
-    images = pictures(bundle.network.config)
     lost = HUGGINGFACE.write(bundle, tmp_path / "model")
     assert lost == ("pool='cls' (the head also reads the mean of the patches, with weights of zero)",)
-    read = load(tmp_path / "model", device="cpu")
-    torch.testing.assert_close(read.network(images), bundle.network.eval()(images), atol=1e-5, rtol=0)
+    assert_close(bundle, load(tmp_path / "model", device="cpu"), rtol=0)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"pool": "gap"},
-            r"huggingface \(model_type vit: no LayerScale\) cannot store pool='gap' \(only 'cls'\)",
-        ),
-        ({"registers": 2}, r"registers=2 \(only 0\)"),
+        ({"pool": "gap"}, r"huggingface \(model_type vit: no LayerScale\) cannot store pool='gap' \(only 'cls'\)"),
         ({"positions": "sincos-2d"}, r"positions='sincos-2d' \(only 'learned'\)"),
         ({"positions_at": "every-layer"}, r"='every-layer' \(only 'stem'\)"),
-        ({"final_norm": "pooled"}, "final_norm='pooled'"),
-        ({"qk_norm": True}, "qk_norm=True"),
-        ({"dense_bias": False}, r"dense_bias=False \(only True\)"),
-        ({"patch_bias": False}, r"patch_bias=False \(only True\)"),
-        ({"activation": "swiglu"}, r"activation='swiglu' \(only 'gelu', 'gelu-tanh'\)"),
-        ({"head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
         ({**DINOV2, "num_classes": 0}, r"model_type dinov2: LayerScale, .* pool='cls\+gap' \(only 'cls'\)"),
         ({**DINOV2, "pool": "gap"}, r"pool='gap' \(only 'cls\+gap', 'cls'\)"),
         ({**DINOV2, "pool": "cls", "num_classes": 0, "head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
         ({**DINOV2, "image_size": (28, 14)}, r"takes only square patches and images, not image_size=\(28, 14\)"),
         ({**DINOV2, "patch_size": (7, 14)}, r"takes only square patches and images, not patch_size=\(7, 14\)"),
-        (
-            {**DINOV2, "mlp_width": 20},
-            r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \* width for a whole number",
-        ),
+        ({**DINOV2, "mlp_width": 20}, r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \*"),
         ({**DETECTOR, "positions_at": "shared"}, r"positions_at='shared' \(only 'stem', 'every-layer'\)"),
         ({**DETECTOR, "layer_scale": 0.5}, r"model_type yolos: detection tokens\) cannot store layer_scale=0.5"),
         ({**DETECTOR, "patch_size": (5, 3)}, "YOLOS takes only square patches"),
@@ -590,17 +481,6 @@ def test_the_numbers_of_the_classes_in_the_data_are_kept(tmp_path: Path) -> None
             load(tmp_path / "model", device="cpu")
 
 
-def test_a_folder_that_is_there_is_replaced(tmp_path: Path) -> None:
-    make_bundle(**DINOV2, seed=1).save(tmp_path / "ours")
-    for _ in range(2):
-        assert convert(tmp_path / "ours", tmp_path / "theirs", "huggingface", overwrite=True) == ()
-    found = sorted(path.name for path in (tmp_path / "theirs").iterdir())
-    assert found == ["config.json", "model.safetensors", "preprocessor_config.json"]
-
-
-# --- errors
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -613,10 +493,7 @@ def test_a_folder_that_is_there_is_replaced(tmp_path: Path) -> None:
         ({"layer_norm_eps": "tiny"}, "layer_norm_eps='tiny' must be int or float"),
         ({"image_size": "large"}, "image_size='large' must be int or list"),
         ({"image_size": [32]}, r"image_size=\[32\] must be one number of pixels, or \[height, width\]"),
-        (
-            {"image_size": 32},
-            r"for 24 patches, but image_size=\(32, 32\) in config\.json gives 4 x 4 patches of 8 x 8 pixels",
-        ),
+        ({"image_size": 32}, r"for 24 patches, but image_size=\(32, 32\) in config\.json gives 4 x 4 patches of 8 x 8"),
         ({"num_hidden_layers": 3}, "missing: encoder.layer.2.layernorm_before.weight"),
         ({"num_hidden_layers": 1}, r"unexpected: encoder.layer.1.attention.attention.query.weight \(64, 64\)"),
         ({"qkv_bias": False}, r"unexpected: encoder.layer.0.attention.attention.key.bias \(64,\)"),
@@ -631,37 +508,28 @@ def test_a_config_that_does_not_fit(tmp_path: Path, fields: dict[str, Any], mess
 
 def test_heads_that_are_at_odds(tmp_path: Path) -> None:
     folder = reference_folder(tmp_path / "vit", "hf_vit")
-    assert load(folder, device="cpu", heads=4).network.config == load(folder, device="cpu").network.config
     with pytest.raises(BundleError, match=r"heads=8 does not agree with config\.json, which has num_attention_heads=4"):
         load(folder, device="cpu", heads=8)
 
 
 @pytest.mark.parametrize(
-    ("lost", "message"),
+    ("name", "shape", "message"),
     [
-        ("vit.embeddings.cls_token", "missing: embeddings.cls_token"),
-        (
-            "vit.embeddings.position_embeddings",
-            "embeddings.position_embeddings is missing; it must be 3-dimensional",
-        ),
-        (
-            "vit.encoder.layer.0.intermediate.dense.bias",
-            "encoder.layer.0.intermediate.dense.bias is missing; it must be 1-dimensional",
-        ),
-        ("classifier.weight", "missing: classifier.weight"),
+        ("vit.embeddings.cls_token", (), "missing: embeddings.cls_token"),
+        ("vit.embeddings.position_embeddings", (), "position_embeddings is missing; it must be 3-dimensional"),
+        ("vit.embeddings.position_embeddings", (25, 64), r"has the shape \(25, 64\); it must be 3-dimensional"),
+        ("vit.encoder.layer.0.intermediate.dense.bias", (), "dense.bias is missing; it must be 1-dimensional"),
+        ("classifier.weight", (), "missing: classifier.weight"),
     ],
 )
-def test_tensors_that_are_not_there(tmp_path: Path, lost: str, message: str) -> None:
+def test_tensors_that_are_not_there_or_of_another_shape(
+    tmp_path: Path, name: str, shape: tuple[int, ...], message: str
+) -> None:
     tensors, *_ = reference("hf_vit_hub")
-    del tensors[lost]
+    del tensors[name]
+    if shape:
+        tensors[name] = torch.zeros(shape)
     with pytest.raises(BundleError, match=message):
-        load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit_hub"]), device="cpu")
-
-
-def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
-    tensors, *_ = reference("hf_vit_hub")
-    tensors["vit.embeddings.position_embeddings"] = torch.zeros(25, 64)
-    with pytest.raises(BundleError, match=r"has the shape \(25, 64\); it must be 3-dimensional"):
         load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit_hub"]), device="cpu")
 
 
@@ -669,17 +537,8 @@ def test_other_models_of_the_library(tmp_path: Path) -> None:
     tensors, *_ = reference("hf_vit")
     other = {name.replace("vit.", "beit.").replace("before", "1"): tensor for name, tensor in tensors.items()}
     folder = make_folder(tmp_path / "beit", other, None)
-    assert HUGGINGFACE.recognises(Checkpoint(open_tensors(folder / "model.safetensors")))
     with pytest.raises(BundleError, match=r"not those of ViT, DINOv2 or YOLOS: put its config\.json beside it"):
         load(folder, device="cpu")
-
-
-def test_other_libraries_are_not_recognised(tmp_path: Path) -> None:
-    save_file({"patch_embed.proj.weight": torch.zeros(4, 3, 2, 2)}, tmp_path / "timm.safetensors")
-    assert not HUGGINGFACE.recognises(Checkpoint(open_tensors(tmp_path / "timm.safetensors")))
-
-
-# --- the library itself
 
 
 def largest_difference(model: Any, network: Any, images: Tensor, *, outputs: str = "logits", **options: Any) -> float:
@@ -704,7 +563,8 @@ def test_the_library_computes_what_we_do(tmp_path: Path, kind: str) -> None:
     missing = {name for name in found["missing_keys"] if not name.startswith("pooler.")}
     assert not missing and not found["unexpected_keys"] and not found["mismatched_keys"]
     outputs = "logits" if bundle.classes else "pooler_output" if "pooler" in kind else "cls"
-    images = pictures(bundle.network.config)
+    config = bundle.network.config
+    images = torch.randn(2, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
     assert largest_difference(model.eval(), bundle.network, images, outputs=outputs) < 1e-4
     if bundle.classes:
         assert [model.config.id2label[number] for number in range(3)] == list(bundle.classes)
@@ -720,9 +580,8 @@ def test_we_read_what_the_library_saves(tmp_path: Path, kind: str) -> None:
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model")
     model.save_pretrained(tmp_path / "saved")
     read = load(tmp_path / "saved", device="cpu")
-    assert read.network.config == bundle.network.config and read.classes == bundle.classes
-    own, other = bundle.network.state_dict(), read.network.state_dict()
-    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert_same(bundle, read)
+    assert read.classes == bundle.classes
 
 
 @pytest.mark.slow
@@ -731,33 +590,17 @@ def test_we_read_what_the_library_saves(tmp_path: Path, kind: str) -> None:
 def test_the_library_makes_the_same_pixels(tmp_path: Path, fields: dict[str, Any], interpolation: Any) -> None:
     transformers = pytest.importorskip("transformers")
     bundle = make_bundle(**DINOV2)
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    bundle.preprocess = Preprocess(
-        image_size=(28, 28), channels=3, interpolation=interpolation, mean=mean, std=std, **fields
-    )
+    colours: Any = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    bundle.preprocess = Preprocess(image_size=(28, 28), interpolation=interpolation, **colours, **fields)
     HUGGINGFACE.write(bundle, tmp_path / "model")
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
-    picture = np.random.default_rng(0).integers(
-        0, 256, (50, 75, 3), dtype=np.uint8
-    )  # scaled to 32 x 48: both round alike
+    size = (50, 75, 3)  # scaled to 32 x 48: both round alike
+    picture = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     theirs = torch.as_tensor(processor(picture, return_tensors="pt")["pixel_values"])
     ours = bundle.preprocess.normalise(torch.from_numpy(bundle.preprocess.pixels(picture))[None])
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     processor.save_pretrained(tmp_path / "model")
     assert load(tmp_path / "model", device="cpu").preprocess == bundle.preprocess
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dinov2", "registers"])
-@pytest.mark.parametrize("side", [21, 49])
-def test_the_library_computes_what_we_do_at_the_size_of_the_preprocessing(tmp_path: Path, kind: str, side: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    HUGGINGFACE.write(make_bundle(**KINDS[kind]), tmp_path / "model")
-    edit(tmp_path / "model", "preprocessor_config.json", size={"shortest_edge": 56}, crop_size=side)
-    bundle = load(tmp_path / "model", device="cpu")
-    assert bundle.network.config.image_size == (side, side)
-    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model").eval()
-    assert largest_difference(model, bundle.network, pictures(bundle.network.config)) < 1e-4
 
 
 @pytest.mark.slow
@@ -768,7 +611,6 @@ def test_the_library_resizes_positions_as_we_do(tmp_path: Path, kind: str) -> No
     HUGGINGFACE.write(bundle, tmp_path / "model")
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model").eval()
     config = bundle.network.config
-    assert isinstance(config, ViTConfig)
     patch = config.patch_size[0]
     images = torch.randn(2, 3, 3 * patch, 5 * patch, generator=torch.Generator().manual_seed(2))
     options: dict[str, Any] = {"interpolate_pos_encoding": True} if kind.startswith("vit") else {}
@@ -781,9 +623,6 @@ def test_one_label_is_never_a_softmax(problem: str | None, output: str, tmp_path
     bundle = load(edit(tmp_path / "model", problem_type=problem), device="cpu")
     assert bundle.output == output
     assert any("one label" in note for note in bundle.notes) == (problem is None)
-
-
-# --- YOLOS
 
 
 HUB_DETECTOR = {
@@ -812,9 +651,8 @@ def test_images_of_a_detector_keep_their_proportions(tmp_path: Path) -> None:
 
 def test_tokens_without_positions_get_zeros(tmp_path: Path) -> None:
     bundle = make_bundle(**{**DETECTOR, "positions_cover": "class", "positions_at": "every-layer"})
-    images = pictures(bundle.network.config)
     assert HUGGINGFACE.write(bundle, tmp_path / "model") == ()
-    torch.testing.assert_close(load(tmp_path / "model", device="cpu").network(images), bundle.network.eval()(images))
+    assert_close(bundle, load(tmp_path / "model", device="cpu"), rtol=1.3e-6)
 
 
 @pytest.mark.slow

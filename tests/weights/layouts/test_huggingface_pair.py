@@ -94,7 +94,6 @@ def check_same(theirs: Any, ours: vitrail.Bundle, tokens: torch.Tensor) -> None:
         out = theirs(input_ids=tokens, pixel_values=images)
         embedded = torch.nn.functional.normalize(ours.network.embed(images), dim=-1)
         texts = ours.embed_texts(TEXTS)
-    assert ours.words is not None
     assert torch.allclose(embedded, out.image_embeds, atol=1e-5)
     assert torch.allclose(texts, out.text_embeds, atol=1e-5)
     logits = np.exp(ours.words.scale) * embedded @ texts.T + (ours.words.bias or 0.0)
@@ -107,16 +106,14 @@ def test_logits_embeddings_and_tokens_are_those_of_the_library(kind: str, tmp_pa
     torch.manual_seed(0)
     theirs = MAKERS[kind](tmp_path / "theirs")
     ours = vitrail.load(tmp_path / "theirs", device="cpu")
-    assert ours.words is not None
     tokens = torch.from_numpy(ours.words.tokenizer.encode(TEXTS).tokens)
     if kind == "siglip2":
         reader: Any = transformers.Siglip2Tokenizer.from_pretrained(tmp_path / "theirs")
         expected = [[*reader(text, add_special_tokens=False)["input_ids"], reader.eos_token_id] for text in TEXTS]
         assert [row[row != reader.pad_token_id].tolist() for row in tokens] == expected
     else:
-        reader = (transformers.SiglipTokenizer if kind == "siglip" else transformers.CLIPTokenizer).from_pretrained(
-            tmp_path / "theirs"
-        )
+        family = transformers.SiglipTokenizer if kind == "siglip" else transformers.CLIPTokenizer
+        reader = family.from_pretrained(tmp_path / "theirs")
         expected = reader(TEXTS, padding="max_length", truncation=True, max_length=28)["input_ids"]
         assert tokens.tolist() == expected
     check_same(theirs, ours, tokens)

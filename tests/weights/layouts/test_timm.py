@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.make import assert_same, golden, make_bundle, random_bundle, write_file
+from tests.make import assert_close, assert_same, golden, make_bundle, random_bundle, square_config, write_file
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
@@ -24,8 +24,6 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.timm import TIMM, written_config
 from vitrail.weights.load import load
 from vitrail.weights.tensors import open_tensors
-
-Write = Callable[..., Path]
 
 ROOT = RootConfig(norm_eps=1e-5, weight_eps=1e-8, weight_eps_on="variance")
 """A stem without stages, with timm's own epsilons."""
@@ -42,9 +40,6 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path
 
     return make
-
-
-# --- what config.json says
 
 
 def test_a_hub_folder_says_everything(folder: Callable[..., Path]) -> None:
@@ -70,15 +65,6 @@ def test_the_size_of_the_file_goes_before_the_one_that_is_asked_for(folder: Call
 
 
 @pytest.mark.parametrize(
-    ("stated", "share", "noted"), [({"crop_pct": 1.1}, 1.0, True), ({"crop_pct": None}, 0.9, False), ({}, 0.9, False)]
-)
-def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, folder: Callable[..., Path]) -> None:
-    bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48], **stated}), device="cpu")
-    assert bundle.preprocess.crop_share == share
-    assert ("crop_pct=1.1 is not in (0, 1], so 1 is used" in bundle.notes) == noted
-
-
-@pytest.mark.parametrize(
     ("stated", "fields", "note"),
     [
         ({"crop_mode": "center", "crop_pct": 1.0}, {"resize": "crop", "crop_share": 1.0}, ""),
@@ -88,6 +74,8 @@ def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, fold
             {"crop_mode": "border", "mean": [0.485, 0.456, 0.406]},
             {"resize": "pad", "pad_value": (124, 116, 104), "mean": (0.485, 0.456, 0.406)}, "",
         ),
+        ({"crop_pct": 1.1}, {"crop_share": 1.0}, "crop_pct=1.1 is not in (0, 1], so 1 is used"),
+        ({"crop_pct": None}, {"crop_share": 0.9}, ""), ({}, {"crop_share": 0.9}, ""),
         ({"interpolation": "box"}, {"interpolation": "area"}, ""),
         ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' is not supported"),
     ],
@@ -109,10 +97,8 @@ def test_geometry(
 def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_path: Path) -> None:
     bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48]}), device="cpu")
     bundle.preprocess = replace(bundle.preprocess, resize="pad", antialias=False)
-    assert TIMM.write(bundle, tmp_path / "out")[-2:] == (
-        "pad_value=(255,) (its code uses the mean, (128,))",
-        "antialias=False",
-    )
+    padded = "pad_value=(255,) (its code uses the mean, (128,))"
+    assert TIMM.write(bundle, tmp_path / "out")[-2:] == (padded, "antialias=False")
     bundle.preprocess = replace(bundle.preprocess, resize="crop", antialias=True, scaled_decode=True)
     assert TIMM.write(bundle, tmp_path / "out")[-1] == "scaled_decode=True"
     bundle.preprocess = bundle.preprocess.with_geometry("vision_transformer")
@@ -121,10 +107,7 @@ def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_pat
 
 @pytest.mark.parametrize(("side", "edge"), [(32, 37), (48, 186), (16, 93), (224, 232)])
 def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int) -> None:
-    config = ViTConfig(
-        image_size=(side, side), patch_size=(side, side), width=12, depth=1, heads=3, mlp_width=20, num_classes=2
-    )
-    bundle = random_bundle(config)
+    bundle = random_bundle(square_config(image_size=(side, side), patch_size=(side, side)))
     bundle.preprocess = Preprocess(image_size=(side, side), resize="crop", crop_share=side / edge)
     written = written_config(bundle)["pretrained_cfg"]["crop_pct"]
     assert math.floor(side / written) == scaled_side(side, written) == edge
@@ -133,23 +116,13 @@ def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int) -> Non
 @pytest.mark.parametrize("names", [["a", "b"], "abcdefg", None])
 def test_class_names_that_do_not_fit_are_numbers(names: Any, folder: Callable[..., Path]) -> None:
     bundle = load(folder(label_names=names), device="cpu")
-    assert (
-        bundle.classes == tuple("0123456")
-        and "the file has no class names, so the classes are numbered" in bundle.notes
-    )
-
-
-def test_activations(folder: Callable[..., Path]) -> None:
-    config = load(folder(model_args={"act_layer": "gelu_tanh"}), device="cpu").network.config
-    assert isinstance(config, ViTConfig) and config.activation == "gelu-tanh"
-    with pytest.raises(BundleError, match="act_layer='quick_gelu' is not one of 'gelu', 'gelu_tanh', 'gelu_erf'"):
-        load(folder(model_args={"act_layer": "quick_gelu"}), device="cpu")
+    assert bundle.classes == tuple("0123456") and any("the file has no class names" in note for note in bundle.notes)
 
 
 @pytest.mark.parametrize(("pool", "expected"), [("token", "cls"), ("avg", "gap")])
 def test_pooling_as_the_config_says(pool: str, expected: str, folder: Callable[..., Path]) -> None:
     config = load(folder(global_pool=pool), device="cpu").network.config
-    assert isinstance(config, ViTConfig) and config.pool == expected and config.has_class_token
+    assert config.pool == expected and config.has_class_token
 
 
 @pytest.mark.slow
@@ -157,52 +130,42 @@ def test_published_sizes_need_no_heads(tmp_path: Path) -> None:
     config = ViTConfig(image_size=(16, 16), patch_size=(8, 8), width=192, depth=12, heads=3, mlp_width=768)
     TIMM.write(random_bundle(config), tmp_path / "x.safetensors")
     loaded = load(tmp_path / "x.safetensors", device="cpu").network.config
-    assert isinstance(loaded, ViTConfig) and loaded.heads == 3
+    assert loaded.heads == 3
     folder = tmp_path / "folder"
     TIMM.write(random_bundle(config), folder)
     with pytest.raises(BundleError, match=r"heads=4 does not agree with \S+, which has 3"):
         load(folder, device="cpu", heads=4)
 
 
-# --- DINO and DINOv2
-
-
-@pytest.fixture
-def dinov2() -> Callable[..., tuple[Bundle, dict[str, torch.Tensor]]]:
+def dinov2(*, chunked: bool = False, **fields: Any) -> tuple[Bundle, dict[str, torch.Tensor]]:
     """Return a network with registers and LayerScale, and its tensors under the names of DINOv2's own code."""
-
-    def make(*, chunked: bool = False, **fields: Any) -> tuple[Bundle, dict[str, torch.Tensor]]:
-        defaults: dict[str, Any] = {
-            "image_size": (28, 28), "patch_size": (7, 7), "width": 12, "depth": 4, "heads": 3, "mlp_width": 20,
-            "num_classes": 0, "registers": 4, "layer_scale": 1e-5, "position_resize": "bicubic-antialias",
-        }  # fmt: skip
-        bundle = random_bundle(ViTConfig(**{**defaults, **fields}))
-        tensors = {"mask_token": torch.zeros(1, 12)}
-        for name, tensor in bundle.network.state_dict().items():
-            new = name.replace("patches.projection.weight", "patch_embed.proj.weight")
-            new = new.replace("patches.projection.bias", "patch_embed.proj.bias")
-            new = new.replace("prefix.cls", "cls_token").replace("prefix.registers", "register_tokens")
-            new = new.replace("positions.embedding", "pos_embed").replace(".attention.qkv.", ".attn.qkv.")
-            new = new.replace(".attention.out.", ".attn.proj.").replace("scale1.gamma", "ls1.gamma")
-            new = new.replace("scale2.gamma", "ls2.gamma")
-            up, down = ("w12", "w3") if fields.get("activation") == "swiglu" else ("fc1", "fc2")
-            new = new.replace(".mlp.up.", f".mlp.{up}.").replace(".mlp.down.", f".mlp.{down}.")
-            if chunked and new.startswith("blocks."):
-                layer = int(new.split(".")[1])
-                new = f"blocks.{layer // 2}.{new.removeprefix('blocks.')}"
-            tensors[new] = tensor.reshape(12, 3, 7, 7) if new == "patch_embed.proj.weight" else tensor
-        return bundle, tensors
-
-    return make
+    defaults: dict[str, Any] = {
+        "image_size": (28, 28), "patch_size": (7, 7), "width": 12, "depth": 4, "heads": 3, "mlp_width": 20,
+        "num_classes": 0, "registers": 4, "layer_scale": 1e-5, "position_resize": "bicubic-antialias",
+    }  # fmt: skip
+    bundle = random_bundle(ViTConfig(**{**defaults, **fields}))
+    tensors = {"mask_token": torch.zeros(1, 12)}
+    for name, tensor in bundle.network.state_dict().items():
+        new = name.replace("patches.projection.weight", "patch_embed.proj.weight")
+        new = new.replace("patches.projection.bias", "patch_embed.proj.bias")
+        new = new.replace("prefix.cls", "cls_token").replace("prefix.registers", "register_tokens")
+        new = new.replace("positions.embedding", "pos_embed").replace(".attention.qkv.", ".attn.qkv.")
+        new = new.replace(".attention.out.", ".attn.proj.").replace("scale1.gamma", "ls1.gamma")
+        new = new.replace("scale2.gamma", "ls2.gamma")
+        up, down = ("w12", "w3") if fields.get("activation") == "swiglu" else ("fc1", "fc2")
+        new = new.replace(".mlp.up.", f".mlp.{up}.").replace(".mlp.down.", f".mlp.{down}.")
+        if chunked and new.startswith("blocks."):
+            layer = int(new.split(".")[1])
+            new = f"blocks.{layer // 2}.{new.removeprefix('blocks.')}"
+        tensors[new] = tensor.reshape(12, 3, 7, 7) if new == "patch_embed.proj.weight" else tensor
+    return bundle, tensors
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(
     "fields", [{}, {"activation": "swiglu"}, {"registers": 0}, {"activation": "swiglu", "depth": 2}]
 )
-def test_dinov2_by_its_own_names(
-    chunked: bool, fields: dict[str, Any], dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], tmp_path: Path
-) -> None:
+def test_dinov2_by_its_own_names(chunked: bool, fields: dict[str, Any], tmp_path: Path) -> None:
     resize = "bicubic-antialias" if fields.get("registers", 4) else "bicubic-offset"
     bundle, tensors = dinov2(chunked=chunked, position_resize=resize, **fields)
     loaded = load(write_file(tensors, tmp_path / "x.pth"), device="cpu", heads=3)
@@ -215,9 +178,7 @@ def test_dinov2_by_its_own_names(
 
 
 @pytest.mark.parametrize("registers", [0, 4])
-def test_dinov2_for_518_pixels_takes_images_of_224(
-    registers: int, dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], tmp_path: Path
-) -> None:
+def test_dinov2_for_518_pixels_takes_images_of_224(registers: int, tmp_path: Path) -> None:
     bundle, tensors = dinov2(image_size=(518, 518), patch_size=(7, 7), registers=registers, depth=1)
     file = write_file(tensors, tmp_path / "x.safetensors")
     loaded = load(file, device="cpu", heads=3)
@@ -264,23 +225,15 @@ def test_a_bare_file_of_ours_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert load(tmp_path / "y.safetensors", device="cpu", heads=3, image_size=(12, 10)).preprocess.mean == (0.5,)
 
 
-def test_registers_without_positions_are_written_as_timm_has_them(
-    dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], tmp_path: Path
-) -> None:
+def test_registers_without_positions_are_written_as_timm_has_them(tmp_path: Path) -> None:
     bundle, _ = dinov2()
     TIMM.write(bundle, tmp_path / "out")
     assert open_tensors(tmp_path / "out" / "model.safetensors").shapes["pos_embed"] == (1, 16, 12)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_args"]["no_embed_class"] is True
-    again = load(tmp_path / "out", device="cpu")
-    images = torch.randn(2, 3, 28, 28)
-    with torch.inference_mode():
-        torch.testing.assert_close(again.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)
+    assert_close(bundle, load(tmp_path / "out", device="cpu"))
 
 
-# --- which positions are the patches'
-
-
-def with_positions(golden: Callable[..., Any], count: int, registers: int) -> dict[str, np.ndarray]:
+def with_positions(count: int, registers: int) -> dict[str, np.ndarray]:
     tensors = dict(golden("timm_vit_registers").tensors)
     tensors["pos_embed"] = np.zeros((1, count, 64), np.float32)
     tensors["reg_token"] = np.zeros((1, registers, 64), np.float32)
@@ -294,32 +247,27 @@ def with_positions(golden: Callable[..., Any], count: int, registers: int) -> di
 def test_a_square_tells_which_tokens_have_positions(
     count: int, registers: int, grid: Any, cover: str, tmp_path: Path
 ) -> None:
-    path = write_file(with_positions(golden, count, registers), tmp_path / "x.pth")
+    path = write_file(with_positions(count, registers), tmp_path / "x.pth")
     bundle = load(path, device="cpu", heads=4)
     config = bundle.network.config
-    assert isinstance(config, ViTConfig) and (config.grid, config.positions_cover) == (grid, cover)
+    assert (config.grid, config.positions_cover) == (grid, cover)
     note = f"positions are assumed to cover only the {grid[0]} x {grid[1]} patches"
     assert (note in bundle.notes) == (cover == "patches")
 
 
 def test_where_two_squares_are_possible_the_size_decides(tmp_path: Path) -> None:
-    path = write_file(with_positions(golden, 5, 3), tmp_path / "x.pth")  # 2 x 2 and a class token, or 1 and 4 tokens
+    path = write_file(with_positions(5, 3), tmp_path / "x.pth")  # 2 x 2 and a class token, or 1 and 4 tokens
     message = r"has 5 positions, which fit several grids or none: give image_size="
     with pytest.raises(BundleError, match=message):
         load(path, device="cpu", heads=4)
     for size, cover in (((16, 16), "class"), ((8, 8), "all"), ((8, 32), "class"), ((8, 40), "patches")):
         config = load(path, device="cpu", heads=4, image_size=size).network.config
-        assert isinstance(config, ViTConfig) and (config.image_size, config.positions_cover) == (size, cover)
-
-
-# --- writing
+        assert (config.image_size, config.positions_cover) == (size, cover)
 
 
 def test_a_folder_as_on_the_hub(tmp_path: Path) -> None:
-    config = ViTConfig(
-        image_size=(12, 10), patch_size=(4, 5), channels=1, width=12, depth=2, heads=3, mlp_width=18, num_classes=2,
-        pool="gap", final_norm="pooled", position_resize="bicubic-antialias",
-    )  # fmt: skip
+    fields: dict[str, Any] = {"channels": 1, "mlp_width": 18, "pool": "gap", "final_norm": "pooled"}
+    config = square_config(image_size=(12, 10), patch_size=(4, 5), position_resize="bicubic-antialias", **fields)
     assert TIMM.write(random_bundle(config), tmp_path / "out") == ()
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     written = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -342,7 +290,7 @@ def test_a_root_without_stages_is_a_bare_stem(tmp_path: Path) -> None:
     ending = ("conv.weight", "norm.weight", "norm.bias")
     assert sorted(names) == sorted(f"patch_embed.backbone.{name}" for name in ending)
     loaded = load(tmp_path / "x.safetensors", device="cpu", heads=2, image_size=(16, 12))
-    assert isinstance(loaded.network.config, ViTConfig) and loaded.network.config.root == root
+    assert loaded.network.config.root == root
 
 
 @pytest.mark.slow
@@ -357,14 +305,7 @@ def test_a_root_without_stages_is_a_bare_stem(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_architecture_is_one_that_timm_can_build(fields: dict[str, Any], architecture: str, tmp_path: Path) -> None:
     config = ViTConfig(
-        patch_size=(1, 2),
-        image_size=(32, 64),
-        width=49,
-        depth=1,
-        heads=7,
-        num_classes=3,
-        mlp_width=29,
-        **fields,
+        patch_size=(1, 2), image_size=(32, 64), width=49, depth=1, heads=7, num_classes=3, mlp_width=29, **fields
     )
     TIMM.write(random_bundle(config), tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -373,7 +314,7 @@ def test_the_architecture_is_one_that_timm_can_build(fields: dict[str, Any], arc
     assert int(49 * written["model_args"]["mlp_ratio"]) == (58 if is_swiglu else 29), "timm rounds down"
     assert (written["model_args"]["act_layer"] == "silu") == is_swiglu
     loaded = load(tmp_path / "out", device="cpu").network.config
-    assert isinstance(loaded, ViTConfig) and loaded.activation == config.activation and loaded.mlp_width == 29
+    assert loaded.activation == config.activation and loaded.mlp_width == 29
 
 
 @pytest.mark.parametrize(
@@ -382,18 +323,14 @@ def test_the_architecture_is_one_that_timm_can_build(fields: dict[str, Any], arc
         {"root": replace(ROOT, depths=(1, 2)), "patch_size": (1, 2)},
         {"root": replace(ROOT, width=32), "patch_size": (1, 2)},
         {"root": ROOT, "activation": "swiglu", "patch_size": (1, 2)}, {"patch_bias": False}, {"norm_eps": 1e-4},
-        {"pool": "map", "activation": "swiglu"}, {"head_hidden": 3}, {"pool": "cls+gap"},
+        {"pool": "map", "activation": "swiglu"},
     ],
 )  # fmt: skip
 def test_networks_that_no_model_of_timm_has_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
-    defaults: dict[str, Any] = {"patch_size": (16, 32), "width": 12, "depth": 1, "heads": 3, "mlp_width": 20}
-    config = ViTConfig(**{**defaults, "image_size": (32, 64), "num_classes": 3, **fields})
+    config = square_config(**{"image_size": (32, 64), "patch_size": (16, 32), **fields})
     with pytest.raises(BundleError, match="the layout timm cannot store"):
         TIMM.write(random_bundle(config), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-# --- the architecture and its arguments
 
 
 @pytest.mark.parametrize(

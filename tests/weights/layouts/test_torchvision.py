@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.make import assert_same, golden, random_bundle, write_file
-from vitrail.errors import BundleError
+from tests.make import golden, random_bundle, write_file
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.layouts.torchvision import TORCHVISION
 from vitrail.weights.load import load
-from vitrail.weights.tensors import open_tensors
 
 
 def test_what_the_library_computes(tmp_path: Path) -> None:
@@ -52,24 +50,3 @@ def test_names_of_older_files(tmp_path: Path) -> None:
         other = (".mlp.3.", ".mlp.linear_2.") if new == ".mlp.0." else (".mlp.linear_2.", ".mlp.3.")
         tensors = {name.replace(new, old).replace(*other): tensor for name, tensor in reference.tensors.items()}
         assert reference.difference(load(write_file(tensors, tmp_path / "x.pth"), device="cpu", heads=4)) < 1e-5
-
-
-def test_only_squares_are_written(tmp_path: Path) -> None:
-    config = ViTConfig(image_size=(12, 8), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=20, num_classes=2)
-    with pytest.raises(BundleError, match=r"this model has patches of \(4, 4\) and images of \(12, 8\)"):
-        TORCHVISION.write(random_bundle(config), tmp_path / "x.pth")
-    with pytest.raises(BundleError, match=r"the file name must end in \.pth or \.pt or \.bin"):
-        square = ViTConfig(image_size=(8, 8), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=20)
-        TORCHVISION.write(random_bundle(square), tmp_path / "x.npz")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_hidden_layer_before_the_head(tmp_path: Path) -> None:
-    config = ViTConfig(
-        image_size=(8, 8), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=20, num_classes=2, head_hidden=5,
-        position_resize="bicubic-corners",
-    )  # fmt: skip
-    bundle = random_bundle(config)
-    TORCHVISION.write(bundle, tmp_path / "x.pth")
-    assert "heads.pre_logits.weight" in open_tensors(tmp_path / "x.pth")
-    assert_same(bundle, load(tmp_path / "x.pth", device="cpu", heads=3))

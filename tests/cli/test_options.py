@@ -1,15 +1,91 @@
-"""Tests of parsing options and of spelling them in messages."""
+"""Tests of options: made from fields, parsed, and spelled in messages and on help pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from vitrail.cli.options import Command
+from vitrail.cli.options import Command, Option, convert, help_page, options_of, unknown_option
 from vitrail.errors import BundleError, ConfigError
 from vitrail.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """A section."""
+
+    rate: float | Literal["auto"] = 0.5
+    """Rate of `something`, in one
+    line. Raises `ConfigError` for zero. More of `vitrail train`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Options of every type."""
+
+    place: str = setting(argument="PLACE")
+    """A place."""
+    count: int = 1
+    kind: Literal["a", "b"] | None = None
+    size: tuple[int, int] | None = None
+    """Height and width."""
+    names: tuple[Literal["x", "y"], ...] = ()
+    path: Path | None = None
+    on: bool = True
+    inner: Inner = field(default_factory=Inner)
+    spec: str = field(default="", metadata={"name": "data"})
+    """A data set."""
+
+
+OPTIONS: dict[str, Option] = {option.name: option for option in options_of(Outer)}
+
+
+def test_fields_become_options() -> None:
+    assert list(OPTIONS) == ["place", "count", "kind", "size", "names", "path", "on", "rate", "data"]
+    assert OPTIONS["place"].label == "PLACE" and OPTIONS["place"].default is dataclasses.MISSING
+    assert OPTIONS["rate"].label == "--rate" and OPTIONS["rate"].section == "inner"
+    assert [OPTIONS[name].metavar for name in ("count", "kind", "size", "names", "on", "rate")] == [
+        "N", "a|b", "H [W]", "x|y ...", "", "X|auto",
+    ]  # fmt: skip
+
+
+def test_texts_are_the_docstrings_without_line_ends_and_python() -> None:
+    assert OPTIONS["rate"].help == "Rate of something, in one line. More of `vitrail train`."
+    assert OPTIONS["size"].help == "Height and width." and OPTIONS["count"].help == ""
+    assert OPTIONS["data"].help == "A data set."
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "value"),
+    [
+        ("count", ["-3"], -3), ("kind", ["b"], "b"), ("kind", ["None"], None), ("size", ["4", "6"], (4, 6)),
+        ("names", [], ()), ("names", ["x", "y"], ("x", "y")), ("path", ["a/b"], Path("a/b")),
+        ("path", ["~/b"], Path.home() / "b"), ("path", ["~no-such-user/b"], Path("~no-such-user/b")),
+        ("rate", ["auto"], "auto"), ("rate", ["1e-3"], 0.001),
+    ],
+)  # fmt: skip
+def test_words_become_values(name: str, typed: list[str], value: Any) -> None:
+    assert convert(OPTIONS[name], typed) == value
+
+
+def test_an_option_is_found_by_a_part_of_its_name() -> None:
+    assert unknown_option("--rate", "train", ["learning_rate", "run"]).endswith("; nearest: --learning-rate")
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (("data", "run"), "nearest: --run"), (("out", "json"), "nearest: --out"), (("page",), "nearest: --page"),
+        (("destination",), "its last argument, DST"), (("csv", "json"), "it writes no file"),
+    ],
+)  # fmt: skip
+def test_the_option_of_the_place_to_write_to_is_named(names: tuple[str, ...], advice: str) -> None:
+    for typed in {"out", "run", "output-dir"} - set(names):
+        assert advice in unknown_option(f"--{typed}", "try", names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +176,13 @@ def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("m --bs 3", "--bs: vitrail try has no such option; nearest: --batch-size"),
         ("m --batchsize 3 -x", "--batchsize: vitrail try has no such option; nearest: --batch-size, --image-size\n"
          "-x: vitrail try has no such option; see vitrail try --help-all"),
         ("m --batch-size", "--batch-size: needs N"),
         ("m --image-size", "--image-size: needs H [W]"),
-        ("m --layers", "--layers: needs N ..."),
+        ("m --layers", "--layers: needs N ..."), ("m --shots 4 6.5", "--shots: '6.5' is not a whole number"),
         ("m --flip=yes", "--flip: takes no value"),
         ("m --no-no-cache", "--no-no-cache: vitrail try has no such option; nearest: --no-cache"),
-        ("m --batch-size x", "--batch-size: 'x' is not a whole number"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(typed: str, message: str) -> None:
@@ -152,3 +226,33 @@ def test_notes_spell_only_what_they_recommend() -> None:
 def test_messages_about_files_keep_the_names_in_them() -> None:
     assert COMMAND.message(BundleError("a.json: image_size is missing"), {}) == "a.json: image_size is missing"
     assert COMMAND.message(BundleError("out='x' is taken, image_size=3"), {}) == "--out: 'x' is taken, image_size=3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Options of a help page."""
+
+    model: str = setting(argument="MODEL")
+    """A model."""
+    rate: float = 1e-3
+    """Learning rate. It has a second sentence. By default a small one."""
+    json: bool = False
+    """Print JSON."""
+    secret: int = 3
+    """Not shown."""
+
+
+def test_a_help_page_has_first_sentences_and_the_values_of_a_recipe() -> None:
+    command = Command(
+        name="try", summary="Try it, with a text that is\n    reflowed.", examples=(("vitrail try", "Try."),),
+        options=(Shown,), essential={"Settings": ("rate",)}, defaults=lambda given: dict.fromkeys(given, "changed"),
+        hidden=("secret",),
+    )  # fmt: skip
+    page = help_page(command, {}, everything=False, width=46)
+    assert page.startswith("usage: vitrail try MODEL [options]\n\nTry it, with a text that is reflowed.\n")
+    shown = " ".join(page.split())
+    assert "MODEL A model. Settings: --rate X Learning rate. By default a small one. vitrail try --help-all" in shown
+    assert "--json" not in shown and "second sentence" not in shown and max(map(len, page.splitlines())) <= 70
+    page = help_page(command, {"rate": 1}, everything=True, width=200)
+    assert "It has a second sentence. Default: changed.\n" in page and "By default" not in page
+    assert "--json" in page and "secret" not in page
