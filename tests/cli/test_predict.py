@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.cli.conftest import Cli
 from vitrail.cli import main
+from vitrail.cli.console import image_paths
 from vitrail.data.sources import open_data
 from vitrail.training.run import RunResult
 from vitrail.weights.load import load

@@ -25,6 +25,7 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.models.vit_config import ViTConfig
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import Checkpoint, Pair
 from vitrail.weights.layouts.timm import pairs as timm_pairs
 from vitrail.weights.load import LAYOUTS, convert, load
