@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrail.data.augment.draws import Slot, keyed_uniform
 from vitrail.data.objects import IGNORED, Mask, Objects
-from vitrail.data.pixels.decode import decode, image_size_of
+from vitrail.data.pixels.decode import decode, image_size_of, open_image
 from vitrail.data.pixels.geometry import Box, Jitter, Placement
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, has_soft_targets, image_of, soft_target_of
@@ -315,9 +315,12 @@ class Loader:
         views: Iterable[int],
     ) -> list[np.ndarray]:
         """Return the pixels of a random box of an image for each view."""
-        size = image_size_of(image)
-        boxes = [crop(epoch, place, *size, view=view) for view in views]
-        return [preprocess.pixels(image, box, whole_levels=self.is_training) for box in boxes]
+        opened = open_image(image)
+        boxes = [crop(epoch, place, *opened.size, view=view) for view in views]
+        images = [opened, *[image] * (len(boxes) - 1)]  # what is opened is decoded once only
+        return [
+            preprocess.pixels(one, box, whole_levels=self.is_training) for one, box in zip(images, boxes, strict=True)
+        ]
 
     def _values(self, place: int, target: Target) -> np.ndarray | None:
         """Return the numbers of a target or the amount of each class. Return None if each sample has at most one

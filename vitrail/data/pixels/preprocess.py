@@ -144,12 +144,13 @@ class Preprocess:
 
     def pixels(
         self,
-        image: bytes | np.ndarray | Image.Image,
+        image: bytes | np.ndarray | Image.Image | Opened,
         box: Box | Jitter | None = None,
         *,
         whole_levels: bool = False,
     ) -> Pixels:
-        """Decode, crop and scale an image by `placement`. The image is an encoded file, an array or a Pillow image.
+        """Decode, crop and scale an image by `placement`. The image is an encoded file, an array, a Pillow image, or
+        what `open_image` returned for one of them.
 
         The result is float32 if `resampler` is "tensorflow" and `whole_levels` is False. Otherwise the result is uint8.
         Augmentation needs uint8 and therefore sets `whole_levels`, which rounds the levels. Pixels outside `box` do not
@@ -158,7 +159,7 @@ class Preprocess:
         """
         array = decode(image, self.channels) if isinstance(image, np.ndarray) else None
         if array is None or array.shape[:2] != self.image_size or self.crop_share != 1 or box is not None:
-            array = self._fit(open_image(image), box)
+            array = self._fit(image if isinstance(image, Opened) else open_image(image), box)
         array = array.reshape(*self.image_size, self.channels).transpose(2, 0, 1)
         if self.resampler == "tensorflow" and whole_levels:
             array = np.rint(array).clip(0, 255).astype(np.uint8)
