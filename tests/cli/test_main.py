@@ -14,8 +14,7 @@ import pytest
 
 from tests.cli.conftest import Cli
 from vitrail import __version__
-from vitrail.cli import COMMANDS, command_of, main
-from vitrail.cli.streams import Output
+from vitrail.cli import COMMANDS, Output, command_of, main
 from vitrail.errors import DataError
 from vitrail.training.stop import StopRequest
 

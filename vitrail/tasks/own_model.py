@@ -15,8 +15,7 @@ from vitrail.files import check_new_folder, partial_path, replacing_folder, savi
 from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
 from vitrail.weights.bundle import Bundle, Images, load_bundle, write_bundle
-from vitrail.weights.saved import StoredFormat
-from vitrail.weights.tensors import save_safetensors
+from vitrail.weights.saved import StoredFormat, save_safetensors
 
 WEIGHTS = "model.safetensors"
 

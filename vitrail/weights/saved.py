@@ -16,19 +16,19 @@ The first format that a release writes has the number 2.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitrail.data.texts import FILES
 from vitrail.errors import BundleError
-from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
-from vitrail.weights.tensors import save_safetensors
+from vitrail.files import check_new_folder, disk_problem, replacing_folder, sha256, write_json
 
 FORMAT = 2
 WEIGHTS = "model.safetensors"
@@ -162,3 +162,24 @@ def _read_weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise BundleError(f"{path} is not a safetensors file: {error}") from error
+
+
+def save_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file that has the permissions of other new files. Raise `OSError`.
+
+    The library safetensors writes a file that only its owner can read, and replaces `path` by it.
+    """
+    path.touch()
+    permissions = stat.S_IMODE(path.stat().st_mode)
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt", **(metadata or {})})
+    except SafetensorError as error:  # safetensors reports a full disk with this exception
+        path.unlink()
+        raise write_error(path, tensors, error) from error
+    path.chmod(permissions)
+
+
+def write_error(path: Path, tensors: Mapping[str, Tensor], error: Exception) -> OSError:
+    """Return the error of the operating system because of which a library could not write tensors."""
+    problem = disk_problem(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
+    return problem or OSError(None, str(error))

@@ -13,7 +13,6 @@ import math
 import os
 import pickle
 import re
-import stat
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -23,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.errors import BundleError
-from vitrail.files import disk_problem, partial_path, saving
+from vitrail.files import partial_path, saving
+from vitrail.weights.saved import save_safetensors, write_error
 
 SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 
@@ -146,31 +145,10 @@ def save_tensors(
             partial.replace(path)
         except RuntimeError as error:  # torch.save reports a full disk with this exception
             partial.unlink(missing_ok=True)
-            raise _write_error(path, tensors, error) from error
+            raise write_error(path, tensors, error) from error
         finally:
             if not partial.is_dir():
                 partial.unlink(missing_ok=True)
-
-
-def save_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file that has the permissions of other new files. Raise `OSError`.
-
-    The library safetensors writes a file that only its owner can read, and replaces `path` by it.
-    """
-    path.touch()
-    permissions = stat.S_IMODE(path.stat().st_mode)
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt", **(metadata or {})})
-    except SafetensorError as error:  # safetensors reports a full disk with this exception
-        path.unlink()
-        raise _write_error(path, tensors, error) from error
-    path.chmod(permissions)
-
-
-def _write_error(path: Path, tensors: Mapping[str, Tensor], error: Exception) -> OSError:
-    """Return the error of the operating system because of which a library could not write tensors."""
-    problem = disk_problem(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
-    return problem or OSError(None, str(error))
 
 
 def _open_npz(path: Path) -> TensorFile:
