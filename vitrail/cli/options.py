@@ -241,7 +241,8 @@ def _parser(options: Mapping[str, Option]) -> argparse.ArgumentParser:
 
 
 class _Once(argparse.Action):
-    """Says that of two values of an option the last counts. Scripts append options to change those that come before."""
+    """Prints a line if an option is typed again with another value. The last value counts, because scripts append
+    options to change earlier ones."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = vars(namespace).get(self.dest)

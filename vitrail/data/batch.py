@@ -317,7 +317,7 @@ class Loader:
         """Return the pixels of a random box of an image for each view."""
         opened = open_image(image)
         boxes = [crop(epoch, place, *opened.size, view=view) for view in views]
-        images = [opened, *[image] * (len(boxes) - 1)]  # what is opened is decoded once only
+        images = [opened, *[image] * (len(boxes) - 1)]  # an opened image can be decoded only once
         return [
             preprocess.pixels(one, box, whole_levels=self.is_training) for one, box in zip(images, boxes, strict=True)
         ]

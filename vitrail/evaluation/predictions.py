@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
 from vitrail.processes.group import Processes
 from vitrail.weights.answers import OutputKind
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, is_described
 
 
 @dataclass(eq=False)
@@ -57,6 +58,18 @@ class Pass:
             return self.batch_size
         bundle = self.bundle
         return prediction_batch(bundle.network, bundle.preprocess.image_size, bundle.device, precision)
+
+    @cached_property
+    def usable_cache(self) -> Path | None:
+        """The folder `cache`. It is None, with a note, if the network was changed, because the features in the folder
+        are found by the config and the weights. The comparison of the network computes images, so it is made once."""
+        if self.cache is None or is_described(self.bundle.network):
+            return self.cache
+        self.note(
+            "features are computed and not taken from the cache, because the network was changed: its config and its "
+            "weights alone do not determine its outputs"
+        )
+        return None
 
     @property
     def ranks(self) -> Ranks:

@@ -281,6 +281,14 @@ def test_both_decoders_of_jpeg_give_the_same_pixels_and_errors(
         np.testing.assert_array_equal(found.reshape(by_pillow.shape), by_pillow)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_undamaged_jpeg_is_not_decoded_by_pillow(channels: int) -> None:
+    pytest.importorskip("simplejpeg")
+    opened = open_image(encode(picture(channels=channels).squeeze(), "JPEG", exif=orientation(6)))
+    assert opened.pixels(channels).shape == (21, 13, channels)
+    assert opened.picture.tile, "Pillow empties the list of parts when it decodes them"
+
+
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0\0\0"])
 def test_senseless_exif_is_no_reason_to_refuse(exif: bytes) -> None:
     found = decode(encode(blocks(), "JPEG", exif=exif), 3)

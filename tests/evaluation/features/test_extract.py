@@ -89,7 +89,7 @@ class Watched:
 
     def __call__(self, source: object, cache: Path | None, **options: object) -> FeatureSet:
         settings = {"on_note": self.notes.append, "on_progress": lambda done, total: self.progress.append(done)}
-        with patch("vitrail.evaluation.features.extract.is_described", return_value=True):  # it calls the network, too
+        with patch("vitrail.evaluation.predictions.is_described", return_value=True):  # it calls the network, too
             return extracted(self.network, source, **{"batch_size": 5, "cache": cache, **settings, **options})
 
 

@@ -303,7 +303,7 @@ class Augment:
     def _move(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 3"]) -> UInt8[Tensor, "b c h w"]:
         b, _, height, width = images.shape
         flip, down, across = draws.T
-        if not self.shift and images.device.type == "cpu":  # NumPy copies rows 20 times as fast as PyTorch picks them
+        if not self.shift and images.device.type == "cpu":  # `torch.where` takes 20 times as long
             moved, mirrored = np.from_dlpack(images).copy(), np.flatnonzero(flip < 0.5)
             moved[mirrored] = np.from_dlpack(torch.from_numpy(moved[mirrored]).flip(3))
             return torch.from_numpy(moved)

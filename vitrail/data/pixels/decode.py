@@ -434,7 +434,7 @@ class Opened:
         return found
 
     def _by_simplejpeg(self, channels: int) -> UInt8[np.ndarray, "h w c"] | None:
-        """Return the pixels of a JPEG file without any fault, or None if Pillow has to decode the file."""
+        """Return the upright pixels of an undamaged JPEG file, or None for a file that Pillow has to decode."""
         layout = LAYOUTS.get((self.picture.mode, channels))
         if not self.file or self.picture.format not in JPEGS or layout is None or (decoder := _simplejpeg()) is None:
             return None

@@ -241,7 +241,8 @@ class Preprocess:
 
     @property
     def _scales_arrays(self) -> bool:
-        """False if Pillow scales, which takes its own pictures. It always scales pictures that the decoder shrank."""
+        """True if PyTorch or the code of TensorFlow's rule scales, which take arrays. Otherwise Pillow scales its own
+        pictures."""
         return self.resampler != "pillow" or not (self.antialias or self.interpolation == "nearest")
 
     def _like_tensorflow(
@@ -278,7 +279,7 @@ def _scaled_by_torch(
     kernel with a = -1/2, or a = -3/4 without antialiasing."""
     if picture.shape[:2] == size:
         return picture
-    planes = torch.from_numpy(picture.copy()).permute(2, 0, 1)[None]  # PyTorch takes no read-only and reversed arrays
+    planes = torch.from_numpy(picture.copy()).permute(2, 0, 1)[None]  # PyTorch refuses read-only arrays
     source = planes if antialias else planes.float()
     scaled = torch.nn.functional.interpolate(source, size, mode=interpolation, align_corners=False, antialias=antialias)
     if not antialias:

@@ -30,7 +30,7 @@ from vitrail.machine import Precision, resolve_precision
 from vitrail.models.predictor import Predictor
 from vitrail.settings import typed
 from vitrail.weights.answers import finite
-from vitrail.weights.bundle import Bundle, is_described
+from vitrail.weights.bundle import Bundle
 
 Layer = Literal["embedding", "head-inputs"]
 """Layer of a network whose outputs are the features. The two layers differ if the network has a hidden layer before its
@@ -84,10 +84,10 @@ def extract(how: Pass, source: Source, layer: Layer = "embedding") -> FeatureSet
     little.
 
     Features of the same weights, data, preprocessing and precision are memory-mapped from the cache, and new ones are
-    stored there, unless the network was changed (`is_described`). An interrupted extraction continues where it stopped.
-    The resulting bytes are the same as without the interruption if the batch sizes are the same. If another process is
-    computing the same features, this call waits for it. If the cache cannot be written, the features are computed in
-    memory and not stored.
+    stored there, unless the network was changed (`Pass.usable_cache`). An interrupted extraction continues where it
+    stopped. The resulting bytes are the same as without the interruption if the batch sizes are the same. If another
+    process is computing the same features, this call waits for it. If the cache cannot be written, the features are
+    computed in memory and not stored.
 
     Several processes that call this function with the same arguments share the work. Each process returns all features,
     even if other processes start late or die. The bytes do not depend on the number of processes. Without a cache, the
@@ -100,13 +100,7 @@ def extract(how: Pass, source: Source, layer: Layer = "embedding") -> FeatureSet
         raise ConfigError(f"batch_size={how.batch_size} is less than 1")
     precision = how.feature_precision or how.precision
     job = _Job(how, source, existing_layer(how.bundle.network, layer), how.batch_for(precision), precision)
-    kept, cache = None, how.cache
-    if cache is not None and not is_described(how.bundle.network):
-        how.note(
-            "features are computed and not taken from the cache, because the network was changed: its config and its "
-            "weights alone do not determine its outputs"
-        )
-        cache = None
+    kept, cache = None, how.usable_cache
     if cache is not None:
         try:
             job, kept = _from_cache(job, cache)
