@@ -56,7 +56,7 @@ BY_HEAD: dict[OutputKind, str] = {
 UNLEARNED = frozenset({"retrieval", "zeroshot"})
 """Names of the evaluators that measure features without learning from training images."""
 
-COUNTS = frozenset({"images", "skipped", "training_images"})
+COUNTS = frozenset({"images", "skipped", "unlabelled", "training_images"})
 """Metrics that are numbers of images, which evaluators share."""
 
 OF_PLACED: dict[str, frozenset[str]] = {

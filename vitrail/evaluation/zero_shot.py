@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 
 from vitrail.data.source import Source, check_known
 from vitrail.errors import DataError
+from vitrail.evaluation.evaluators import COUNTS
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.weights.zero_shot import read_templates, zero_shot
-
-KEPT = ("images", "skipped", "unlabelled")
-"""Metrics that other evaluators have too."""
 
 
 @dataclass(frozen=True)
@@ -41,4 +39,4 @@ class ByZeroShot:
         for note in bundle.notes[len(outputs.bundle.notes) :]:
             outputs.note(note)
         found = ByAccuracy(bootstrap=self.bootstrap)(replace(outputs, bundle=bundle), train, held_out)
-        return {name if name in KEPT else f"zeroshot_{name}": value for name, value in found.items()}
+        return {name if name in COUNTS else f"zeroshot_{name}": value for name, value in found.items()}
