@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Cli
 from tests.serving.conftest import make_bundle
+from vitrail.bench.serving import started
+from vitrail.training.stop import interrupted_by_signals
 
 
 @pytest.mark.slow
@@ -56,6 +60,23 @@ def test_a_terminated_measurement_leaves_no_server_behind(tmp_path: Path) -> Non
             process.kill()
     assert process.returncode == 130 and "interrupted" in errors
     assert not _commands_with(folder)
+
+
+def test_a_signal_while_a_server_starts_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[int] = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            servers.append(self.pid)
+            signal.raise_signal(signal.SIGTERM)  # before the caller has the process
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt), interrupted_by_signals(), started("vitrail", Path("/absent"), "float32", {}):
+        pass
+    assert len(servers) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(servers[0], 0)
 
 
 def _commands_with(path: Path) -> list[str]:

@@ -33,6 +33,7 @@ from vitrail.cores import compute_threads
 from vitrail.errors import ConfigError
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
+from vitrail.training.stop import StopRequest
 from vitrail.weights.bundle import Bundle
 
 BATCHES = (1, 4, 8, 16)
@@ -430,27 +431,33 @@ def started(name: str, model: Path, precision: str, pythons: Mapping[str, str]) 
     script = benchmark_script("servers.py") if "{servers}" in kind.words else ""
     words = (word.format(model=model, precision=precision, servers=script) for word in kind.words)
     command = [pythons.get(kind.library, sys.executable), *words]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL,  # a banner would stand before the JSON of this process
-        stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            assert process.stderr is not None
-            said = ""
-            while (found := re.search(r"http://127\.0\.0\.1:(\d+)", said)) is None:
-                line = process.stderr.readline()
-                if not line:
-                    raise ConfigError(f"against={name!r} did not start: {said.strip()}")
-                said += line
-            log = process.stderr  # it is read, so that the server never waits for a full pipe
-            threading.Thread(target=lambda: [None for _ in log], daemon=True).start()
-            yield process.pid, int(found[1])
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE)
-            with suppress(ProcessLookupError):  # processes that it has left behind
-                os.killpg(process.pid, signal.SIGKILL)
+    process = None
+    try:
+        with StopRequest() as request:  # a signal that came before the process is known would leave it behind
+            process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL,  # a banner would stand before the JSON of this process
+                stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True,
+            )  # fmt: skip
+        if request.is_asked:
+            raise KeyboardInterrupt
+        assert process.stderr is not None
+        said = ""
+        while (found := re.search(r"http://127\.0\.0\.1:(\d+)", said)) is None:
+            line = process.stderr.readline()
+            if not line:
+                raise ConfigError(f"against={name!r} did not start: {said.strip()}")
+            said += line
+        log = process.stderr  # it is read, so that the server never waits for a full pipe
+        threading.Thread(target=lambda: [None for _ in log], daemon=True).start()
+        yield process.pid, int(found[1])
+    finally:
+        if process is not None:
+            with process:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(PATIENCE)
+                with suppress(ProcessLookupError):  # processes that it has left behind
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def cpu_seconds(process: int) -> float:
