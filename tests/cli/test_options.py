@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from vitrail.cli.options import Command, Option, convert, help_page, options_of, unknown_option
+from vitrail.cli.run_options import run_options
 from vitrail.errors import BundleError, ConfigError
 from vitrail.settings import setting
 
@@ -35,6 +36,7 @@ class Outer:
     """Height and width."""
     names: tuple[Literal["x", "y"], ...] = ()
     path: Path | None = None
+    page: Path | None = Path("page.html")
     on: bool = True
     inner: Inner = field(default_factory=Inner)
     spec: str = field(default="", metadata={"name": "data"})
@@ -45,7 +47,7 @@ OPTIONS: dict[str, Option] = {option.name: option for option in options_of(Outer
 
 
 def test_fields_become_options() -> None:
-    assert list(OPTIONS) == ["place", "count", "kind", "size", "names", "path", "on", "rate", "data"]
+    assert list(OPTIONS) == ["place", "count", "kind", "size", "names", "path", "page", "on", "rate", "data"]
     assert OPTIONS["place"].label == "PLACE" and OPTIONS["place"].default is dataclasses.MISSING
     assert OPTIONS["rate"].label == "--rate" and OPTIONS["rate"].section == "inner"
     assert [OPTIONS[name].metavar for name in ("count", "kind", "size", "names", "on", "rate")] == [
@@ -65,11 +67,17 @@ def test_texts_are_the_docstrings_without_line_ends_and_python() -> None:
         ("count", ["-3"], -3), ("kind", ["b"], "b"), ("kind", ["None"], None), ("size", ["4", "6"], (4, 6)),
         ("names", [], ()), ("names", ["x", "y"], ("x", "y")), ("path", ["a/b"], Path("a/b")),
         ("path", ["~/b"], Path.home() / "b"), ("path", ["~no-such-user/b"], Path("~no-such-user/b")),
-        ("rate", ["auto"], "auto"), ("rate", ["1e-3"], 0.001),
+        ("rate", ["auto"], "auto"), ("rate", ["1e-3"], 0.001), ("page", ["None"], None),
+        ("path", ["none"], Path("none")), ("kind", ["none"], None),
     ],
 )  # fmt: skip
 def test_words_become_values(name: str, typed: list[str], value: Any) -> None:
     assert convert(OPTIONS[name], typed) == value
+
+
+def test_none_is_a_value_where_it_is_a_choice() -> None:
+    positions = next(option for option in run_options() if option.name == "positions")
+    assert convert(positions, ["none"]) == "none" and convert(positions, ["None"]) is None
 
 
 def test_an_option_is_found_by_a_part_of_its_name() -> None:

@@ -439,6 +439,12 @@ class Option:
         return self.kind is bool
 
     @property
+    def clearing(self) -> Collection[str]:
+        """Words that take away the value of a recipe or a default, unless they are values themselves."""
+        has_value = bool(self.section) or self.default is not None or self.kind not in (str, Path)
+        return {"None", "none"}.difference(self.facts.get("choices", ())) if self.accepts_none and has_value else ()
+
+    @property
     def arity(self) -> int | None:
         """Number of values, or None if any number is accepted."""
         if get_origin(self.kind) is not tuple:
@@ -530,10 +536,10 @@ def convert(option: Option, values: Sequence[str]) -> Any:
     Without words, the value is an empty tuple if that is the default, so that a setting can be made empty again, or if
     the option `may_be_empty`. One number is both a height and a width.
     """
+    if len(values) == 1 and values[0] in option.clearing:
+        return None
     if option.is_size and len(values) == 1:
         values = [*values, *values]
-    if option.accepts_none and list(values) in (["None"], ["none"]):
-        return None
     none_needed = option.default == () or "may_be_empty" in option.facts
     if option.arity not in (None, len(values)) if values else not none_needed:
         raise ConfigError(f"{option.label}: needs {option.metavar}")
