@@ -521,11 +521,12 @@ def names_in(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def check_own_effects(given: Options, settings: Any, *, by_user: bool = False) -> None:
-    """Raise `ConfigError` if a typed option of a dataclass has no effect with the values of the dataclass. With
-    `by_user`, consider only conditions that no rule decides about."""
+def check_own_effects(given: Options, settings: Any, *, run: Any = None, by_user: bool = False) -> None:
+    """Raise `ConfigError` if a typed option of a dataclass has no effect with the values of the dataclass, which is a
+    part of the config `run` if that is given. With `by_user`, consider only conditions that no rule decides about."""
     for name, effect in facts(type(settings), "effect").items():
-        if name in given and not effect.holds(settings) and (effect.by_user or not by_user):
+        decisive = run if effect.of_run else settings
+        if name in given and not effect.holds(decisive) and (effect.by_user or not by_user):
             only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
             raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
 

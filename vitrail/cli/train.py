@@ -291,6 +291,7 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     splits = base.data.cut(data)
     log.say("measuring the speed of this machine")
     plan = plan_for_data(base, splits, explicit, seconds, started=started)
+    check_effects(given, plan.config)
     say_chosen(log, plan.reasons)
     return plan.config, data
 

@@ -152,12 +152,18 @@ class FaultConfig:
     spike_score: float = setting(0.0, least=0)
     """Go back to a checkpoint if the loss of a step is this many robust standard deviations above the median of the
     last steps, such as 10. 0: never."""
-    spike_window: int = setting(100, least=2)
+    spike_window: int = setting(100, effect=Effect(lambda own: own.spike_score > 0, "with --spike-score"), least=2)
     """Number of steps with which --spike-score compares a loss. The first steps of a run are not compared."""
-    rollback_skips: int = setting(10, least=1)
+    rollback_skips: int = setting(
+        10, effect=Effect(lambda own: own.may_roll_back, "with --on-non-finite rollback or --spike-score"), least=1
+    )
     """Number of batches to skip after the run goes back to a checkpoint. The last skipped batch is the batch of the
     fault."""
-    max_faults: int = setting(10, least=1)
+    max_faults: int = setting(
+        10,
+        effect=Effect(lambda own: own.are_checked, "with --on-non-finite skip or rollback, or --spike-score"),
+        least=1,
+    )
     """Maximum number of faults in a run. The next fault ends the run."""
 
     def __post_init__(self) -> None:

@@ -43,6 +43,9 @@ TO_AN_END = ("cosine", "linear", "polynomial")
 """Schedules that end at `end_learning_rate`."""
 
 
+WITH_DECAY = Effect(lambda own: own.weight_decay > 0, "with --weight-decay above 0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer and its learning rate. Raises `ConfigError` if fields have invalid values. The message names all of
@@ -87,7 +90,7 @@ class OptimizerConfig:
     warmup: Duration = 0.1
     """Length of the linear rise of the learning rate at the beginning: a fraction of the run, or a length with a unit
     such as "500 steps", "5 epochs" or "64000 images"."""
-    warmup_from_zero: bool = False
+    warmup_from_zero: bool = setting(False, effect=Effect(lambda own: not is_zero(own.warmup), "with --warmup"))
     """Begin the warm-up at 0, as the papers' code does. By default the first of N warm-up steps has 1/N of the rate."""
     backbone_wait: Duration = 0.0
     """Length at the beginning of the run in which only the head is trained, as in EoMT (2503.19108). The other weights
@@ -104,7 +107,7 @@ class OptimizerConfig:
     end_weight_decay: float | None = setting(None, least=0)
     """Weight decay at the end of the run, which --weight-decay approaches along half a cosine wave. By default it does
     not change."""
-    weight_decay_rule: DecayRule = "auto"
+    weight_decay_rule: DecayRule = setting("auto", effect=WITH_DECAY)
     """decoupled: subtracts decay x learning rate x weight (1711.05101). coupled: adds decay x weight to the gradient.
     independent: subtracts decay x (learning rate / peak learning rate) x weight (big_vision). auto: coupled for SGD
     and LARS, else decoupled."""
@@ -144,12 +147,12 @@ class OptimizerConfig:
     learning_rate_factors: tuple[str, ...] = ()
     """Factors of the learning rate for weights by name: PATTERN=FACTOR, such as "head\\..*=10". The first regular
     expression that matches the whole name is used. By default every factor is 1."""
-    weight_decay_factors: tuple[str, ...] = ()
+    weight_decay_factors: tuple[str, ...] = setting((), effect=WITH_DECAY)
     """Factors of the weight decay by name, as in --learning-rate-factors. Weights without a match do not decay. By
     default weight matrices have the factor 1."""
     clip: float = setting(1.0, least=0)
     """Largest norm of a gradient; larger gradients are scaled down. 0 for no limit."""
-    clip_of: ClipOf = "all"
+    clip_of: ClipOf = setting("all", effect=Effect(lambda own: own.clip > 0, "with --clip above 0"))
     """Gradients that --clip limits together: those of all weights, those of each part, such as the network and each
     head beside it (part: DINOv2), or those of each weight (weight: DINO and iBOT)."""
     layer_decay: float = setting(1.0, above=0, most=1)
@@ -171,6 +174,11 @@ class OptimizerConfig:
         ]
         if self.update_clip and self.kind != "adafactor":
             found.append(f"update_clip={self.update_clip} is for optimizer='adafactor'; use clip, or leave it out")
+        if self.kind == "lamb" and self.weight_decay_rule == "independent":
+            found.append(
+                "weight_decay_rule='independent' does not fit optimizer='lamb', which scales the update with its decay "
+                "to the length of the weight; choose 'decoupled' or 'coupled'"
+            )
         if self.end_weight_decay is not None and not self.weight_decay:
             found.append(
                 f"end_weight_decay={self.end_weight_decay} changes the weight decay, but weight_decay=0 switches it "
