@@ -318,7 +318,12 @@ def test_masks_have_the_sizes_of_the_published_samplers() -> None:
 
 
 def test_masked_patches_need_the_tokens_of_a_transformer() -> None:
-    for variant, fields in (("BiT-Pico", {}), ("ViT-Pico/7", {"pool": "gap"}), ("ViT-Pico/7", {"patch_dropout": 0.5})):
+    for variant, fields in (
+        ("BiT-Pico", {}),
+        ("ViT-Pico/7", {"pool": "gap"}),
+        ("ViT-Pico/7", {"patch_dropout": 0.5}),
+        ("ViT-Pico/7", {"projection": 8}),
+    ):
         with pytest.raises(ConfigError, match=r"patch_weight=0.7 needs the class token"):
             Dino(**SMALL, **MASKED).check_network(variant_config(variant, image_size=28, **fields))
     for name in ("mask_fraction", "local_crop_area"):

@@ -154,7 +154,8 @@ class Dino(ViewTask):
         if self.patch_weight and not (isinstance(network, ViTConfig) and _has_plain_tokens(network)):
             raise ConfigError(
                 f"patch_weight={self.patch_weight} needs the class token and the patches of a Vision Transformer with "
-                "pool='cls', final_norm='tokens' and no patch dropout; choose such a network, or patch_weight=0"
+                "pool='cls', final_norm='tokens', no projection and no patch dropout; choose such a network, or "
+                "patch_weight=0"
             )
         if network is not None and self.local_views:
             size = self.size_of_local(network.image_size)
@@ -466,7 +467,8 @@ def draw_masks(task: Dino, batch: Batch, grid: tuple[int, int], *, seed: int) ->
 
 def _has_plain_tokens(network: ViTConfig) -> bool:
     """Return True if the embedding is the class token, and the norm and the computation of all tokens are equal."""
-    return network.pool == "cls" and network.final_norm == "tokens" and not network.patch_dropout
+    is_token = network.pool == "cls" and network.final_norm == "tokens" and not network.projection
+    return is_token and not network.patch_dropout
 
 
 # The projection to prototypes and the losses, as in the published codes. A teacher's outputs, after centring and a
