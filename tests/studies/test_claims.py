@@ -176,6 +176,16 @@ def test_a_ratio_that_is_not_certain_is_not_shown(points: list[PointResult], evi
     assert found.outcome == "not shown" and evidence in found.evidence[0]
 
 
+def test_no_claim_about_compute_leaves_out_a_seed_that_diverged() -> None:
+    good, bad = arm("vit", law(3.0)), arm("bit", law(1.0))
+    bad[1] = measured("bit", [0.7, 0.7, None], x=COMPUTE[1], label="middle")
+    results = Results([*good, *bad])
+    for claim in (PowerLawFit("falls", "bit"), LessCompute("less", "vit", "bit"), LessCompute("less", "bit", "vit")):
+        found = claim.check(results)
+        assert found.outcome == "not shown" and found.evidence == ("bit at middle diverged with 1 of 3 seeds",)
+    assert PowerLawFit("falls", "vit").check(results).outcome == "shown"
+
+
 @pytest.mark.parametrize("level", [0.5, 0.05, 0.001])
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 101])
 def test_quantiles_are_those_of_students_t(freedom: int, level: float) -> None:
