@@ -133,8 +133,9 @@ def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: boo
     """Raise `ConfigError` if a typed option has no effect in a run with this config. With `by_user`, consider only
     conditions that no rule decides about."""
     sections = [getattr(config, section.name) for section in dataclasses.fields(config)]
-    with suppress(ConfigError):  # `prepare` raises it
-        sections.append(network_config_of(config, None, None, num_classes=2))
+    if config.start.init is None:
+        with suppress(ConfigError):  # `prepare` raises it
+            sections.append(network_config_of(config, None, None, num_classes=2))
     for section in sections:
         check_own_effects(given, section, run=config, by_user=by_user)
     local = config.task.local_views_of(config.images, config.augment, config.run.seed)
