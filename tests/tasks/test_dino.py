@@ -82,9 +82,10 @@ def formula(objective: DinoObjective, batch: Batch, samples: list[int], temperat
     return {"loss": loss, "teacher_entropy": entropy, "divergence": loss - entropy}
 
 
-@pytest.mark.parametrize("local", [0, 3])
-def test_the_loss_is_the_formula(local: int) -> None:
-    objective = make_objective(student_temperature=0.2, target_temperature=0.05, local_views=local)
+@pytest.mark.parametrize(("local", "projection"), [(0, 0), (3, 0), (1, 7), (3, 5)])
+def test_the_loss_is_the_formula(local: int, projection: int) -> None:
+    task = Dino(**SMALL, student_temperature=0.2, target_temperature=0.05, local_views=local)
+    objective = DinoObjective(small_network(projection=projection), task)
     objective.centre.value.copy_(torch.linspace(-0.3, 0.3, 24))
     shrink(objective.teacher)
     batch = make_batch(4, local, invalid=1)

@@ -348,7 +348,8 @@ class DinoObjective(ViewObjective):
         else:
             found = {"own": self.network.embed(batch.images)}
         if batch.local is not None:
-            found["local"] = self.network.embed(batch.local.images).reshape(len(batch), -1)
+            local = self.network.embed(batch.local.images).reshape(len(batch) // 2, 1, -1)
+            found["local"] = F.pad(local, (0, 0, 0, 1)).flatten(0, 1)  # a row per global view, of which the second is 0
         return found
 
     def compare(self, features: dict[str, Tensor], counted: Bool[Tensor, " b"], processes: Processes) -> LossOutput:
@@ -359,7 +360,7 @@ class DinoObjective(ViewObjective):
             taught = self.teacher_head(features["taught"])
             targets = self.targets(self.centre, taught, counted, self.temperatures[0], processes)
         if "local" in features:
-            local = features["local"].reshape(samples, -1, embeddings.shape[2])
+            local = features["local"][::2].reshape(samples, -1, embeddings.shape[2])
             embeddings = torch.cat([embeddings, local], dim=1)
         own = self.head(embeddings.flatten(0, 1)).unflatten(0, (samples, -1))
         found = view_losses(targets.view(samples, 2, -1), (own / task.student_temperature).log_softmax(dim=2))
