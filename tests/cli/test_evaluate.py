@@ -120,7 +120,9 @@ def test_all_evaluators_stand_in_one_table(evaluate: Cli, tmp_path: Path, colour
     shown = evaluate.shows(*words, "accuracy,knn,fewshot", "--shots", "1", "--l2", "loo")
     for text in ("balanced accuracy", "calibration error", "knn, k = 20", "fewshot, 1 shot", "±", "training images"):
         assert text in shown, shown
-    rows = evaluate.json(*words, "accuracy,knn", "--split", "all")
+    captured = evaluate.call(*words, "accuracy,knn", "--split", "all", "--json")
+    rows = json.loads(captured.out)
+    assert "knn learns from the training images, so it measures only the others" in captured.err
     assert "knn_1" not in rows["train"] and {"accuracy", "accuracy_low", "knn_1"} <= set(rows["test"])
     assert rows["train"]["images"] == 27
 
