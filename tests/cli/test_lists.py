@@ -9,6 +9,7 @@ import pytest
 import vitrail.cli.lists
 from tests.cli.conftest import Cli
 from vitrail.cli import main
+from vitrail.cli.run_options import check_effects
 from vitrail.cli.train import COMMAND
 from vitrail.models.cost import layer_costs, training_bytes
 from vitrail.models.variants import PUBLISHED, variant_config
@@ -110,11 +111,12 @@ def test_transfers_are_listed_with_their_commands(cli: Cli) -> None:
 @pytest.mark.slow
 def test_a_recipe_is_shown_with_its_settings(cli: Cli) -> None:
     """The printed words are options: they make the recipe out of the defaults."""
-    for name in ("plain-vit-s16-90", "demo", "vit-b16-i1k-mae"):
+    for name in ("plain-vit-s16-90", "demo", "vit-b16-i1k-mae", "vit-s16-i1k-dino-300", "deit3-s16-i1k"):
         out = cli.shows("recipes", name)
         lines = [shlex.split(line) for line in out.splitlines() if line.startswith("  --")]
         typed = COMMAND.parse([word for line in lines for word in line])
         recipe = RECIPES[name]()
+        check_effects(typed, recipe)
         assert all(sentence in out for sentence in getattr(RECIPES[name], "differences", ()))
         made = TrainConfig().override(**{"task": recipe.task.name, "name": recipe.run.name, **typed})
         assert differing_settings([made, recipe]) == [{}, {}], name

@@ -162,8 +162,10 @@ def test_values_of_presets_and_variants_are_compared(tiny: Make) -> None:
     assert differing_settings([usual, usual, same])[2] == {}
     other = usual.override(mixup=0.0, depth=1, optimizer="muon")
     assert differing_settings([usual, usual, other])[2] == {
-        "mixup": 0.0, "depth": 1, "optimizer": "muon", "momentum": 0.95
+        "mixup": 0.0, "mixup_per": None, "depth": 1, "optimizer": "muon", "momentum": 0.95
     }  # fmt: skip
+    lamb = settings_beside([usual.override(optimizer="lamb", momentum=0.5, warmup=0.0, warmup_from_zero=True)])[0]
+    assert lamb["momentum"] is lamb["warmup_from_zero"] is None and lamb["beta1"] == 0.9
     assert settings_beside([usual, other])[0]["mixup"] == 0.2 and settings_beside([usual, other])[0]["depth"] == 2
     longer = usual.override(steps=None, epochs=2.0)
     assert differing_settings([usual, longer])[1] == {"epochs": 2.0, "steps": None}

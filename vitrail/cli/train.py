@@ -249,8 +249,9 @@ def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
     """Print the published result of a recipe, and the settings in which the run differs from the recipe."""
     log.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
     recipe, run = settings_beside([paper(), config])
-    if changed := [setting_text(name, value) for name, value in run.items() if repr(value) != repr(recipe[name])]:
-        log.say(f"changed in this run: {', '.join(changed)}")
+    changed = {name: value for name, value in run.items() if repr(value) != repr(recipe[name]) and value is not None}
+    if changed:
+        log.say(f"changed in this run: {', '.join(setting_text(*each) for each in changed.items())}")
 
 
 def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:

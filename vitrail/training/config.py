@@ -455,6 +455,12 @@ class TrainConfig:
         value = getattr(section, bare_names(type(section))[name])
         return getattr(self.augment.settings, name, None) if value is None and section is self.augment else value
 
+    def in_use(self, name: str) -> Any:
+        """Return the value of `in_effect`, or None if the setting has no effect beside the other settings."""
+        value, section = self.in_effect(name), getattr(self, self.settings().get(name, ""), None)
+        effect = None if section is None else facts(type(section), "effect").get(name)
+        return value if effect is None or effect.holds(self if effect.of_run else section) else None
+
     def to_plain(self) -> dict[str, Any]:
         """Return the config as plain JSON values. The task's values include its name."""
         plain = dataclasses.asdict(self)
