@@ -35,12 +35,11 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _lines(results: Results, arm: str) -> dict[int, list[tuple[float, float]]]:
-    """Return the frontier of a measured arm for each seed that all its points have."""
+    """Return the frontier of an arm for each seed. All points of the arm have all seeds."""
     points = results.of_arm(arm)
-    seeds = set.intersection(*(set(point.values("accuracy")) for point in points))
     return {
         seed: frontier([(point.x or 0.0, 1 - point.values("accuracy")[seed]) for point in points])
-        for seed in sorted(seeds)
+        for seed in sorted(points[0].metrics)
     }
 
 

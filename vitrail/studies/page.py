@@ -187,21 +187,6 @@ def cell_rows(results: Results, metrics: Mapping[str, str]) -> list[dict[str, An
     ]
 
 
-def trial_rows(results: Results) -> list[dict[str, Any]]:
-    """Return a row for each trial of a learning rate."""
-    return [
-        {
-            "point": trial.tuning,
-            "stage": trial.stage + 1,
-            "learning_rate": trial.rate,
-            "validation_accuracy": trial.value,
-            "chosen": trial.chosen,
-            "cell": trial.cell,
-        }
-        for trial in results.trials
-    ]
-
-
 def edge_notes(results: Results) -> list[str]:
     """Return a sentence for the points whose chosen learning rate is the lowest or the highest that was tried, because
     a better one may lie beyond it."""
@@ -238,7 +223,17 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
     rows = {
         "points": point_rows(results, study.metrics),
         "cells": cell_rows(results, study.metrics),
-        "trials": trial_rows(results),
+        "trials": [
+            {
+                "point": trial.tuning,
+                "stage": trial.stage + 1,
+                "learning_rate": trial.rate,
+                "validation_accuracy": trial.value,
+                "chosen": trial.chosen,
+                "cell": trial.cell,
+            }
+            for trial in results.trials
+        ],
     }
     plain = {
         **shared,

@@ -562,7 +562,12 @@ class RunResult:
 def finish(run: Run, state: TrainState) -> RunResult:
     """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""
     job, folder, processes = run.job, run.folder, run.job.processes
-    summary = _times_and_means(run, state)
+    summary = {
+        "steps": float(state.step),
+        **{f"train_{name}": value for name, value in run.means.read().items()},
+        **run.clock.summary(),
+        "peak_memory_bytes": float(peak_memory(job.device)),
+    }
     if state.average is not None:
         state.average.swap()  # no swap back, because no step follows
     bundle = make_bundle(job, state.saved_objective())
@@ -596,17 +601,6 @@ def finish(run: Run, state: TrainState) -> RunResult:
     processes.on_first(lambda: _write_pictures(run, bundle, state.kept, source))
     run.log.tell("finished", {"examples": examples}, step=state.step, metrics=bundle.metrics, **summary)
     return RunResult(folder, bundle, bundle.metrics, summary, examples, job.config.task, predictions)
-
-
-def _times_and_means(run: Run, state: TrainState) -> dict[str, float]:
-    """Return the run's length, speed and memory: steps, seconds, fractions and bytes. Metrics of the training steps
-    before the last evaluation begin with "train_"."""
-    return {
-        "steps": float(state.step),
-        **{f"train_{name}": value for name, value in run.means.read().items()},
-        **run.clock.summary(),
-        "peak_memory_bytes": float(peak_memory(run.job.device)),
-    }
 
 
 def _write_pictures(run: Run, bundle: Bundle, objective: Objective, source: Source) -> None:
