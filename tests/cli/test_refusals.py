@@ -353,6 +353,8 @@ TRAIN = {
     "train --data no/data --max-faults 9": "--max-faults: it has an effect only with --on-non-finite skip",
     "train --data no/data --resize squash --pad-value 9": "--pad-value: it has an effect only with --resize pad",
     "train --task dino --grey 0.2": "--grey: it has an effect only on images with --channels 3",
+    "train --patience 10": "--patience: it has an effect only below the number of --evaluations",
+    "train --schedule staircase --stair-at 0.5 0.5": "--stair-at: 0.5 is given twice",
     "train --skip-dropped": "--skip-dropped: it has an effect only with --stochastic-depth above 0",
     "train --positions rotary-2d --position-std 0.1": "--position-std: it has an effect only with learned or relative",
     "train --positions none --positions-cover all": "--positions-cover: it has an effect only with learned --positions",

@@ -205,9 +205,10 @@ def test_a_pattern_without_a_weight_is_named() -> None:
     for fields, start in (
         ({"learning_rate_factors": ("head.*=10", "haed.*=10")}, r"learning_rate_factors='haed\.\*=10'"),
         ({"weight_decay_factors": ("x=1",)}, "weight_decay_factors='x=1'"),
+        ({"learning_rate_factors": (".*=1", "head.*=10")}, r"learning_rate_factors='head\.\*=10'"),
     ):
         with pytest.raises(
-            ConfigError, match=f"^{start} matches no weight of the network; .* patches.projection.weight"
+            ConfigError, match=f"^{start} matches no weight of the network that no .* patches.projection.weight"
         ):
             check_names(network, OptimizerConfig(**fields))
 

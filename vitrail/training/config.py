@@ -276,7 +276,13 @@ class RunConfig:
     """Random seed of the initial weights, the order of images, augmentation and dropout."""
     evaluations: int = setting(10, least=0)
     """Number of evaluations on the validation split during the run."""
-    patience: int | None = setting(None, least=1)
+    patience: int | None = setting(
+        None,
+        effect=Effect(
+            lambda run: run.patience is None or run.patience < run.evaluations, "below the number of --evaluations"
+        ),
+        least=1,
+    )
     """End the run after this many evaluations in a row without a better result. The learning rate's schedule does not
     change."""
     probe: str = ""

@@ -82,7 +82,7 @@ class OptimizerConfig:
     )
     """Length that is added to the steps after warm-up in the rsqrt schedule. The highest rate is then below
     --learning-rate. Useful for a run that continues another one."""
-    stair_at: tuple[Duration, ...] = ()
+    stair_at: tuple[Duration, ...] = setting((), distinct=True)
     """Points of the run at which the staircase schedule changes the learning rate, in increasing order."""
     stair_factors: tuple[float, ...] = setting((), least=0)
     """Factors of --learning-rate. Each one applies from the corresponding point of --stair-at. By default 0.1, 0.01,
@@ -155,7 +155,12 @@ class OptimizerConfig:
     clip_of: ClipOf = setting("all", effect=Effect(lambda own: own.clip > 0, "with --clip above 0"))
     """Gradients that --clip limits together: those of all weights, those of each part, such as the network and each
     head beside it (part: DINOv2), or those of each weight (weight: DINO and iBOT)."""
-    layer_decay: float = setting(1.0, above=0, most=1)
+    layer_decay: float = setting(
+        1.0,
+        effect=Effect(lambda run: run.start.train_blocks != 0, "with trained blocks below the head", of_run=True),
+        above=0,
+        most=1,
+    )
     """Ratio of each block's learning rate to the rate of the block above. The head has the full rate (2106.08254)."""
     average: float = setting(0.0, least=0, below=1)
     """Decay rate of a running mean of the weights, such as 0.999 (Polyak averaging). The mean is then evaluated and
@@ -378,14 +383,17 @@ def _of_kind(
 
 
 def check_names(network: nn.Module, config: OptimizerConfig) -> None:
-    """Raise `ConfigError` if a pattern for names of weights matches no weight of the network."""
+    """Raise `ConfigError` if a pattern for names of weights matches no weight of the network, or only weights that an
+    earlier pattern matches."""
     names = [name for name, _ in network.named_parameters()]
     for option in ("learning_rate_factors", "weight_decay_factors"):
+        left = names
         for text in getattr(config, option):
-            if not any(re.fullmatch(text.rpartition("=")[0], name) for name in names):
+            before, left = left, [name for name in left if not re.fullmatch(text.rpartition("=")[0], name)]
+            if len(left) == len(before):
                 raise ConfigError(
-                    f"{option}={text!r} matches no weight of the network; names are for example {names[0]} and "
-                    f"{names[-1]}"
+                    f"{option}={text!r} matches no weight of the network that no pattern before it matches; names are "
+                    f"for example {names[0]} and {names[-1]}"
                 )
 
 
