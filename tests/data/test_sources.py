@@ -373,7 +373,8 @@ def test_so_many_of_each_class_are_taken(tree: Trees) -> None:
         "13 of 83 training images"
     )
     both = open_data(str(tree(*many("a", "b"), name="both")) + "[:20]", validation_share=0.0, per_class=2)
-    assert len(both.train) == 4
+    assert len(both.train) == 4 and "fewer" not in both.notes[-1]
+    assert splits.notes[-1].endswith("; 1 of the 3 classes have fewer than 5")
 
 
 def test_classes_that_a_part_lacks_are_counted(tree: Trees) -> None:
