@@ -200,9 +200,13 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
     plain = {"machine": machine, "workload": workload.plain(), **rounds}
     if options.largest_batch:
         limit = None if options.memory_limit is None else byte_count(options.memory_limit, "memory_limit")
-        largest = largest_batch(workload, limit)
+        found = largest_batch(workload, limit)
         title = header(machine, describe_workload(workload, any_batch=True))
-        return title, {**plain, "largest_batch": largest}, largest_batch_line(largest)
+        line = (
+            f"largest batch whose training step fits into {_bytes(found['limit'])}: [bold]{found['batch']:,}[/] images "
+            f"(closed form: {found['predicted']:,} in the {_bytes(found['left'])} that Python and torch leave)"
+        )
+        return title, {**plain, "largest_batch": found}, [line]
     if len(kinds := names_in(options.attention)) > 1:
         compared = attention_scaling(workload, kinds, repetitions=options.repetitions, warmup=options.warmup)
         what = f"{options.variant}, {options.task}, {options.batch_size} images per step, in {workload.own_format}"
@@ -472,14 +476,6 @@ def attention(found: dict[str, Any]) -> list[Any]:
         for name, patches in found["cheaper_from"].items()
     ]
     return [terminal_table(columns, points, caption), terminal_table(even, sizes)]
-
-
-def largest_batch_line(found: dict[str, int]) -> list[Any]:
-    """Return a line about the largest batch that fits into memory."""
-    return [
-        f"largest batch whose training step fits into {_bytes(found['limit'])}: [bold]{found['batch']:,}[/] images "
-        f"(closed form: {found['predicted']:,} in the {_bytes(found['left'])} that Python and torch leave)"
-    ]
 
 
 def load(loading: dict[str, Any]) -> list[Any]:
