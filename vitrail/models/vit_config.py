@@ -123,6 +123,7 @@ class ViTConfig(NetworkConfig):
             lambda own: own.positions.startswith(("learned", "relative")), "with learned or relative --positions"
         ),
         least=0,
+        below=math.inf,
         advice="0 means none",
     )
     """Standard deviation of initial position embeddings: 0.02 in vision_transformer, width ** -0.5 in big_vision."""
@@ -132,7 +133,7 @@ class ViTConfig(NetworkConfig):
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU, the tanh approximation of the original code, the sigmoid approximation of
     OpenAI's CLIP, or a gated SiLU."""
-    layer_scale: float = setting(0.0, least=0, advice="0 means none")
+    layer_scale: float = setting(0.0, least=0, below=math.inf, advice="0 means none")
     """Initial value of LayerScale's factors (2103.17239). Each channel of each branch has a factor. 0 turns LayerScale
     off."""
     qk_norm: bool = False
@@ -151,7 +152,7 @@ class ViTConfig(NetworkConfig):
     head_normalises: bool = setting(False, changes_weights=False)
     """True to scale the inputs of the head to length 1, so that a row of the head is compared with images as the
     embedding of a text is."""
-    norm_eps: float = setting(1e-6, above=0)
+    norm_eps: float = setting(1e-6, above=0, below=math.inf)
     """Epsilon of every layer norm."""
     dropout: float = setting(0.0, changes_weights=False, least=0, below=1)
     """Dropout rate after every dense layer except the qkv projections, and after the position embedding (B.1)."""

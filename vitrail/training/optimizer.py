@@ -102,9 +102,9 @@ class OptimizerConfig:
     cooldown: Duration = 0.0
     """Length of the cool-down at the end of the run, in which the schedule is multiplied by a factor that falls
     linearly from 1 to 0."""
-    weight_decay: float = setting(0.05, least=0)
+    weight_decay: float = setting(0.05, least=0, below=math.inf)
     """Weight decay of weight matrices. Norms, biases, tokens and position embeddings do not decay."""
-    end_weight_decay: float | None = setting(None, least=0)
+    end_weight_decay: float | None = setting(None, least=0, below=math.inf)
     """Weight decay at the end of the run, which --weight-decay approaches along half a cosine wave. By default it does
     not change."""
     weight_decay_rule: DecayRule = setting("auto", effect=WITH_DECAY)
