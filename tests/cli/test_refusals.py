@@ -210,6 +210,8 @@ BENCH = {
     "bench accuracy demo:name=x": "'name' is no setting to compare",
     "bench accuracy demo:max-time=1s": "'max_time' is no setting to compare",
     "bench accuracy demo:evaluations=3 --evaluations 2": "recipe 'demo:evaluations=3': 'evaluations' is no setting",
+    "bench accuracy demo:patience=20": "--patience: it has an effect only below the number of --evaluations",
+    "bench accuracy demo:patience=15 --data no/data": "data 'no/data' does not exist",
     "bench accuracy demo:probe-every=5": "--probe-every: it has an effect only with --probe",
     "bench accuracy demo:epochs=soon": "recipe 'demo:epochs=soon': --epochs: 'soon' is not a number",
     "bench accuracy demo:epochs=-1": "recipe 'demo:epochs=-1': epochs=-1.0 is not above 0",
