@@ -63,6 +63,12 @@ def test_short_runs_have_the_phases_that_fit(small: Make, tmp_path: Path) -> Non
         assert (phase.first, phase.steps, phase.image_size) == (0, 1, (side, side))
 
 
+def test_a_phase_without_a_step_is_noticed(small: Make, tmp_path: Path) -> None:
+    events: list[Any] = []
+    train(small(tmp_path / "run", steps=2, early_image_size=("14:0.1",)), log=Log(events.append))
+    assert "the steps in 1 phase compute" in str(events) and "100% of as many steps" in str(events)
+
+
 def test_epochs_count_the_images_of_all_phases(small: Make, tmp_path: Path) -> None:
     config = small(tmp_path, steps=None, epochs=3.0, early_batch_size=("5:0.5", "10:0.75"))
     assert config.mean_batch_size == 0.5 * 5 + 0.25 * 10 + 0.25 * 20

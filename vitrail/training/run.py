@@ -35,7 +35,7 @@ from vitrail.training.after_step import Run, before_first_step, check_finite, re
 from vitrail.training.build import make_bundle, make_network, make_state
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, Timing
-from vitrail.training.config import ALLOWED, LENGTHS, ON_RESUME, TrainConfig
+from vitrail.training.config import ALLOWED, LENGTHS, ON_RESUME, EarlyConfig, TrainConfig
 from vitrail.training.folder import Record, locked, new_folder, read_record, replace_config
 from vitrail.training.job import (
     Job,
@@ -489,7 +489,7 @@ def _announce(run: Run, network: nn.Module, notes: Sequence[str], memory: str) -
     log.say(memory)
     log.say(f"{run.folder / 'progress.html'} shows the curves during the run")
     log.say(f"{_summary(job, network)}, into {run.folder}")
-    if len(job.phases) > 1 and job.network is not None:
+    if job.config.early != EarlyConfig() and job.network is not None:
         log.say(cost_text(job.phases, job.network, job.config.task))
 
 
