@@ -87,7 +87,7 @@ def test_a_model_decides_what_images_are_like_unless_told(
     assert run(*words, "--run", str(tmp_path / "as-it-is"), "--lora-rank", "2", "--lora-on", "query", "up") == 0
     shown = capsys.readouterr().out.replace("\n", " ")
     assert "the new head has 3 classes; its weights start at zero" in shown and "of them trained" in shown
-    more = ["--image-size", "32", "48", "--std", "0.5", "--train-blocks", "1", "--average", "0.9", "--patience", "1"]
+    more = ["--image-size", "32", "48", "--std", "0.5", "--train-blocks", "1", "--average", "0.9"]
     assert run(*words, "--run", str(tmp_path / "other"), *more) == 0
     of_model, first, second = (
         json.loads((folder / "model.json").read_text())

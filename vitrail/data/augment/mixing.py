@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
@@ -80,8 +79,9 @@ def mix(
     if cut.any():
         pasted = np.flatnonzero(cut)
         mixture.paste(pasted, *cut_boxes(draws[pasted, 1:5], cutmix, *batch.images.shape[2:], even=as_timm))
-    # On a GPU, the range of the labels is not checked, because the CPU would have to wait for the device.
-    targets = F.one_hot(batch.labels.clamp(min=0), classes).float() if batch.targets is None else batch.targets
+    # The range of the labels is not checked, because the CPU would have to wait for the device.
+    is_class = batch.labels.clamp(min=0)[:, None] == torch.arange(classes, device=batch.labels.device)
+    targets = is_class.float() if batch.targets is None else batch.targets
     return replace(batch, images=mixture.images, targets=mixture.mixed(targets), valid=batch.counted)
 
 
