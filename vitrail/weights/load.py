@@ -256,10 +256,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if not path.is_dir():
         return Checkpoint(open_tensors(path))
+    newer = _json(path / "processor_config.json").get("image_processor")  # transformers 5 prefers it
+    if not isinstance(newer, dict | None):
+        raise BundleError(f"{path / 'processor_config.json'}: image_processor={newer!r:.60} must be an object")
     return Checkpoint(
         open_tensors(_weights_file(path)),
         config=_json(path / "config.json"),
-        preprocessor=_json(path / "preprocessor_config.json"),
+        preprocessor=_json(path / "preprocessor_config.json") if newer is None else newer,
     )
 
 
