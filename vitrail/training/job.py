@@ -351,7 +351,8 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
     probes = tuple(further)
     if run.probe:
         every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
-        evaluators = evaluators_of(run.probe, {"fewshot": {"allow_fewer": True}})  # small classes have few images
+        few = {"fewshot": {"allow_fewer": True}}  # small classes have few images
+        evaluators = evaluators_of(run.probe, few if "fewshot" in map(str.strip, run.probe.split(",")) else {})
         kind = splits.target_kind
         usable = OF_PLACED.get(kind) or set(EVALUATORS).difference(*OF_PLACED.values())
         if wrong := sorted(evaluators.keys() - usable):
