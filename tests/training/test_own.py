@@ -200,6 +200,15 @@ def test_a_network_that_breaks_a_rule_is_refused(network: nn.Module, rule: str, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("make", [lambda: torch.compile(seeded(), backend="eager"), lambda: "small"])
+def test_what_is_no_plain_module_is_refused(
+    make: Callable[[], Any], config: Make, tmp_path: Path, types_unchecked: None
+) -> None:
+    with pytest.raises(ConfigError, match=r"^network is a .*nn\.Module"):
+        train(config(), data=Stripes(), network=make())
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("init", "m"), ("layer_decay", 0.9), ("compile", "on"), ("precision", "float8"), ("probe", "knn")],

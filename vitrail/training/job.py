@@ -176,6 +176,11 @@ def prepare(
     compiled: Compiled = "off"
     network_config: AnyConfig | None = None
     if network is not None:
+        if not isinstance(network, nn.Module) or hasattr(network, "_orig_mod"):
+            raise ConfigError(
+                f"network is a {type(network).__name__}; it must be an nn.Module, and not what torch.compile returns: "
+                "network.compile() compiles it in place"
+            )
         check_settings(config)
         config = replace(config, model=ModelConfig())
     else:  # before opening the data, whose number of classes changes none of these checks

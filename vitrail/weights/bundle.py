@@ -102,6 +102,9 @@ class Bundle:
     nothing is lost by resizing twice. They are not saved."""
 
     def __post_init__(self) -> None:
+        if hasattr(self.network, "_orig_mod"):
+            self.network = self.network._orig_mod
+            self.notes = (*self.notes, "the network is used without torch.compile; network.compile() keeps it")
         if self.engine is not None and self.engine.network is not self.network:
             self.engine = None
         config, names = getattr(self.network, "config", None), self.classes
