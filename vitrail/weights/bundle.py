@@ -102,8 +102,8 @@ class Bundle:
     nothing is lost by resizing twice. They are not saved."""
 
     def __post_init__(self) -> None:
-        if hasattr(self.network, "_orig_mod"):
-            self.network = self.network._orig_mod
+        if (wrapped := getattr(self.network, "_orig_mod", None)) is not None:
+            self.network = wrapped
             self.notes = (*self.notes, "the network is used without torch.compile; network.compile() keeps it")
         if self.engine is not None and self.engine.network is not self.network:
             self.engine = None

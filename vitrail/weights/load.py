@@ -85,10 +85,10 @@ def load(
     """
     heads, image_size = typed(int | None, heads, "heads"), typed(tuple[int, int] | None, image_size, "image_size")
     mean, std = typed(tuple[float, ...], mean, "mean"), typed(tuple[float, ...], std, "std")
-    path = typed(str, os.fspath(path) if isinstance(path, os.PathLike) else path, "path")
+    place: str = typed(str, os.fspath(path) if isinstance(path, os.PathLike) else path, "path")
     layout, drop_head_hidden = typed(str | None, layout, "layout"), typed(bool, drop_head_hidden, "drop_head_hidden")
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
-    source = download(path) if looks_like_hub_name(path) else shipped_folder(path) or expanded(path)
+    source = download(place) if looks_like_hub_name(place) else shipped_folder(place) or expanded(place)
     exported = exported_file(source) if layout is None else None
     if exported is not None:
         if device != "auto" and target.type != "cpu":
