@@ -53,7 +53,7 @@ class ServeSettings:
     files."""
     max_batch: int | None = setting(None, least=1)
     """Largest number of images that are computed together. By default it is measured at the start, up to 16."""
-    batch_threads: int | None = setting(None, least=1)
+    batch_threads: int | None = setting(None, least=1, most=4096)
     """Compute threads of a batch that is computed alone. Batches that are computed at the same time divide all threads.
     By default it is measured at the start: as many as make a single image faster."""
     max_body: str = setting("16MB", metavar="SIZE")
