@@ -180,21 +180,16 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
     skipped = {key: reason for plan in plans.values() for key, reason in plan.outputs.skipped.items()}
     print_notes(console, *(f"skipped {key}: {reason}" for key, reason in skipped.items()))
     if len(bundles) > 1:
-        _show_several(rows, options, console)
+        if options.json:
+            print(json.dumps(rows))
+            return
+        for split in dict.fromkeys(split for row in rows.values() for split in row):
+            console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
         return
     (name,) = options.models
     details = plans[name].head if options.per_class or options.confusion else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
     _show(rows[name], reports, bundles[name], options, console)
-
-
-def _show_several(rows: dict[str, dict[str, dict[str, Any]]], options: Evaluate, console: Console) -> None:
-    """Print the results of several models: one table per split, with a column per model."""
-    if options.json:
-        print(json.dumps(rows))
-    else:
-        for split in dict.fromkeys(split for row in rows.values() for split in row):
-            console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
 
 
 def _show(

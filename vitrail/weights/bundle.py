@@ -337,8 +337,7 @@ class Bundle:
         """
         typed(StoredFormat, stored, "stored")
         check_model_folder(path := Path(path), overwrite=overwrite)
-        bundle = replace(self, network=getattr(self.network, "_orig_mod", self.network))
-        write_bundle(bundle, path, stored=stored)
+        write_bundle(replace(self), path, stored=stored)
         return path
 
     def described(self) -> dict[str, Any]:
