@@ -96,7 +96,7 @@ class Bundle:
     engine: Engine | None = None
     """Another runtime that computes predictions, from `vitrail.with_engine`, or None for PyTorch. It is not saved, and
     computes only in its own precision. A change of the network's weights does not reach it, and a bundle that is made
-    with another network does not keep it."""
+    with another network, such as a copy in another process, does not keep it."""
     first_positions: FirstPositions | None = None
     """Positions before they were resized. Another change of the image size starts from these positions, so that
     nothing is lost by resizing twice. They are not saved."""
