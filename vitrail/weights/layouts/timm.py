@@ -131,18 +131,17 @@ def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], family: Family) 
         elif stated.get(name):
             used = fields.get(name, (0.5,))
             notes = (*notes, f"{name}={stated[name]!r} does not fit {config.channels} channels, so {used} is used")
-    filters = {theirs: ours for ours, theirs in INTERPOLATIONS.items()}
-    if (named := stated.get("interpolation")) in filters:
-        fields["interpolation"] = filters[named]
-    elif named:
-        notes = (*notes, f"interpolation={named!r} is not supported, so {fields['interpolation']} is used")
+    tables: tuple[tuple[str, str, Mapping[Any, str]], ...] = (
+        ("interpolation", "interpolation", INTERPOLATIONS), ("crop_mode", "resize", CROP_MODES),
+    )  # fmt: skip
+    for key, name, table in tables:
+        ours = {word: value for value, word in table.items()}
+        if stated.get(key) in ours:
+            fields[name] = ours[stated[key]]
+        elif stated.get(key):
+            notes = (*notes, f"{key}={stated[key]!r} is not supported, so {fields[name]} is used")
     if stated.get("crop_pct"):
         fields["crop_share"] = float(stated["crop_pct"])
-    modes = {theirs: ours for ours, theirs in CROP_MODES.items()}
-    if (mode := stated.get("crop_mode")) in modes:
-        fields["resize"] = modes[mode]
-    elif mode:
-        notes = (*notes, f"crop_mode={mode!r} is not supported, so the centre is cropped")
     if fields["resize"] == "pad":
         fields["pad_value"] = mean_levels(fields.get("mean", (0.5,)))
     if not 0 < fields["crop_share"] <= 1:
