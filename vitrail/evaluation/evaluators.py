@@ -11,7 +11,7 @@ import numpy as np
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.outputs import Outputs
-from vitrail.registry import Registry
+from vitrail.registry import SETTINGS, Registry
 from vitrail.settings import from_plain
 from vitrail.weights.answers import OutputKind
 
@@ -43,7 +43,8 @@ EVALUATORS = Registry[Any](
         "segmentation": "vitrail.evaluation.segmentation:BySegmentation",
         "retrieval": "vitrail.evaluation.retrieval:ByRetrieval",
         "zeroshot": "vitrail.evaluation.zero_shot:ByZeroShot",
-    }
+    },
+    fits=SETTINGS,
 )
 """Classes of evaluators by name. The fields of a class are the settings of the evaluator."""
 
