@@ -148,7 +148,3 @@ def test_opening_many(cli: Cli) -> None:
 )
 def test_what_cannot_be_compared_is_refused(words: list[str], message: str, cli: Cli) -> None:
     assert message in " ".join(cli.refuses("bench", "data", *words).split())
-
-
-def test_more_threads_than_a_process_can_start_are_refused(cli: Cli) -> None:
-    assert "--threads" in cli.refuses("bench", "infer", "ViT-Pico/7", "--threads", "99999")
