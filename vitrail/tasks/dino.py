@@ -468,8 +468,9 @@ def draw_masks(task: Dino, batch: Batch, grid: tuple[int, int], *, seed: int) ->
 
 def _has_plain_tokens(network: ViTConfig) -> bool:
     """Return True if the embedding is the class token, and the norm and the computation of all tokens are equal."""
-    is_token = network.pool == "cls" and network.final_norm == "tokens" and not network.projection
-    return is_token and not network.patch_dropout
+    return (
+        network.pool == "cls" and network.final_norm == "tokens" and not (network.projection or network.patch_dropout)
+    )
 
 
 # The projection to prototypes and the losses, as in the published codes. A teacher's outputs, after centring and a
