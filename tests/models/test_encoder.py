@@ -138,14 +138,6 @@ def test_attention_weights_are_an_independent_softmax() -> None:
                 torch.testing.assert_close(found[image, head].double(), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_looking_costs_no_bits() -> None:
-    network = randomised(small_config())
-    logits = network(images_of())
-    network.attention_weights(images_of())
-    network.features(images_of(), layers=(0,))
-    assert torch.equal(network(images_of()), logits)
-
-
 # --- some patches only
 
 

@@ -203,14 +203,6 @@ def test_opacus_has_the_gradients_of_each_image(fields: dict[str, Any]) -> None:
             torch.testing.assert_close(own.grad_sample[number], weight.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("fields", [{"positions": "relative-bias"}, {"positions_at": "every-layer"}], ids=str)
-def test_opacus_refuses_positions_that_it_cannot_differentiate(fields: dict[str, Any]) -> None:
-    opacus = pytest.importorskip("opacus")
-    private = opacus.GradSampleModule(network(pool="gap", **fields))
-    with pytest.raises(AttributeError, match="detach"):
-        private(next(iter(batches()))[0])
-
-
 def test_torchao_quantises_dense_layers() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     made, images = network(pool="gap").eval(), next(iter(batches()))[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.make import randomised, small_config
 from vitrail.models.attention.full import SelfAttention
-from vitrail.models.positions import PositionPlace, PositionResize, resize_grid, sincos_2d
+from vitrail.models.positions import PositionPlace, PositionResize, resize_grid
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
@@ -101,39 +101,20 @@ def test_positions_start_with_the_deviation_asked_for(kind: str) -> None:
                 assert abs(parameter.mean().item()) < 0.05 * std
 
 
-@pytest.mark.parametrize(("kind", "place"), PLACES)
-def test_tokens_keep_their_number_format(kind: str, place: PositionPlace) -> None:
-    tokens = torch.randn(2, 15, 16).bfloat16()
-    assert made(kind, place)(tokens, (3, 4)).dtype == torch.bfloat16
-
-
 # --- formulas
 
 
-def big_vision(height: int, width: int, channels: int) -> np.ndarray:
-    """Return the positions of big_vision's models/vit.py (`posemb_sincos_2d`), rewritten in float64."""
-    y, x = np.mgrid[:height, :width].astype(np.float64)
-    omega = np.arange(channels // 4) / (channels // 4 - 1)
-    omega = 1.0 / 10_000**omega
-    y = np.einsum("m,d->md", y.flatten(), omega)
-    x = np.einsum("m,d->md", x.flatten(), omega)
-    return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)
-
-
-@settings(max_examples=10)
-@given(grid=st.tuples(st.integers(1, 20), st.integers(1, 20)), quarter=st.integers(2, 24))
-def test_sincos_is_big_visions(grid: tuple[int, int], quarter: int) -> None:
-    expected = torch.from_numpy(big_vision(*grid, 4 * quarter)).float()
-    torch.testing.assert_close(sincos_2d(grid, 4 * quarter), expected, atol=2e-5, rtol=0)
-
-
-@settings(max_examples=10)
-@given(grid=st.tuples(st.integers(1, 20), st.integers(1, 20)), quarter=st.integers(1, 24))
-def test_sincos_of_mae_has_other_frequencies(grid: tuple[int, int], quarter: int) -> None:
+@settings(max_examples=20)
+@given(
+    kind=st.sampled_from(["sincos-2d", "sincos-2d-mae"]),
+    grid=st.tuples(st.integers(1, 20), st.integers(1, 20)), quarter=st.integers(2, 24),
+)  # fmt: skip
+def test_sincos_is_that_of_big_vision_and_of_mae(kind: str, grid: tuple[int, int], quarter: int) -> None:
+    """The formulas of big_vision's models/vit.py and of MAE, in float64, which have other frequencies."""
     y, x = (each.flatten()[:, None] for each in np.mgrid[: grid[0], : grid[1]].astype(np.float64))
-    omega = 1 / 10_000 ** (np.arange(quarter) / quarter)
+    omega = 1 / 10_000 ** (np.arange(quarter) / (quarter - (kind == "sincos-2d")))
     expected = np.concatenate([np.sin(x * omega), np.cos(x * omega), np.sin(y * omega), np.cos(y * omega)], axis=1)
-    found = made("sincos-2d-mae", grid=grid, width=4 * quarter, heads=1)(torch.zeros(1, 3 + len(x), 4 * quarter), grid)
+    found = made(kind, grid=grid, width=4 * quarter, heads=1)(torch.zeros(1, 3 + len(x), 4 * quarter), grid)
     torch.testing.assert_close(found[0, 3:], torch.from_numpy(expected).float(), atol=2e-5, rtol=0)
     assert not found[:, :3].any()
 
@@ -180,36 +161,6 @@ def test_keys_of_another_grid_are_means_of_interpolated_ones() -> None:
         each = [wide[i // 5 - j // 5 + 1, i % 5 - j % 5 + 4] for i, j in pairs]
         torch.testing.assert_close(found[offset + 9], torch.stack(each).mean(0))
     assert torch.equal(layer.resized((2, 5))["keys"][0], found)
-
-
-@pytest.mark.parametrize("head_width", [4, 8, 12, 64])
-def test_rotary_logits_depend_on_the_offset_alone(head_width: int) -> None:
-    """The closed form is the sum over pairs of channels of |q||k| cos(angle between + offset * frequency)."""
-    rows, columns = grid = 4, 5
-    (inside,) = made("rotary-2d", grid=grid, width=2 * head_width, registers=1).for_attention(grid, 1, CPU)
-    assert inside.rotation is not None
-    cosine, sine = inside.rotation
-    torch.manual_seed(0)
-    q, k = torch.randn(2, head_width, dtype=torch.float64)
-
-    def turn(x: Tensor) -> Tensor:
-        first, second = x.chunk(2)
-        return x * cosine.double() + torch.cat([-second, first]) * sine.double()
-
-    logits = turn(q) @ turn(k).T
-    half = head_width // 2
-    pair_q, pair_k = torch.complex(q[:half], q[half:]), torch.complex(k[:half], k[half:])
-    frequencies = 100 ** (-torch.arange(half // 2, dtype=torch.float64) / (half // 2))
-    for query in range(rows * columns):
-        for key in range(rows * columns):
-            down, across = query // columns - key // columns, query % columns - key % columns
-            phases = torch.cat([down * frequencies, across * frequencies])
-            expected = (pair_q * pair_k.conj() * torch.exp(1j * phases)).real.sum()
-            assert logits[2 + query, 2 + key].item() == pytest.approx(expected.item(), abs=2e-5)
-    assert torch.equal(cosine[:2], torch.ones(2, head_width)) and not sine[:2].any()  # the prefix is not turned
-    torch.testing.assert_close(turn(q)[:2].float(), q.float().expand(2, -1))
-    lengths = turn(q).norm(dim=1)
-    torch.testing.assert_close(lengths, q.norm().expand_as(lengths), atol=1e-6, rtol=1e-6)
 
 
 # --- another grid
