@@ -26,9 +26,8 @@ from vitrail.data.source import (
     soft_target_of,
     subset,
 )
-from vitrail.data.splits import Splits
 from vitrail.data.targets import SoftTarget
-from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
+from vitrail.tasks.classification import ClassificationObjective, balanced_weights
 
 CLASSES = ("ant", "bee", "cat")
 SIZE = Preprocess(image_size=(21, 28))
@@ -156,21 +155,3 @@ def test_mixup_mixes_the_amounts() -> None:
         shares = ((mixed.targets[row] - partner) / (own[row] - partner))[(own[row] - partner).abs() > 1e-6]
         assert shares.numel() == 0 or (shares.min() > 0.49 and shares.max() - shares.min() < 1e-4)
     assert torch.equal(mixed.counted, ~lost)
-
-
-@pytest.mark.slow
-def test_a_batch_overfits() -> None:
-    batch, _ = whole_batch()
-    torch.manual_seed(0)
-    network = small_network(num_classes=4)
-    objective: Any = Classification().objective(network, Splits(mixture(), None, None))
-    batch = Batch(**{**vars(batch), "images": SIZE.normalise(batch.images)})
-    optimizer = torch.optim.Adam(objective.parameters(), lr=3e-3)
-    for _ in range(150):
-        optimizer.zero_grad()
-        output = objective(batch)
-        output.loss.backward()
-        optimizer.step()
-    targets = batch.targets[batch.counted].double()
-    entropy = float(-(targets * targets.clamp(min=1e-12).log()).sum(1).mean())
-    assert output.loss.item() < entropy + 0.15, "the least loss is the entropy of the targets"

@@ -50,11 +50,6 @@ def test_every_suffix_counts_in_any_case(tree: Trees, suffix: str) -> None:
     assert len(source) == 3 and len(found.others) == 0
 
 
-@pytest.mark.parametrize("suffix", [".JFIF", ".jpe", ".ppm", ".pgm", ".pnm", ".hif", ".mpo", ".apng", ".dib"])
-def test_rarer_suffixes_of_the_formats_that_decode_count_too(suffix: str) -> None:
-    assert suffix.lower() in SUFFIXES
-
-
 def test_a_class_whose_images_have_other_suffixes_is_an_error(tree: Trees) -> None:
     root = tree("cat/1.png", "dog/2.png", "dog/notes.txt", "fox/1.happy", "fox/2.sad", "owl/3", "bare/")
     for name, file_format in (("fox/1.happy", "GIF"), ("fox/2.sad", "PNG"), ("owl/3", "JPEG2000")):

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from tests.make import encode, targets_of
 from vitrail.data.formats import parquet
 from vitrail.data.formats.parquet import looks_like_parquet, open_parquet
-from vitrail.data.source import Source, fingerprint, target_kind
+from vitrail.data.source import Source, target_kind
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits, choice_in
 from vitrail.errors import DataError, SaveError
@@ -423,13 +423,6 @@ def test_images_are_laid_out_once_and_anew_when_the_file_changes(tmp_path: Path,
     os.utime(path, ns=(1, 1))
     again = opened(path, None)
     assert len(again.notes) == 1 and again.train[0].image == PICTURES[2] and first.train[0].image == PICTURES[0]
-
-
-def test_the_same_keys_on_every_machine(tmp_path: Path) -> None:
-    path = write(tmp_path / "here/train.parquet", {"image": images(PICTURES), "label": [0, 1, 2] * 10})
-    shutil.copytree(path.parent, tmp_path / "there")
-    here, there = (open_parquet(tmp_path / name, None).train for name in ("here", "there"))
-    assert fingerprint(here) == fingerprint(there)
 
 
 def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:

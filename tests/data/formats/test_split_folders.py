@@ -34,12 +34,13 @@ def in_classes(*folders: str) -> list[str]:
         ("Training data", "eval-images", "TESTING"),
         ("trainSet", "valSet", "testSet"),
         ("train2", "val2", "test2"),
+        ("Train", "Validation", "TEST"),
         ("asl_alphabet_train", "asl_alphabet_val", "asl_alphabet_test"),
     ],
 )
 def test_the_usual_names_are_splits(tree: Trees, train: str, validation: str, test: str) -> None:
     splits = opened(tree(*in_classes(train, validation, test)))
-    assert splits.classes == ("cat", "dog") and splits.notes == ()
+    assert splits.classes == ("cat", "dog") and splits.notes == () and splits.held_out == ("test", splits.test)
     assert keys_of(splits.train) == [f"cat/{train}.png", f"dog/{train}.png"]
     assert keys_of(splits.validation) == [f"cat/{validation}.png", f"dog/{validation}.png"]
     assert keys_of(splits.test) == [f"cat/{test}.png", f"dog/{test}.png"]

@@ -12,7 +12,6 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,6 @@ from vitrail.data.pixels.decode import (
 from vitrail.errors import ConfigError, UndecodableImage
 
 LOSSLESS = [("PNG", {}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("WEBP", {"lossless": True})]
-
-BEGINNINGS = [b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"II*\0", b"RIFF    WEBPVP8 "]
 
 RED, GREEN, BLUE, BLACK, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (0, 0, 0), (255, 255, 255)
 
@@ -71,14 +68,6 @@ def test_lossless_formats_give_the_pixels(file_format: str, options: dict[str, o
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(decode(data, 1), grey_of(expected))
-
-
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
-def test_jpeg_gives_the_pixels_nearly(options: dict[str, object]) -> None:
-    expected = blocks()
-    found = decode(encode(expected, "JPEG", quality=98, **options), 3)
-    assert np.abs(found.astype(int) - expected)[4:12, 4:12].max() <= 4
-    assert np.abs(found.astype(int) - expected).mean() < 3
 
 
 def test_multi_picture_jpeg_of_cameras_gives_its_first_picture() -> None:
@@ -347,27 +336,6 @@ def test_half_a_file_is_refused_whatever_warnings_are(file_format: str) -> None:
                 decode(data[: len(data) // 2], 3)
 
 
-@settings(max_examples=120)
-@given(
-    file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
-    place=st.floats(0, 1, exclude_max=True),
-    byte=st.none() | st.integers(0, 255),
-    channels=st.sampled_from([1, 3]),
-)
-def test_files_cut_or_altered_anywhere_give_pixels_or_the_one_exception(
-    file_format: str, place: float, byte: int | None, channels: int
-) -> None:
-    data = encode(picture(20, 30), file_format)
-    begin = int(place * len(data))
-    check_pixels_or_refusal(data[:begin] + (b"" if byte is None else bytes([byte]) + data[begin + 1 :]), channels)
-
-
-@settings(max_examples=60)
-@given(start=st.sampled_from(BEGINNINGS), rest=st.binary(max_size=60))
-def test_noise_gives_pixels_or_the_one_exception(start: bytes, rest: bytes) -> None:
-    check_pixels_or_refusal(start + rest, 3)
-
-
 def check_pixels_or_refusal(data: bytes, channels: int) -> None:
     try:
         pixels = decode(data, channels)
@@ -627,13 +595,6 @@ def test_what_pillow_warns_of_is_no_warning_here() -> None:
         decode(encode(picture(), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\0"), 3)
         warnings.warn("of somebody else", UserWarning, stacklevel=1)
     assert [str(warning.message) for warning in caught] == ["of somebody else"]
-
-
-def test_threads_decode_the_same() -> None:
-    files = [encode(picture(64, 64), name) for name in ("JPEG", "PNG", "WEBP", "TIFF", "GIF")] * 20
-    with ThreadPoolExecutor(8) as threads:
-        for found, data in zip(threads.map(lambda data: decode(data, 3), files), files, strict=True):
-            np.testing.assert_array_equal(found, decode(data, 3))
 
 
 @pytest.mark.parametrize(

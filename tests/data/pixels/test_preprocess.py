@@ -186,16 +186,6 @@ def test_fields_out_of_range_are_refused(fields: dict[str, object], message: str
         Preprocess(**{"image_size": (4, 4), **fields})
 
 
-def test_unknown_choices_are_refused_with_all_choices() -> None:
-    preprocess = Preprocess(image_size=(4, 4))
-    object.__setattr__(preprocess, "resize", "stretch")
-    object.__setattr__(preprocess, "interpolation", "lanczos")
-    with pytest.raises(
-        ConfigError, match=r"resize='stretch' is not one of 'squash', .*\ninterpolation='lanczos' is not"
-    ):
-        preprocess.__post_init__()
-
-
 def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
     thin = np.zeros((1, 2000, 3), np.uint8)
     with pytest.raises(UndecodableImage, match=r"2000 x 1 pixels .* would be scaled to 448000 x 224"):
