@@ -318,21 +318,6 @@ def test_a_resnet_starts_with_a_head_of_zeros_and_its_bias() -> None:
             assert (module.weight == 1).all() and not module.bias.any() and module.num_groups == 32
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((2, 1, 40, 56), "images of shape (2, 1, 40, 56) are not of shape (b, 3, height, width)"),
-        ((2, 3, 0, 56), "an image of 0 x 56 has no pixels; both sides must be at least 1"),
-        ((2, 3, 40, 0), "an image of 40 x 0 has no pixels; both sides must be at least 1"),
-    ],
-)
-def test_images_that_a_resnet_refuses(shape: tuple[int, ...], message: str) -> None:
-    network = ResNet(small_bit())
-    for call in (network, network.features, network.embed):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            call(torch.zeros(shape))
-
-
 # --- the hybrids' root
 
 

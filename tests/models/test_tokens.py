@@ -21,14 +21,6 @@ def test_class_token_starts_at_zero_and_registers_do_not() -> None:
     assert abs(layer.registers.mean().item()) < 0.001 and layer.registers.abs().max() > 0.06
 
 
-def test_prefix_tokens_take_the_number_format_of_the_others() -> None:
-    layer = PrefixTokens(4, registers=2)
-    layer.initialise()
-    result = layer(torch.randn(2, 5, 4).bfloat16())
-    assert result.dtype == torch.bfloat16 and result.shape == (2, 8, 4)
-    assert {parameter.dtype for parameter in layer.parameters()} == {torch.float32}
-
-
 def test_attention_pool_starts_xavier_uniform() -> None:
     torch.manual_seed(0)
     layer = AttentionPool(256, 4, 300, "gelu", 1e-6).requires_grad_(False)

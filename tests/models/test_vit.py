@@ -321,23 +321,6 @@ def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
         network(images[:, :, :3])
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((2, 3, 10, 12), "image_size=(10, 12) is not a multiple of patch_size=(4, 5); the nearest multiple is (8, 10)"),
-        ((2, 3, 0, 10), "image_size=(0, 10) is not a multiple of patch_size=(4, 5); the nearest multiple is (4, 10)"),
-        ((2, 1, 12, 10), "images of shape (2, 1, 12, 10) are not of shape (b, 3, height, width)"),
-        ((0, 4, 12, 10), "images of shape (0, 4, 12, 10) are not of shape (b, 3, height, width)"),
-    ],
-)
-def test_images_that_do_not_fit(shape: tuple[int, ...], message: str) -> None:
-    network = VisionTransformer(small_config())
-    message = f"^{re.escape(message)}$"
-    for call in (network, network.features, network.embed):
-        with pytest.raises(ConfigError, match=message):
-            call(torch.zeros(shape))
-
-
 # --- dropout and stochastic depth
 
 

@@ -154,9 +154,6 @@ def test_several_files_are_one_split(tmp_path: Path) -> None:
     ]
     assert source.classes == ("0", "1", "2")
     assert source[-1].key == source.key(10) and source[-1].target == source.target(10)
-    for reader in (source.key, source.target, source.__getitem__):
-        with pytest.raises(IndexError):
-            reader(11)
 
 
 @pytest.mark.parametrize(

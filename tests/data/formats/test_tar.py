@@ -251,16 +251,11 @@ def test_what_does_not_look_like_shards(tmp_path: Path, tree: Callable[..., Path
     assert not looks_like_shards("https://host/x.csv")
 
 
-def test_long_and_strange_names_are_read_in_every_format(tmp_path: Path) -> None:
-    long = "é/" * 60 + "x" * 120
-    for number, tar_format in enumerate((tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
-        path = write(tmp_path / f"{number}.tar", {f"{long}.jpg": b"long", "ñ ☃.jpg": b"snow"}, tar_format)
-        source = open_shards(path, None).train
-        assert keys_of(source) == [long, "ñ ☃"] and [source[0].image, source[1].image] == [b"long", b"snow"]
+def test_names_with_a_prefix_or_of_another_archive_are_read(tmp_path: Path) -> None:
     prefixed = "p" * 100 + "/" + "x" * 90
-    assert keys_of(open_shards(write(tmp_path / "b.tar", {"BZh.jpg": b""}), None).train) == ["BZh"]
     path = write(tmp_path / "ustar.tar", {f"{prefixed}.jpg": b"prefixed"}, tarfile.USTAR_FORMAT)
     assert keys_of(open_shards(path, None).train) == [prefixed]
+    assert keys_of(open_shards(write(tmp_path / "b.tar", {"BZh.jpg": b""}), None).train) == ["BZh"]
 
 
 @given(

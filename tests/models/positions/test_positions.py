@@ -71,17 +71,14 @@ def test_gradients_reach_every_number(
 @pytest.mark.parametrize(
     ("kind", "place", "shapes"),
     [
-        ("none", "stem", {}),
         ("learned", "stem", {"embedding": (1, 13, 16)}),
         ("learned", "every-layer", {"embedding": (5, 13, 16)}),
         ("learned-2d", "shared", {"first": (1, 1, 16), "columns": (1, 4, 8), "rows": (1, 3, 8)}),
         ("learned-2d", "every-layer", {"first": (5, 1, 16), "columns": (5, 4, 8), "rows": (5, 3, 8)}),
-        ("sincos-2d", "every-layer", {}),
         ("relative-bias", "every-layer", {"bias": (5, 2, 5, 7)}),
         ("relative-bias", "shared", {"bias": (1, 2, 5, 7)}),
         ("relative-keys", "every-layer", {"keys": (5, 23, 16)}),
         ("relative-keys", "shared", {"keys": (1, 23, 16)}),
-        ("rotary-2d", "every-layer", {}),
     ],
 )
 def test_what_is_learned(kind: str, place: PositionPlace, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -187,18 +184,13 @@ SIDES = st.tuples(st.integers(1, 7), st.integers(1, 7))
 
 @settings(max_examples=15)
 @given(old=SIDES, new=SIDES)
-def test_linear_resize_keeps_the_corners(old: tuple[int, int], new: tuple[int, int]) -> None:
+def test_linear_resize_is_that_of_scipy(old: tuple[int, int], new: tuple[int, int]) -> None:
     torch.manual_seed(0)
     table = torch.randn(2, math.prod(old), 3)
     resized = resize_grid(table, old, new, "linear-corners")
     for layer in range(2):
         expected = corners_aligned(table[layer].view(*old, 3).double(), new).float()
         torch.testing.assert_close(resized[layer].view(*new, 3), expected, atol=1e-5, rtol=1e-5)
-    if min(*old, *new) > 1:
-        for row, column in ((0, 0), (0, -1), (-1, 0), (-1, -1)):
-            torch.testing.assert_close(
-                resized.view(2, *new, 3)[:, row, column], table.view(2, *old, 3)[:, row, column], atol=1e-5, rtol=0
-            )
 
 
 @pytest.mark.parametrize("how", RESIZES)
