@@ -205,24 +205,11 @@ def test_unknown_variant_names_the_nearest(name: str, message: str) -> None:
             make(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        ("ViT-B/16", {"num_clases": 10}, r"unknown field 'num_clases' of ViT-B/16; nearest: num_classes"),
-        ("BiT-R50x1", {"num_clases": 3}, r"unknown field 'num_clases' of BiT-R50x1; nearest: num_classes"),
-        ("BiT-R50x1", {"pool": "gap"}, r"unknown field 'pool' of BiT-R50x1; "),
-        ("ViT-B/16", {"image_size": (225, 160)}, r"image_size=\(225, 160\) is not a multiple of patch_size=\(16, 16\)"),
-        (
-            "R50+ViT-B/64",
-            {"image_size": (100, 224)},
-            r"image_size=\(100, 224\) is not a multiple of patch_size=\(2, 2\) .* at 1/32; .*\(128, 256\)",
-        ),
-    ],
-)
-def test_fields_that_do_not_fit_are_named(name: str, fields: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("name", ["ViT-B/16", "BiT-R50x1"])
+def test_fields_that_do_not_exist_are_named(name: str) -> None:
     for make in (create, variant_config):
-        with pytest.raises(ConfigError, match=message):
-            make(name, **fields)
+        with pytest.raises(ConfigError, match=f"unknown field 'num_clases' of {name}; nearest: num_classes"):
+            make(name, num_clases=10)
 
 
 @pytest.mark.usefixtures("types_unchecked")

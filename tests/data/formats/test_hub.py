@@ -287,17 +287,6 @@ def test_a_dropped_connection_is_taken_up_again(hub: Hub) -> None:
 
 
 @pytest.mark.slow
-def test_a_connection_that_stalls(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is an error that names the file, after a limited number of attempts."""
-    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
-    restart_client()
-    hub.add(NAME, {"train.parquet": parquet([0, 1])})
-    hub.stalled["train.parquet"] = 100
-    assert f"train.parquet of data {SPEC!r} could not be downloaded: " in message(SPEC)
-    assert 3 <= len(hub.fetched()) <= 30
-
-
-@pytest.mark.slow
 def test_refusals(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(NAME, {"train.parquet": parquet([0, 1])})
     hub.add("org/model", {"model.safetensors": b"weights"})

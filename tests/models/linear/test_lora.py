@@ -164,7 +164,6 @@ CHOICES = "choices: 'query', 'key', 'value', 'out', 'up', 'down'"
 @pytest.mark.parametrize(
     ("names", "rank", "message"),
     [
-        (("query", "fc1"), 2, f"lora_on has 'fc1', which matches no weight; {CHOICES}"),
         ((), 2, f"lora_on=() names no weight to adapt; {CHOICES}"),
         (("query",), 0, "lora_rank=0 is less than 1"),
     ],
