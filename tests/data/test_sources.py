@@ -23,7 +23,6 @@ Trees = Callable[..., Path]
 
 
 def names_of(source: Source | None) -> list[str]:
-    """Return the class name of each sample."""
     assert source is not None
     return [source.classes[source.target(index)] for index in range(len(source))]
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.make import keys_of
+from tests.make import MemorySource, keys_of
 from vitrail.data.formats.fractals import FractalSource
-from vitrail.data.source import Source
 from vitrail.data.splits import SPLITS, Splits, by_split, named_splits, split_names, split_of, with_validation
 from vitrail.errors import ConfigError, DataError
 
@@ -91,14 +88,11 @@ def test_files_that_leave_a_doubt_are_refused(paths: list[str], message: str) ->
         by_split("here", paths)
 
 
-Sources = Callable[..., Source]
-
-
 @pytest.fixture
-def official(memory_source: Sources) -> Splits:
+def official() -> Splits:
     """20 training images and 6 validation images."""
-    train = memory_source(labels=[0, 1] * 10, keys=[f"t{number}" for number in range(20)])
-    return Splits(train, memory_source(labels=[0, 1] * 3, keys=[f"v{number}" for number in range(6)]), None)
+    train = MemorySource(labels=[0, 1] * 10, keys=[f"t{number}" for number in range(20)])
+    return Splits(train, MemorySource(labels=[0, 1] * 3, keys=[f"v{number}" for number in range(6)]), None)
 
 
 def test_a_validation_split_of_the_data_chooses_unless_it_is_told_to_measure(official: Splits) -> None:
@@ -115,10 +109,8 @@ def test_a_validation_split_of_the_data_chooses_unless_it_is_told_to_measure(off
     assert none.notes == ("data 'x': no training image is held out; its own validation split is the test split",)
 
 
-def test_a_validation_split_beside_a_test_split_is_not_used_if_training_images_are_held_out(
-    official: Splits, memory_source: Sources
-) -> None:
-    test = memory_source(labels=[0, 1])
+def test_a_validation_split_beside_a_test_split_is_not_used_if_training_images_are_held_out(official: Splits) -> None:
+    test = MemorySource(labels=[0, 1])
     splits = with_validation(Splits(official.train, official.validation, test), "x", 0.1, validation="train")
     assert splits.test is test and keys_of(splits.validation)[0].startswith("t")
     assert splits.notes[0].endswith("is not used, because the data also has a test split")
@@ -154,15 +146,15 @@ def test_a_validation_split_that_would_be_empty_or_hold_all_is_refused(
         with_validation(Splits(official.train, None, None, title="here"), "x", share, validation=validation)
 
 
-def test_classes_of_one_image_each_cannot_be_held_out(memory_source: Sources) -> None:
-    source = memory_source(labels=[0, 1, 2, 3])
+def test_classes_of_one_image_each_cannot_be_held_out() -> None:
+    source = MemorySource(labels=[0, 1, 2, 3])
     with pytest.raises(DataError, match=r"each of its classes has only one training image, which is learned from; add"):
         with_validation(Splits(source, None, None), "x", 0.5)
     assert len(with_validation(Splits(source, None, None), "x", 0.5, method="threshold").validation or ()) == 0
 
 
-def test_a_slice_of_images_in_the_order_of_their_classes_is_refused(memory_source: Sources) -> None:
-    sorted_by_class = memory_source(labels=[0] * 10 + [1] * 10 + [2], classes=("oak", "elm", "fir"))
+def test_a_slice_of_images_in_the_order_of_their_classes_is_refused() -> None:
+    sorted_by_class = MemorySource(labels=[0] * 10 + [1] * 10 + [2], classes=("oak", "elm", "fir"))
     with pytest.raises(
         DataError,
         match=r"validation='train\[-12:\]' holds out all images of 1 class of the data, such as elm: the images are in "

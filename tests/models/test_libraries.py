@@ -43,7 +43,6 @@ def batches(count: int = 16) -> DataLoader[tuple[Tensor, ...]]:
 
 
 def by_hand(made: nn.Module, epochs: int) -> nn.Module:
-    """Train with plain PyTorch."""
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     made.train()
     for _ in range(epochs):

@@ -60,7 +60,6 @@ def fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts(module: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a network of these classes, by their names."""
     return ((name, part) for name, part in module.named_modules() if name and isinstance(part, kinds or nn.Module))
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.make import randomised, small_config, vit_fields
-from tests.models.networks import assert_lecun, assert_uniform
+from tests.models.networks import PLACES, assert_lecun, assert_uniform
 from vitrail.errors import ConfigError
 from vitrail.models.attention.full import SelfAttention
 from vitrail.models.blocks import Block, Mlp
@@ -276,15 +276,6 @@ def check_equations(network: VisionTransformer, tolerance: float) -> None:
 def test_networks_of_any_shape_follow_the_equations(data: st.DataObject) -> None:
     # with a smaller epsilon, two tokens of nearly equal numbers differ by rounding errors
     check_equations(randomised(ViTConfig(**data.draw(vit_fields()), norm_eps=1e-1)), 2e-4)
-
-
-PLACES = [
-    *((kind, place) for kind in ("none", "learned", "learned-2d", "sincos-2d") for place in (
-        "stem", "every-layer", "shared")),
-    ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("relative-bias-class", "every-layer"),
-    ("relative-bias-class", "shared"), ("relative-keys", "every-layer"),
-    ("relative-keys", "shared"), ("rotary-2d", "every-layer"),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of the unpacked images."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
     return tmp_path / "cache" / "parquet"
 

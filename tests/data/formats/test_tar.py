@@ -31,12 +31,10 @@ Members = Mapping[str, bytes]
 
 
 def picture(number: int) -> bytes:
-    """Return a small image that differs for each number."""
     return encode(np.full((3, 5 + number % 4, 3), number, np.uint8), "PNG")
 
 
 def write(path: Path, files: Members | list[tuple[str, bytes]], tar_format: int = tarfile.GNU_FORMAT) -> str:
-    """Write a tar file with Python's own writer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_tar(path, files.items() if isinstance(files, Mapping) else files, tar_format)
     return str(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,20 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.make import randomised, small_config
+from tests.models.networks import PLACES
 from vitrail.models.attention.full import SelfAttention
 from vitrail.models.positions import PositionPlace, PositionResize, resize_grid
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
-ADDED: tuple[str, ...] = ("learned", "learned-2d", "sincos-2d")
-PLACES: list[tuple[str, PositionPlace]] = [
-    *((kind, place) for kind in ("none", *ADDED) for place in ("stem", "every-layer", "shared")),
-    *((kind, place) for kind in ("relative-bias", "relative-keys") for place in ("every-layer", "shared")),
-    ("rotary-2d", "every-layer"),
-]  # fmt: skip
-RESIZES: tuple[PositionResize, ...] = (
-    "linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias",
-)  # fmt: skip
+RESIZES = get_args(PositionResize)
 CPU = torch.device("cpu")
 
 
@@ -249,7 +242,7 @@ def test_a_network_takes_another_size(at: tuple[str, PositionPlace], cover: str,
         for name, length in (("rows", new[0]), ("columns", new[1])):
             axis = weights[f"positions.{name}"]
             weights[f"positions.{name}"] = stretched(axis[:, :, None], (length, 1))[:, :, 0]
-    if kind == "relative-bias":
+    if kind.startswith("relative-bias"):
         table = weights["positions.bias"].permute(0, 2, 3, 1)
         weights["positions.bias"] = stretched(table, (2 * new[0] - 1, 2 * new[1] - 1)).permute(0, 3, 1, 2)
     if kind == "relative-keys":
