@@ -100,10 +100,7 @@ def test_a_validation_split_of_the_data_chooses_unless_it_is_told_to_measure(off
     cut = with_validation(official, "x", 0.1, validation="train")
     assert cut.test is official.validation and cut.validation is not None
     assert len(cut.validation) == 2 and len(cut.train) == 18 and keys_of(cut.validation)[0].startswith("t")
-    assert cut.notes == (
-        "data 'x': 2 of its 20 training images are held out for validation (by a hash of their names, 10%); its own "
-        "validation split is the test split",
-    )
+    assert "2 of its 20 training images" in cut.notes[0] and "validation split is the test split" in cut.notes[0]
     none = with_validation(official, "x", 0.0, validation="train")
     assert (none.train, none.validation, none.test) == (official.train, None, official.validation)
     assert none.notes == ("data 'x': no training image is held out; its own validation split is the test split",)
@@ -156,9 +153,7 @@ def test_classes_of_one_image_each_cannot_be_held_out() -> None:
 def test_a_slice_of_images_in_the_order_of_their_classes_is_refused() -> None:
     sorted_by_class = MemorySource(labels=[0] * 10 + [1] * 10 + [2], classes=("oak", "elm", "fir"))
     with pytest.raises(
-        DataError,
-        match=r"validation='train\[-12:\]' holds out all images of 1 class of the data, such as elm: the images are in "
-        r"the order of their classes; hold out a fraction .*, with validation='train' and validation_share=0\.57",
+        DataError, match=r"all images of 1 class of the data, such as elm: .* and validation_share=0\.57"
     ):
         with_validation(Splits(sorted_by_class, None, None), "x", 0.1, validation="train[-12:]")
     splits = with_validation(Splits(sorted_by_class, None, None), "x", 0.1, validation="train[-2:]")

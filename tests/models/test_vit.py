@@ -694,13 +694,8 @@ def test_fields_that_exclude_each_other_are_refused(fields: dict[str, Any], mess
 def test_all_fields_that_do_not_fit_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         small_config(width=100, pool="avg", dropout=2.0, image_size=(13, 10), depth=0)
-    assert str(caught.value).splitlines() == [
-        "depth=0 is less than 1",
-        "pool='avg' is not one of 'cls', 'gap', 'map', 'cls+gap', 'cls+dist'",
-        "dropout=2.0 is not in [0, 1)",
-        "width=100 is not divisible by heads=3",
-        "image_size=(13, 10) is not a multiple of patch_size=(4, 5); the nearest multiple is (12, 10)",
-    ]
+    named = [line.partition("=")[0] for line in str(caught.value).splitlines()]
+    assert named == ["depth", "pool", "dropout", "width", "image_size"]
 
 
 @given(

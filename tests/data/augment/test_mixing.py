@@ -138,18 +138,6 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_share(
             assert mixed.targets.tolist() == [[1]], "it is its own partner"
 
 
-def test_with_both_each_image_gets_the_one_or_the_other() -> None:
-    batch, draws = make_batch(400), draws_of(400)
-    both = mix(batch, draws, mixup=0.5, cutmix=1.0, classes=CLASSES)
-    blended = mix(batch, draws, mixup=0.5, cutmix=0.0, classes=CLASSES)
-    pasted = mix(batch, draws, mixup=0.0, cutmix=1.0, classes=CLASSES)
-    cut = torch.from_numpy(draws[:, 0] < 0.5)
-    assert 160 < cut.sum() < 240
-    for one, chosen in ((pasted, cut), (blended, ~cut)):
-        assert torch.equal(both.images[chosen], one.images[chosen])
-        assert torch.equal(both.targets[chosen], one.targets[chosen])
-
-
 @pytest.mark.parametrize(("mixup", "cutmix"), [(1.0, 0.0), (0.0, 1.0)])
 def test_nobody_is_mixed_with_a_sample_that_does_not_count(mixup: float, cutmix: float) -> None:
     labels = torch.tensor([0, 1, 2, -1, 4, 0])

