@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.make import keys_of, orientation
+from tests.make import MemorySource, keys_of, orientation
 from vitrail.cli import main
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
@@ -643,29 +643,10 @@ def objects(draw: st.DrawFn, size: tuple[int, int]) -> Objects:
     return Objects.of(labels, found, crowd=crowd, size=size, **more)
 
 
-class Drawn:
-    """Pictures in memory, as a source of the user's own has them."""
-
-    classes = ("a cell", "b", "ç")
-    target_kind = "boxes"
-
-    def __init__(self, targets: Sequence[Objects]) -> None:
-        self.targets = targets
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def key(self, index: int) -> str:
-        return f"{index % 2}/p{index // 2}.png"
-
-    def target(self, index: int) -> Objects:
-        return self.targets[index]
-
-    def __getitem__(self, index: int) -> Any:
-        from vitrail.data.source import Sample
-
-        height, width = self.targets[index].size
-        return Sample(self.key(index), np.full((height, width, 3), index, np.uint8), self.targets[index])
+def in_memory(targets: Sequence[Objects]) -> MemorySource:
+    images = [np.full((*target.size, 3), index, np.uint8) for index, target in enumerate(targets)]
+    keys = [f"{index % 2}/p{index // 2}.png" for index in range(len(targets))]
+    return MemorySource(images, labels=targets, keys=keys, classes=("a cell", "b", "ç"))
 
 
 @pytest.mark.slow
@@ -677,14 +658,14 @@ def test_objects_are_the_same_after_they_were_written_and_read(
     first = Objects.of([2], [(0.1, 0.2, 0.9, 0.8)], size=SIZES[0])
     targets = [first, *(data.draw(objects(size)) for size in SIZES)]
     folder = tmp_path_factory.mktemp("written") / "data"
-    notes = convert(Splits(Drawn(targets), Drawn([first]), None), folder, to)
+    notes = convert(Splits(in_memory(targets), in_memory([first]), None), folder, to)
     splits = opened(folder)
     order = [splits.train.key(index) for index in range(len(splits.train))]
     assert len(order) == len(targets) and splits.validation is not None
     for index, target in enumerate(targets):
         found = splits.train.target(next(n for n, key in enumerate(order) if f"{index % 2}_p{index // 2}." in key))
         kept = np.ones(len(target), np.bool_) if to == "coco" else ~target.crowd
-        names = [Drawn.classes[label] for label in target.labels[kept]]
+        names = [("a cell", "b", "ç")[label] for label in target.labels[kept]]
         assert [splits.classes[label] for label in found.labels] == names
         height, width = target.size
         boxes = target.boxes[kept] * [width, height, width, height]
