@@ -12,7 +12,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import vitrail
+from tests.models import test_tools
 from vitrail.models.vit import VisionTransformer
 
 pytestmark = [
@@ -21,24 +21,16 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # of other libraries
 ]
 
-SIZE = (24, 40)
 
-
-def network(**fields: Any) -> VisionTransformer:
-    """Return a network in which every weight matters."""
+def network(kind: str = "full", **fields: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"width": 32, "depth": 2, "heads": 4, "mlp_width": 64}
-    made: Any = vitrail.create("ViT-Pico/8", image_size=SIZE, num_classes=5, **{**sizes, **fields})
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return made
+    return test_tools.network(kind, **fields).train()
 
 
 def batches(count: int = 16) -> DataLoader[tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(1)
     labels = torch.arange(count) % 5
-    images = torch.randn(count, 3, *SIZE, generator=generator) + labels[:, None, None, None]
+    images = torch.randn(count, 3, *test_tools.OWN, generator=generator) + labels[:, None, None, None]
     return DataLoader(TensorDataset(images, labels), batch_size=8)
 
 
@@ -57,31 +49,7 @@ def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
 
 
-KINDS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
-    "plain": ("ViT-Pico/8", SIZE, {}),
-    "hybrid": ("Conv+ViT-Pico/8", (32, 48), {}),
-    "bit": ("BiT-Pico", (33, 47), {"width": None, "depth": None, "heads": None, "mlp_width": None}),
-    "windows": ("ViT-Pico/4", SIZE, {"attention": "blocks:size=3:shift=1", "pool": "gap"}),
-    "reversible": ("ViT-Pico/8", SIZE, {"reversible": True, "pool": "gap"}),
-    "sincos": ("ViT-Pico/8", SIZE, {"positions": "sincos-2d", "pool": "map", "dropout": 0.2}),
-}
-
-
-def kind_of(name: str) -> nn.Module:
-    variant, size, fields = KINDS[name]
-    given = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64, **fields}
-    torch.manual_seed(0)
-    return vitrail.create(
-        variant, image_size=size, num_classes=5, **{key: value for key, value in given.items() if value is not None}
-    )
-
-
-def batches_of(name: str) -> DataLoader[tuple[Tensor, ...]]:
-    images = torch.randn(16, 3, *KINDS[name][1], generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(images, torch.arange(16) % 5), batch_size=8)
-
-
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["full", "hybrid", "ResNet of basic units", "blocks", "reversible", "waves"])
 def test_lightning_resumes_averages_and_casts(name: str, tmp_path: Path) -> None:
     """A run that continues from a checkpoint ends as the whole run; the callback's mean is that of the weights."""
     lightning = pytest.importorskip("lightning")
@@ -90,7 +58,7 @@ def test_lightning_resumes_averages_and_casts(name: str, tmp_path: Path) -> None
     class Classifier(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = kind_of(name)
+            self.network = network(name)
             self.losses: list[float] = []
             self.seen: list[dict[str, Tensor]] = []
 
@@ -112,7 +80,7 @@ def test_lightning_resumes_averages_and_casts(name: str, tmp_path: Path) -> None
             max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
             default_root_dir=tmp_path, **settings,
         )  # fmt: skip
-        trainer.fit(module, batches_of(name), ckpt_path=checkpoint)
+        trainer.fit(module, batches(), ckpt_path=checkpoint)
         trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
         return module
 
