@@ -65,14 +65,6 @@ def test_a_share_of_0_leaves_no_validation_split(tree: Trees) -> None:
     assert splits.held_out == ("validation", splits.validation)
 
 
-def test_validation_is_cut_from_train_when_only_test_is_there(tree: Trees) -> None:
-    root = tree(*many("train/a", "train/b"), "test/a/1.png")
-    splits = open_data(str(root), validation_share=0.5)
-    assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == many("a", "b")
-    assert keys_of(splits.test) == ["a/1.png"]
-    assert len(splits.notes) == 1 and "are held out" in splits.notes[0]
-
-
 def test_other_splits_are_indexed_by_the_training_classes(tree: Trees) -> None:
     root = tree("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png", "val/b/1.png", "test/c/1.png")
     splits = open_data(str(root), validation_share=0.0)

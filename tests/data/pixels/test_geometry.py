@@ -85,13 +85,6 @@ def test_pad_fits_the_image_in_and_fills_around_it(
     )
 
 
-def test_squashing_with_a_share_cuts_the_middle_of_what_was_squashed() -> None:
-    image = picture(70, 90)
-    expected = np.asarray(image.resize((50, 40), Image.Resampling.BILINEAR))[4:36, 5:45]
-    found = Preprocess(image_size=(32, 40), crop_share=0.8).pixels(np.asarray(image))
-    np.testing.assert_array_equal(found, expected.transpose(2, 0, 1))
-
-
 @given(size=st.integers(1, 2000), more=st.integers(0, 2000))
 def test_a_share_made_of_two_sides_gives_the_second_back(size: int, more: int) -> None:
     assert scaled_side(size, size / (size + more)) == size + more

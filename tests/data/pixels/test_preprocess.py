@@ -315,11 +315,3 @@ def test_what_older_files_do_not_say_is_as_it_was() -> None:
     assert (read.antialias, read.scaled_decode, read.pad_value, read.resampler) == (True, False, (255,), "pillow")
     changed = replace(read, antialias=False, resize="pad", pad_value=(1, 2, 3))
     assert from_plain(Preprocess, to_plain(changed)) == changed
-
-
-def test_a_border_of_one_pixel_has_the_pad_value() -> None:
-    preprocess = Preprocess(image_size=(24, 24), resize="pad", pad_value=(10, 20, 30))
-    for shape, border in (((25, 24, 3), np.s_[:, :, -1]), ((24, 25, 3), np.s_[:, -1])):
-        pixels = preprocess.pixels(np.full(shape, 99, np.uint8))
-        assert pixels[border].tolist() == [[10] * 24, [20] * 24, [30] * 24]
-        assert (pixels == 99).sum() == 3 * 23 * 24

@@ -115,12 +115,6 @@ def test_a_jpeg_cut_anywhere_gives_all_its_pixels_or_is_refused(mode: str, optio
     assert refused > 60
 
 
-def test_a_progressive_jpeg_without_its_last_scan_is_refused() -> None:
-    data = jpeg("RGB", progressive=True)
-    with pytest.raises(UndecodableImage):
-        decode(data[: data.rindex(b"\xff\xda")], 3)
-
-
 def test_a_jpeg_without_end_marker_shrinks_like_others() -> None:
     data = encode(PIXELS.repeat(4, 0).repeat(4, 1), "JPEG")
     np.testing.assert_array_equal(np.asarray(open_image(data[:-2]).load(3, 2)), np.asarray(open_image(data).load(3, 2)))
