@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import tarfile
@@ -25,7 +24,6 @@ from vitrail.data.formats.tar_index import members, open_shard
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError
-from vitrail.testing import check_source
 
 Members = Mapping[str, bytes]
 
@@ -97,16 +95,6 @@ def test_shards_of_splits_are_chosen(tmp_path: Path) -> None:
         open_data(str(tmp_path), validation_share=0.0)
     splits = open_data(f"{tmp_path}?train=fold0&train=fold1&test=fold2", validation_share=0.0)
     assert len(splits.train) == 4 and keys_of(splits.test) == ["2a", "2b"]
-
-
-def test_several_labels(tmp_path: Path) -> None:
-    labels: list[object] = [["rose", "daisy", "rose"], [], ["iris"]]
-    files = {}
-    for number, label in enumerate(labels):
-        files |= {f"{number}.png": picture(number), f"{number}.json": json.dumps({"cls": label}).encode()}
-    source = open_shards(write(tmp_path / "x.tar", files), None).train
-    assert source.classes == ("daisy", "iris", "rose") and targets_of(source) == [(0, 2), (), (1,)]
-    check_source(source)
 
 
 @pytest.mark.parametrize(
