@@ -80,20 +80,6 @@ def test_transforms_equal_pillows(size: tuple[int, int, int], values: list[float
     )
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_tables_are_looked_up(size: tuple[int, int, int]) -> None:
-    images = pictures(*size)
-    random = np.random.default_rng(0)
-    for channels in (1, size[0]):
-        tables = random.integers(0, 256, (5, channels, 256), dtype=np.uint8)
-        found = operations.by_table(images, torch.from_numpy(tables))
-        check(
-            found,
-            images,
-            lambda picture, n: picture.point(np.resize(tables[n], (size[0], 256)).flatten().tolist()),  # noqa: B023
-        )
-
-
 def turned(picture: Image.Image, turn: float) -> Image.Image:
     """Turn the hue as torchvision does with a picture of Pillow: by whole levels of 255, which wrap around at 256."""
     if picture.mode == "L":
