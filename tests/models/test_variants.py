@@ -126,6 +126,7 @@ def test_heads_of_published_sizes() -> None:
     ("name", "depths", "width", "stem", "patch"),
     [
         ("RMicro+ViT-Pico/8", (1, 1, 1), 24, "3x3", 1),
+        ("RMilli+ViT-Pico/8", (1, 1, 1), 32, "3x3", 1),
         ("R+ViT-Ti/16", (), 64, "7x7+pool", 8),
         ("Conv+ViT-Pico/8", (), 32, "3x3+3x3", 4),
         ("Conv+ViT-Ti/2", (), 32, "3x3+3x3", 1),
@@ -137,6 +138,7 @@ def test_heads_of_published_sizes() -> None:
         ("R50+ViT-B/16", (3, 4, 9), 64, "7x7+pool", 1),
         ("R152x2+ViT-L/16", (3, 8, 39), 128, "7x7+pool", 1),
         ("R101x3+ViT-L/32", (3, 4, 23, 3), 192, "7x7+pool", 1),
+        ("R200x1+ViT-Ti/32", (3, 24, 36, 3), 64, "7x7+pool", 1),
     ],
 )
 def test_roots_of_hybrids(name: str, depths: tuple[int, ...], width: int, stem: Stem, patch: int) -> None:
