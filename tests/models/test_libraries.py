@@ -10,9 +10,13 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.models import test_tools
+from vitrail.errors import ConfigError
+from vitrail.models.variants import build
 from vitrail.models.vit import VisionTransformer
 
 pytestmark = [
@@ -175,3 +179,72 @@ def test_the_hubs_mixin_stores_and_reads(tmp_path: Path) -> None:
     images = next(iter(batches()))[0]
     assert again.config == original.config
     assert torch.equal(again.eval()(images), original.eval()(images))
+
+
+def test_accelerate_trains_as_plain_pytorch_does() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, made = accelerate.Accelerator(cpu=True), network()
+    prepared, optimizer, data = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1), batches())
+    prepared.train()
+    for _ in range(2):
+        for images, labels in data:
+            optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(prepared(images), labels))
+            optimizer.step()
+    assert_same_weights(accelerator.unwrap_model(prepared), by_hand(network(), 2))
+
+
+@pytest.mark.parametrize("fields", [{"positions": "relative-bias"}, {"positions_at": "every-layer"}], ids=str)
+def test_opacus_refuses_positions_that_it_cannot_differentiate(fields: dict[str, Any]) -> None:
+    opacus = pytest.importorskip("opacus")
+    private = opacus.GradSampleModule(network(pool="gap", **fields))
+    with pytest.raises(AttributeError, match="detach"):
+        private(next(iter(batches()))[0])
+
+
+def test_trainer_trains_a_wrapped_network_and_refuses_a_bare_one(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Classifier(nn.Module):
+        def __init__(self, network: nn.Module) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, images: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            logits = self.network(images)
+            return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    given: Any = batches().dataset
+    data = [{"images": image, "labels": label} for image, label in given]
+    settings = transformers.TrainingArguments(
+        str(tmp_path), max_steps=3, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+        learning_rate=1e-2,
+    )  # fmt: skip
+    module = Classifier(network())
+    transformers.Trainer(module, settings, train_dataset=data).train()
+    assert not torch.equal(module.network.head.weight, network().head.weight)
+    with pytest.raises(ConfigError, match="libraries"):
+        transformers.Trainer(network(), settings, train_dataset=data)
+
+
+def test_fsdp_fills_a_network_on_meta(tmp_path: Path) -> None:
+    original = network(stochastic_depth=0.5)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            made = build(original.config)
+        for block in made.layers().blocks:
+            fully_shard(block, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        fully_shard(made, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        assert isinstance(made, FSDPModule)
+        made.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(made, original.state_dict(), options=options)
+        results = []
+        for one in (original, made):
+            torch.manual_seed(3)
+            results.append(one.train()(next(iter(batches()))[0]))
+        torch.testing.assert_close(results[1], results[0])
+    finally:
+        torch.distributed.destroy_process_group()
