@@ -135,26 +135,15 @@ def test_the_matrices_of_blocks_are_chosen(fields: dict[str, Any], expected: dic
     assert found == {f"blocks.{block}.{path}.weight": stack for block in (0, 1) for path, stack in expected.items()}
 
 
-def test_convolutions_of_residual_units_are_matrices() -> None:
-    network = create("BiT-R26x1", image_size=64, width=32, num_classes=3)
-    stacks = stacks_of(network)
-    found = {name: stacks[id(weight)] for name, weight in network.named_parameters() if id(weight) in stacks}
-    kernels = {name for name, weight in network.named_parameters() if weight.ndim == 4}
-    assert len(found) == len(kernels) - 1  # all but the stem
-    for name, stack in found.items():
-        weight = network.get_parameter(name)
-        assert stack == (1, weight.shape[0], weight[0].numel())
-    given(network, 1)
-    make_optimizer(network, OptimizerConfig(kind="muon")).step()
-
-
 @pytest.mark.parametrize("fields", [{}, {"root": RootConfig(depths=(1,), width=32)}], ids=["small", "published"])
 def test_residual_units_below_the_blocks_of_a_hybrid_are_matrices(fields: dict[str, Any]) -> None:
     network = create("RPico+ViT-Pico/8", image_size=(16, 24), width=12, depth=1, heads=3, mlp_width=20, **fields)
     stacks = stacks_of(ClassificationObjective(network))
-    found = {name for name, weight in network.named_parameters() if id(weight) in stacks}
+    found = {name: stacks[id(weight)] for name, weight in network.named_parameters() if id(weight) in stacks}
     inside = ("root.stages.", "blocks.")
-    assert found == {name for name, one in network.named_parameters() if one.ndim > 1 and name.startswith(inside)}
+    assert {*found} == {name for name, one in network.named_parameters() if one.ndim > 1 and name.startswith(inside)}
+    kernels = {name: weight for name, weight in network.named_parameters() if name in found and weight.ndim == 4}
+    assert kernels and all(found[name] == (1, len(one), one[0].numel()) for name, one in kernels.items())
 
 
 def test_the_factors_of_an_adapter_are_matrices_of_their_own() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.training.curves import events_of
 from tests.training.jobs import Make, Outcome, StopAt
@@ -107,14 +106,6 @@ def test_settings_that_do_not_fit_are_refused_before_the_run(
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         train(small(tmp_path / "run", **fields))
     assert not (tmp_path / "run").exists()
-
-
-def test_networks_of_the_user_have_no_smaller_images(small: Make, tmp_path: Path) -> None:
-    config = small(tmp_path / "run", early_image_size=("14:0.5",))
-    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
-    message = "early_image_size cannot be combined with network=...; it works only for networks that are built from"
-    with pytest.raises(ConfigError, match=message):
-        train(config, network=network)
 
 
 @pytest.mark.slow

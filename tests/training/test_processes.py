@@ -251,13 +251,16 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_and_any_number_resum
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["none", "full"])
-def test_checkpoints_that_are_written_in_the_background_are_those_of_a_run_that_waits(
-    shard: str, three_splits: Path, tmp_path: Path
+@pytest.mark.parametrize(("shard", "in_background"), [("none", False), ("none", True), ("full", True)])
+def test_resuming_the_same_number_of_processes_changes_no_bit_and_neither_do_checkpoints_in_the_background(
+    shard: str, in_background: bool, three_splits: Path, tmp_path: Path
 ) -> None:
-    fields = {"optimizer": "adamw", "learning_rate": 1e-4, "checkpoints": 6, "average": 0.9, "shard": shard}
+    fields = {
+        "optimizer": "adamw", "learning_rate": 1e-4, "checkpoints": 6, "average": 0.9, "shard": shard, "dropout": 0.2,
+        "stochastic_depth": 0.3, "mixup": 0.3,
+    }  # fmt: skip
     in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "straight", **fields))
-    config = ranks.config_of(three_splits, tmp_path / "run", background_checkpoints=True, **fields)
+    config = ranks.config_of(three_splits, tmp_path / "run", background_checkpoints=in_background, **fields)
     results_of(2, ranks.trained_and_stopped, config, 1, 5)
     results_of(2, ranks.resumed, tmp_path / "run")
     assert curve(tmp_path / "straight") == curve(tmp_path / "run")
@@ -267,15 +270,6 @@ def test_checkpoints_that_are_written_in_the_background_are_those_of_a_run_that_
         for name in ("straight", "run")
     ]
     assert states[0] == states[1] and len(states[0]) == (2 if shard == "full" else 1)
-
-
-@pytest.mark.slow
-def test_resuming_the_same_number_of_processes_changes_no_bit(three_splits: Path, tmp_path: Path) -> None:
-    fields = {"dropout": 0.2, "stochastic_depth": 0.3, "optimizer": "adamw", "mixup": 0.3}
-    results_of(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "straight", **fields))
-    results_of(2, ranks.trained_and_stopped, ranks.config_of(three_splits, tmp_path / "run", **fields), 1, 5)
-    results_of(2, ranks.resumed, tmp_path / "run")
-    assert curve(tmp_path / "straight") == curve(tmp_path / "run")
     assert same_weights(*(tmp_path / run / "model" / "model.safetensors" for run in ("straight", "run")))
 
 

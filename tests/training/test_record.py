@@ -28,7 +28,6 @@ from vitrail.training.folder import (
     notes_on_data,
     read_record,
     settings_beside,
-    settings_of,
     summarise,
 )
 from vitrail.training.log import Log
@@ -177,16 +176,6 @@ def test_runs_on_data_that_changed_are_named(tiny: Make, finished: Finished, tmp
     (other / "run.json").write_text(json.dumps(record))
     (note,) = notes_on_data([summarise(finished.result.folder), summarise(other)])
     assert "other" in note and finished.result.folder.name in note and "not comparable" in note
-
-
-def test_only_settings_unlike_the_others_are_returned(tiny: Make) -> None:
-    usual = tiny(steps=3)
-    others = usual.override(learning_rate=0.5), usual.override(threads=1, device="cpu", name="x", flip=True)
-    flipped = differing_settings([usual, *others])
-    assert flipped[0] == {} and flipped[1] == {"learning_rate": 0.5}
-    assert flipped[2] == ({} if usual.augment.flip else {"flip": True})
-    assert settings_of(usual)["task"] == "classification" and "threads" not in settings_of(usual)
-    assert differing_settings([]) == []
 
 
 @contextmanager

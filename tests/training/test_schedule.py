@@ -139,13 +139,6 @@ def test_the_longest_warmup_is_the_whole_run() -> None:
     assert schedule(149) == pytest.approx(0.25) and schedule(299) == 0.5
 
 
-def test_points_and_factors_of_a_staircase() -> None:
-    config = OptimizerConfig(schedule="staircase", stair_at=(1 / 3, 2 / 3, 8 / 9), base_batch_size=256)
-    schedule = config.schedule_of(RunLength(steps=900, batch_size=64, images=640))
-    assert schedule.boundaries == (300, 600, 800) and schedule.factors == pytest.approx((0.1, 0.01, 0.001))
-    assert schedule.peak == 1e-3 / 4
-
-
 @given(arguments)
 def test_every_schedule_rises_to_the_peak_and_then_never_rises(arguments: dict[str, Any]) -> None:
     schedule = Schedule(**arguments)

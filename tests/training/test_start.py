@@ -149,16 +149,6 @@ def test_fewer_tokens_than_those_of_a_model_are_refused(initial: Initial) -> Non
 
 
 @pytest.mark.slow
-def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: Make, colour_folder: Path) -> None:
-    fields = {"dropout": 0.25, "stochastic_depth": 0.5, "patch_dropout": 0.3}
-    config = load(train(from_model(initial(), colour_folder, **ONE_STEP, **fields)).folder).network.config
-    assert {name: getattr(config, name) for name in fields} == fields
-    second = from_model(initial(dropout=0.125), colour_folder, name="second", run=None, **ONE_STEP)
-    kept = load(train(second).folder)
-    assert kept.network.config.dropout == 0.125, "the model's own"
-
-
-@pytest.mark.slow
 def test_a_loaded_model_is_not_changed(initial: Initial, from_model: Make, colour_folder: Path) -> None:
     bundle = load(initial(), device="cpu")
     before = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
