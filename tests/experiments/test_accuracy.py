@@ -30,11 +30,9 @@ from vitrail.experiments.accuracy import (
     Curve,
     CurvePoint,
     check_environments,
-    final_accuracies,
     first_at,
     measure_recipe,
     optimizer_flops,
-    peer_entries,
     reached,
     write_images,
 )
@@ -208,18 +206,6 @@ def test_no_ratio_to_an_entry_that_does_not_reach_the_target() -> None:
     assert ours["reached"] == 1 and theirs["flops_low"] is None
     assert ends(ours, "flops_ratio") == ends(theirs, "flops_ratio") == (None, None, None)
     assert theirs["flops_ratio_is_bound"] is None
-
-
-def test_accuracies_of_the_finished_models() -> None:
-    validation, test = final_accuracies(CURVES["ours"])
-    assert (validation.low, validation.high) == (0.7, 0.9) and validation.median == pytest.approx(0.8) and test is None
-    _, test = final_accuracies({0: result((1, 0.5), test=0.4)})
-    assert test is not None and test.median == 0.4
-
-
-def test_names_of_libraries_and_of_their_entries() -> None:
-    assert peer_entries(["timm"]) == ("timm-defaults", "timm-small") and peer_entries([]) == ()
-    assert peer_entries(["timm-small", "timm"]) == ("timm-small", "timm-defaults")
 
 
 @pytest.mark.slow
