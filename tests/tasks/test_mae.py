@@ -184,16 +184,6 @@ def test_networks_of_all_kinds_are_trained_at_any_size(fields: dict[str, Any]) -
     assert objective.network.blocks[0].mlp.up.weight.grad.abs().max() > 0
 
 
-def test_the_decoder_is_the_papers_or_lighter_for_narrow_networks() -> None:
-    for variant, sizes in (
-        ("ViT-L/16", (512, 8, 16)), ("ViT-B/16", (512, 8, 16)), ("ViT-S/16", (192, 2, 6)), ("ViT-Ti/16", (96, 2, 3)),
-    ):  # fmt: skip
-        decoder = Mae().decoder_of(variant_config(variant))
-        assert (decoder.width, decoder.depth, decoder.heads) == sizes and decoder.mlp_width == 4 * decoder.width
-    chosen = Mae(decoder_width=64, decoder_depth=1, decoder_heads=8).decoder_of(variant_config("ViT-L/16"))
-    assert (chosen.width, chosen.depth, chosen.heads) == (64, 1, 8)
-
-
 @pytest.mark.parametrize(
     ("variant", "fields", "task", "message"),
     [

@@ -123,15 +123,6 @@ def test_the_use_of_codes_is_measured() -> None:
     assert task.texts(found)[1].startswith("perplexity ")
 
 
-def test_pictures_show_images_and_what_is_restored() -> None:
-    objective = make_objective()
-    bundle = objective.task.bundle(objective, (), Preprocess(image_size=(21, 28)), {})
-    (table,) = objective.task.pictures(objective, bundle, SPLITS.train)
-    assert table.title == "Images restored from tokens" and len(table.rows) == 8
-    image, restored = table.rows[0]
-    assert image.image.size == restored.image.size == (28, 21) and "different tokens" in restored.lines[1]
-
-
 @pytest.mark.parametrize(
     ("variant", "fields", "message"),
     [

@@ -9,7 +9,6 @@ import unicodedata
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,18 +19,14 @@ from vitrail.report.charts import (
     DIGIT_WIDTH,
     INVERT_ABOVE,
     MAX_DOTS,
-    STYLE,
     Chart,
     Series,
     confusion_matrix,
     line_chart,
     reliability_diagram,
     scatter_plot,
-    shorten,
 )
-from vitrail.report.page import PACKAGE, environment
-
-PAGE_STYLE = (PACKAGE / "report" / "page.css").read_text(encoding="utf-8")
+from vitrail.report.page import environment
 
 AWKWARD = st.sampled_from([math.nan, math.inf, -math.inf])
 EVIL = "</title><script>alert('1 & 2')</script>\u202e\x00"
@@ -168,15 +163,6 @@ def test_lines_are_what_was_given(
         assert left + bottom * pixel <= 1e-9 or min(value for _, value in every) > 0
 
 
-@pytest.mark.parametrize("points", [[(7.0, 0.5)], [(0.0, 0.0)], [(float(step), 100.0) for step in range(1, 6)]])
-def test_one_point_and_a_constant_are_seen_within_the_bounds(points: list[tuple[float, float]]) -> None:
-    drawing = Drawing(line_chart([Series("x", points)], label="x", unit="%", bounds=(0.0, 100.0)))
-    drawing.check_inside()
-    dots = [dot[:2] for dot in drawing.dots("dot one")]
-    assert values_of(drawing, dots) == [pytest.approx(point, abs=0.1) for point in points]
-    assert not any(float(text.removesuffix("%")) > 100 for text in drawing.texts() if text.endswith("%"))
-
-
 @pytest.mark.parametrize("step", [0, 1, 99, 100])
 def test_a_mark_stands_at_its_point(step: int) -> None:
     points = [(float(at), 80 + at / 10) for at in range(101)]
@@ -304,42 +290,3 @@ def test_a_scatter_plot_has_a_dot_for_each_sample(points: list[tuple[float, floa
     ((start, end),) = drawing.path("ideal")
     assert end[0] - start[0] == pytest.approx(start[1] - end[1], abs=0.02), "the diagonal is at 45 degrees"
     assert [title.text for title in drawing.all("title")][-1] == f"{SHOWN} {len(points) - 1}"
-
-
-def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    """Return the ratio of the luminances of two colours, as WCAG 2 defines it."""
-    shares = np.array([a, b]) / 255
-    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
-    dark, light = sorted(linear @ [0.2126, 0.7152, 0.0722])
-    return (light + 0.05) / (dark + 0.05)
-
-
-def colour(style: str, name: str) -> tuple[float, ...]:
-    found = re.search(rf"{name}: #(\w\w)(\w\w)(\w\w);", style)
-    return tuple(int(part, 16) for part in found.groups())
-
-
-@pytest.mark.parametrize(("half", "canvas", "text"), [(0, (255,) * 3, (0,) * 3), (1, (18,) * 3, (255,) * 3)])
-def test_all_can_be_read_in_light_and_in_dark(half: int, canvas: tuple[int, ...], text: tuple[int, ...]) -> None:
-    """Canvas and CanvasText have Chromium's colours. WCAG 2 demands a contrast of 4.5 for text and 3 for lines."""
-    heat, other = colour(STYLE.split("@media")[half], "--heat"), tuple(255 - part for part in text)
-    for percent in range(5, 101):
-        strength = percent / 100
-        shade = tuple(strength * a + (1 - strength) * b for a, b in zip(heat, canvas, strict=True))
-        assert contrast(shade, other if strength > INVERT_ABOVE else text) >= 4.5, percent
-    page = PAGE_STYLE.split("@media")[half]
-    assert contrast(colour(page, "--dim"), canvas) >= 4.5
-    for name in ("--note", "--warning"):
-        assert contrast(colour(page, name), canvas) >= 3
-
-
-@given(st.text(st.characters(exclude_categories=["C", "Zs", "Zl", "Zp"])), st.integers(3, 30))
-def test_shortened_names_fit(name: str, most: int) -> None:
-    found = shorten(name, most)
-    assert sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in found) <= most
-    assert found.isprintable()
-    if "…" in found and "…" not in name:
-        begin, _, end = found.partition("…")
-        assert name.startswith(begin) and name.endswith(end)
-    else:
-        assert found == name

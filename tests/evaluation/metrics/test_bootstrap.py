@@ -11,7 +11,6 @@ from scipy.stats import binomtest
 
 from vitrail.evaluation.metrics.classes import balanced_accuracy, expected_calibration_error
 from vitrail.evaluation.metrics.intervals import (
-    Metric,
     balanced_accuracy_interval,
     calibration_error_interval,
     difference_interval,
@@ -82,13 +81,6 @@ def test_a_balanced_accuracy_without_a_mistake_has_an_interval() -> None:
     assert found.value == found.high == 1.0 and found.low is not None and alone is not None and alone < found.low < 1
     wrong = balanced_accuracy_interval(labels, labels + 1, 5)
     assert wrong.value == wrong.low == 0.0 and wrong.high == pytest.approx(1 - found.low)
-
-
-def test_without_resamples_there_is_no_interval() -> None:
-    labels = np.array([0, 1])
-    assert mean_interval(np.array([True, False]), resamples=0) == Metric(0.5)
-    assert balanced_accuracy_interval(labels, labels, 2, resamples=0) == Metric(1.0)
-    assert calibration_error_interval(np.ones(2), np.array([True, True]), resamples=0) == Metric(0.0)
 
 
 @pytest.mark.slow
