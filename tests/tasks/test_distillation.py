@@ -200,16 +200,3 @@ def test_unfit_teachers_are_refused(made: dict[str, Any], message: str, teacher:
 def test_images_with_several_labels_are_refused() -> None:
     with pytest.raises(ConfigError, match="images with several labels, which the task distillation cannot learn"):
         Distillation().check_data(Splits(Pictures(3, CLASSES, [(0, 1)]), None, None))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"final_norm": "pooled"}, "final_norm='pooled' mixes the class token with the distillation token"),
-        ({"head_hidden": 8}, "head_hidden=8 mixes the class token with the distillation token"),
-    ],
-)
-def test_layers_that_mix_the_two_tokens_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Distillation().check_network(variant_config("ViT-Pico/7", image_size=28, **TOKEN, **fields))
-    Distillation().check_network(variant_config("ViT-Pico/7", image_size=28, **fields))
