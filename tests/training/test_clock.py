@@ -19,7 +19,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.variants import variant_config
 from vitrail.training import clock as clock_module
-from vitrail.training.clock import SmoothedRate, TimeLeft, Timing
+from vitrail.training.clock import TimeLeft, Timing
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.job import Job, Phase
 from vitrail.training.log import Log
@@ -115,13 +115,6 @@ def test_a_rollback_counts_the_steps_again(clock: Clock) -> None:
 
 def test_a_run_without_steps_has_no_speed(clock: Clock) -> None:
     assert made().summary() == {**dict.fromkeys(SUMMARY, 0.0), "seconds": 2.0}
-
-
-def test_the_start_up_is_dropped_when_more_is_known() -> None:
-    rate = SmoothedRate()
-    assert rate.add(10, 20.0) == 0.5
-    assert rate.add(300, 3.0) == 100
-    assert rate.add(300, 3.0) == pytest.approx(100)
 
 
 def left_of(steps: int, evaluations: int = 0, checkpoints: int = 1, **fields: Any) -> TimeLeft:

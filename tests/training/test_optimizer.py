@@ -212,13 +212,6 @@ def test_a_pattern_without_a_weight_is_named() -> None:
             check_names(network, OptimizerConfig(**fields))
 
 
-def test_the_learning_rate_scales_with_the_batch() -> None:
-    config = OptimizerConfig(learning_rate=0.03, base_batch_size=256)
-    assert config.for_batch_size(4096).learning_rate == pytest.approx(0.48)
-    assert config.for_batch_size(4096).for_batch_size(64).learning_rate == pytest.approx(0.48)
-    assert OptimizerConfig(learning_rate=0.03).for_batch_size(4096).learning_rate == 0.03
-
-
 def test_layer_decay_is_that_of_mae_and_beit() -> None:
     """Scales that `get_layer_id_for_vit` of facebookresearch/mae (efb2a80) and `get_num_layer_for_vit` of
     microsoft/unilm (beit, 768a3c8) give to these weights of three blocks. BEiT's code gives the full rate to a table

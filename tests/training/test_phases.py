@@ -15,7 +15,7 @@ from vitrail.models.variants import variant_config
 from vitrail.tasks.classification import Classification
 from vitrail.training.build import make_network, make_state
 from vitrail.training.config import TrainConfig
-from vitrail.training.job import Phase, first_steps, phases_of, prepare, run_flops
+from vitrail.training.job import first_steps, phases_of, prepare, run_flops
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 
@@ -47,12 +47,6 @@ def test_phases_follow_from_the_settings(small: Make, tmp_path: Path) -> None:
     assert run_flops(first_steps(found, 14), network, config.task) == sum(flops[:2]) + flops[2] // 3
     assert first_steps(found, 24) == found
     assert found[0].cost < found[1].cost < found[2].cost < found[3].cost == 1
-
-
-def test_a_run_without_early_settings_has_one_phase(small: Make, tmp_path: Path) -> None:
-    config = small(tmp_path, patch_dropout=0.25)
-    assert phases_of(config, network_of(config), 24) == (Phase(0, 24, (28, 28), 0.25, 20),)
-    assert config.mean_batch_size == 20
 
 
 def test_short_runs_have_the_phases_that_fit(small: Make, tmp_path: Path) -> None:

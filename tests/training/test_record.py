@@ -110,15 +110,6 @@ def rewritten(run: Path, journal: list[dict[str, object]], place: Path) -> Path:
     return place
 
 
-def test_a_finished_run(finished: Finished) -> None:
-    found = summarise(finished.result.folder)
-    assert (found.state, found.step, found.steps, found.problem) == ("finished", 24, 24, "")
-    assert found.metrics is not None and 0 <= found.metrics["validation_accuracy"] <= 1
-    assert found.started is not None and found.changed is not None and found.started <= found.changed
-    assert found.texts("validation") == [f"accuracy {found.metrics['validation_accuracy']:.2%}"]
-    assert found.texts("nowhere") == []
-
-
 BEGUN = {"event": "started", "time": 10.0, "step": 0, "steps": 7}
 BETTER = {"event": "evaluation", "time": 11.0, "step": 2, "split": "validation", "best": True, "accuracy": 0.75}
 WORSE = BETTER | {"time": 12.0, "step": 4, "best": False, "accuracy": 0.5}
