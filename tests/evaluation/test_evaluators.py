@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -21,16 +20,12 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import few_shot
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.classifiers.nearest import knn
-from vitrail.evaluation.evaluators import Together, evaluators_of, measure
+from vitrail.evaluation.evaluators import evaluators_of, measure
 from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.tasks.classification import Accuracy
-from vitrail.training.config import TrainConfig
-from vitrail.training.job import Probe
-from vitrail.training.log import read_journal
-from vitrail.training.run import train
 from vitrail.weights.answers import OutputKind
 from vitrail.weights.bundle import Bundle
 
@@ -270,16 +265,3 @@ def test_settings_are_taken_as_files_give_them() -> None:
     found = evaluators_of("fewshot, knn", {"fewshot": {"l2": 4, "shots": [2, 3]}, "knn": {"temperature": 1}})
     assert found == {"fewshot": ByFewShot((2, 3), l2=4.0), "knn": ByNeighbours(temperature=1.0)}
     assert evaluators_of("fewshot", {"fewshot": {"l2": "loo"}}) == {"fewshot": ByFewShot(l2="loo")}
-
-
-@pytest.mark.slow
-def test_a_run_is_probed_on_its_averaged_weights(tiny: Callable[..., TrainConfig]) -> None:
-    config = tiny(average=0.5, keep="last")
-    splits = config.data.open()
-    evaluator = Together(evaluators_of("knn,fewshot", {"knn": {"k": [5]}, "fewshot": {"shots": [2]}}))
-    result = train(config, probes=[Probe("features", 6, evaluator)])
-    events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "probe"]
-    assert [(event["step"], event["weights"]) for event in events] == [(6, "averaged"), (12, "averaged")]
-    known = evaluator(Outputs(result.bundle), splits.train, splits.validation)
-    assert {name: events[1][name] for name in known} == known
-    assert {"knn_5", "fewshot_2", "fewshot_2_deviation"} <= set(known)

@@ -212,7 +212,6 @@ def test_no_ratio_to_an_entry_that_does_not_reach_the_target() -> None:
 @pytest.mark.parametrize(
     ("environments", "message"),
     [
-        ({}, r"--against timm: torchvision is not installed for .*pip install --no-deps"),
         ({"timm": str(shutil.which("false"))}, "--against timm: it printed nothing"),
         ({"tim": sys.executable}, "environment: unknown library 'tim'; nearest: timm"),
     ],

@@ -1,12 +1,10 @@
-"""Tests of charts by reading their SVG: they show the given values, and nothing lies outside the picture."""
+"""Tests of charts by reading their SVG: they show the given values, and names in them are text."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-import unicodedata
-from collections.abc import Iterator
 from xml.etree import ElementTree
 
 import pytest
@@ -15,9 +13,6 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 
 from vitrail.report.charts import (
-    BOLD_DIGIT_WIDTH,
-    DIGIT_WIDTH,
-    INVERT_ABOVE,
     MAX_DOTS,
     Chart,
     Series,
@@ -60,42 +55,6 @@ class Drawing:
             (float(one.attrib["cx"]), float(one.attrib["cy"]), float(one.attrib["r"]))
             for one in self.all("circle", css)
         ]
-
-    def corners(self) -> Iterator[tuple[float, float]]:
-        """Return points that enclose everything drawn. A letter is as wide as `DIGIT_WIDTH`."""
-        for path in self.all("path"):
-            x = y = 0.0
-            for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", path.attrib["d"]):
-                given = [float(number) for number in numbers.split()]
-                if command in "ML":
-                    x, y = given
-                elif command in "Hh":
-                    x = given[0] if command == "H" else x + given[0]
-                else:
-                    assert command in "Vv"
-                    y = given[0] if command == "V" else y + given[0]
-                yield x, y
-        for circle in self.all("circle"):
-            x, y, radius = (float(circle.attrib[name]) for name in ("cx", "cy", "r"))
-            yield from ((x - radius, y - radius), (x + radius, y + radius))
-        for box in self.all("rect"):
-            x, y, width, height = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
-            yield from ((x, y), (x + width, y + height))
-        for text in self.all("text"):
-            shown = (text.text or "") + "".join(child.tail or "" for child in text)
-            letters = sum(2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in shown)
-            strong = "strong" in text.get("class", "")
-            size = float(text.get("font-size", 11)) / 11
-            length = letters * (BOLD_DIGIT_WIDTH if strong else DIGIT_WIDTH) * size
-            x, y = float(text.attrib["x"]), float(text.attrib["y"])
-            begin = {"start": 0.0, "middle": -length / 2, "end": -length}[text.get("text-anchor", "start")]
-            turn = math.radians(float((text.get("transform") or "rotate(0").removeprefix("rotate(").split()[0]))
-            for along, up in itertools.product((begin, begin + length), (-8 * size, 2 * size)):
-                yield x + along * math.cos(turn) - up * math.sin(turn), y + along * math.sin(turn) + up * math.cos(turn)
-
-    def check_inside(self) -> None:
-        for x, y in self.corners():
-            assert -0.01 <= x <= self.width + 0.01 and -0.01 <= y <= self.height + 0.01, (x, y)
 
     def scale(self, anchor: str) -> tuple[float, float]:
         """Return the value at 0 pixels and the value of a pixel, from the first and the last label of an axis.
@@ -140,7 +99,6 @@ def test_lines_are_what_was_given(
         assert chart == ""
         return
     drawing = Drawing(chart)
-    drawing.check_inside()
     (_, across), (_, up) = drawing.scale("middle"), drawing.scale("end")
     for one, css in zip(series, ("one", "two"), strict=False):
         pieces = drawing.path(f"line {css}")
@@ -157,17 +115,12 @@ def test_lines_are_what_was_given(
         alone = [piece for piece in expected if len(piece) == 1]
         few = len(one.finite) <= MAX_DOTS
         assert len(drawing.dots(f"dot {css}")) == (len(one.finite) if few else len(alone))
-    if zero:
-        left, pixel = drawing.scale("end")
-        bottom = max(y for _, y in drawing.corners() if y < drawing.height - 35)
-        assert left + bottom * pixel <= 1e-9 or min(value for _, value in every) > 0
 
 
 @pytest.mark.parametrize("step", [0, 1, 99, 100])
 def test_a_mark_stands_at_its_point(step: int) -> None:
     points = [(float(at), 80 + at / 10) for at in range(101)]
     drawing = Drawing(line_chart([Series("x", points)], label="x", unit="%", mark=(points[step], "best, saved")))
-    drawing.check_inside()
     ((x, y, _),) = drawing.dots("dot")
     assert values_of(drawing, [(x, y)]) == [pytest.approx(points[step], abs=0.05)]
     assert "best, saved" in drawing.texts()
@@ -195,7 +148,6 @@ def test_a_reliability_diagram_has_a_dot_for_each_bin(
     before: list[tuple[float, float, int]], after: list[tuple[float, float, int]] | None
 ) -> None:
     drawing = Drawing(reliability_diagram(before, after, label="x"))
-    drawing.check_inside()
     drawn = [("one", before)] if after is None else [("two", before), ("one", after)]
     assert len(drawing.dots("dot")) == len(before) + len(after or ())
     for css, filled in drawn:
@@ -236,7 +188,6 @@ def matrices(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[str]]:
 def test_a_heat_map_has_each_count_in_its_place(made: tuple[list[tuple[int, int, int]], list[str]]) -> None:
     cells, names = made
     drawing = Drawing(confusion_matrix(cells, names, label="x"))
-    drawing.check_inside()
     assert drawing.width <= 990, "it fits the page"
     boxes = drawing.all("rect", "heat")
     assert len(boxes) == len(cells)
@@ -253,9 +204,7 @@ def test_a_heat_map_has_each_count_in_its_place(made: tuple[list[tuple[int, int,
         share = count / sum(other for at, _, other in cells if at == row)
         strength = float(box.attrib["fill-opacity"])
         assert strength == pytest.approx(0.05 + 0.95 * share, abs=1e-3)
-        assert ("on" in text.attrib["class"].split()) == (0.05 + 0.95 * share > INVERT_ABOVE)
         assert text.text == (f"{count:,}" if count < 10_000 else f"{count / 1000:.0f}k")
-        assert 0.6 * len(text.text) * float(text.attrib["font-size"]) <= width
 
 
 def test_a_heat_map_names_rows_and_columns() -> None:
@@ -281,7 +230,6 @@ def test_a_heat_map_names_rows_and_columns() -> None:
 def test_a_scatter_plot_has_a_dot_for_each_sample(points: list[tuple[float, float]]) -> None:
     titles = [f"{EVIL} {number}" for number in range(len(points))]
     drawing = Drawing(scatter_plot(points, titles, label="x"))
-    drawing.check_inside()
     dots = drawing.dots("dot sample")
     (_, pixel), (_, vertical) = drawing.scale("middle"), drawing.scale("end")
     assert pixel == pytest.approx(-vertical, rel=1e-3), "both axes have one scale"
