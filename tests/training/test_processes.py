@@ -299,15 +299,6 @@ def test_a_hanging_process_ends_the_others_within_the_time_out(three_splits: Pat
 
 
 @pytest.mark.slow
-def test_a_value_that_is_not_finite_in_one_process_stops_all(three_splits: Path, tmp_path: Path) -> None:
-    found = in_processes(2, ranks.diverging, ranks.config_of(three_splits, tmp_path / "run"), 1, 6)
-    for one in found:
-        assert isinstance(one.error, NonFiniteLoss) and "loss is nan at step 7" in str(one.error)
-    assert [one.is_reported for one in found] == [False, True]
-    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "fields", "left_out"), [
     (2, {"on_non_finite": "skip", "accumulation": 2}, [6]),
     (4, {"on_non_finite": "rollback", "rollback_skips": 2, "average": 0.9}, [5, 6]),
@@ -331,14 +322,19 @@ def test_a_fault_in_one_process_moves_no_weight_of_any(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "fields"), [(0, {}), (1, {"shard": "full"})], ids=str)
-def test_a_disk_that_is_full_for_one_process_ends_all(
-    rank: int, fields: dict[str, Any], three_splits: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("fault", "rank", "fields", "error", "message"), [
+    (ranks.diverging, 1, {}, NonFiniteLoss, "loss is nan at step 7"),
+    (ranks.on_a_full_disk, 0, {}, SaveError, "checkpoints/step-8"),
+    (ranks.on_a_full_disk, 1, {"shard": "full"}, SaveError, "checkpoints/step-8"),
+])  # fmt: skip
+def test_a_loss_that_is_not_finite_or_a_full_disk_of_one_process_ends_all(
+    fault: Callable[..., None], rank: int, fields: dict[str, Any], error: type[Exception], message: str,
+    three_splits: Path, tmp_path: Path,
+) -> None:  # fmt: skip
     config = ranks.config_of(three_splits, tmp_path / "run", keep="last", **fields)
-    found = in_processes(2, ranks.on_a_full_disk, config, rank, 6)
+    found = in_processes(2, fault, config, rank, 6)
     for one in found:
-        assert isinstance(one.error, SaveError) and "checkpoints/step-8" in str(one.error)
+        assert isinstance(one.error, error) and message in str(one.error)
     assert [one.is_reported for one in found] == [False, True]
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
 

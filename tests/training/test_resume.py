@@ -111,18 +111,6 @@ def test_a_signal_within_an_evaluation_or_a_save_changes_no_bit(
 
 
 @pytest.mark.slow
-def test_a_crash_goes_back_to_the_newest_checkpoint(
-    small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    with pytest.raises(MemoryError):
-        train(small(run), log=Log(CrashAt(15)))
-    assert steps_of(run)[-1] == 15
-    resume(run)
-    assert steps_of(run, "resumed") == [8] and outcome(run) == straight
-
-
-@pytest.mark.slow
 def test_a_moved_run_can_be_resumed(small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path) -> None:
     train_until(small(tmp_path / "run"), 7)
     moved = (tmp_path / "run").rename(tmp_path / "elsewhere")

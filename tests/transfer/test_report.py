@@ -27,7 +27,6 @@ from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.optimizer import OptimizerName
-from vitrail.training.page import MAX_POINTS
 from vitrail.training.run import train
 from vitrail.transfer.report import write_report
 from vitrail.weights.bundle import Bundle
@@ -244,19 +243,6 @@ def test_averaged_weights_come_first(written: Write) -> None:
     assert '<span class="legend one">averaged</span> <span class="legend two">trained</span>' in accuracy
     assert "averaged weights: 33.33 at step 50, 66.67 at step 100." in accuracy
     assert ">best, saved: 33.33%</text>" in accuracy
-
-
-def test_long_runs_are_averaged(written: Write) -> None:
-    events = [step(number, float(number % 2)) for number in range(5 * MAX_POINTS)]
-    loss = charts_in(written(events))["Training loss"]
-    assert loss.startswith(", means of 5 reports<") and corners(loss) == MAX_POINTS
-    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", loss.partition('class="line')[2])]
-    assert 0 < max(heights) - min(heights) < 50, "0 and 1 in turn are about a half"
-
-
-def test_a_resumed_run_is_shown_as_it_counts(written: Write) -> None:
-    events = [step(10, 5.0), step(20, 9.0), ("resumed", {"step": 10}), step(20, 3.0)]
-    assert "5 at step 10, 3 at step 20." in charts_in(written(events))["Training loss"]
 
 
 def skipped(key: str) -> tuple[str, dict[str, Any]]:

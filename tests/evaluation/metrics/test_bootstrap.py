@@ -74,15 +74,6 @@ def test_a_fraction_has_the_interval_of_wilson(counts: tuple[int, int]) -> None:
     assert found.low <= found.value <= found.high and found.low < found.high
 
 
-def test_a_balanced_accuracy_without_a_mistake_has_an_interval() -> None:
-    labels = np.array([0] * 30 + [3] * 8)
-    found = balanced_accuracy_interval(labels, labels, 4)
-    alone = mean_interval(np.full(8, True)).low
-    assert found.value == found.high == 1.0 and found.low is not None and alone is not None and alone < found.low < 1
-    wrong = balanced_accuracy_interval(labels, labels + 1, 5)
-    assert wrong.value == wrong.low == 0.0 and wrong.high == pytest.approx(1 - found.low)
-
-
 @pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_claim() -> None:
     """There are 800 data sets of 150 samples. A fraction near 0.95 of 800 has a standard error of 0.8 points, and
