@@ -195,8 +195,3 @@ def test_unfit_teachers_are_refused(made: dict[str, Any], message: str, teacher:
     task = Distillation(teacher=teacher(**made))
     with pytest.raises(ConfigError, match=message):
         task.check_data(DATA)
-
-
-def test_images_with_several_labels_are_refused() -> None:
-    with pytest.raises(ConfigError, match="images with several labels, which the task distillation cannot learn"):
-        Distillation().check_data(Splits(Pictures(3, CLASSES, [(0, 1)]), None, None))

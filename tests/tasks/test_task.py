@@ -7,7 +7,7 @@ import pytest
 from tests.tasks.images import Labels
 from vitrail.data.source import mixed
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.task import drawn_samples
 
@@ -28,8 +28,6 @@ def test_data_that_the_task_cannot_learn_is_refused() -> None:
         Classification(select="mean_average_precision").check_data(ONE)
     with pytest.raises(ConfigError, match="has images with several labels, which loss='softmax' cannot learn"):
         Classification().check_data(SEVERAL)
-    with pytest.raises(DataError, match="the data has no labels; classification needs a label for each image"):
-        Classification().check_data(Splits(Labels(None, None, classes=()), None, None))
 
 
 def test_a_summary_has_the_metrics_that_describe_the_model() -> None:

@@ -17,15 +17,7 @@ from vitrail.evaluation.metrics.intervals import (
     mcnemar,
     mean_interval,
     paired_difference,
-    resampled_means,
 )
-
-
-def test_means_equal_gathering_the_drawn_rows() -> None:
-    columns = np.random.default_rng(0).standard_normal((37, 3))
-    random = np.random.default_rng(5)
-    expected = [columns[random.integers(0, 37, 37)].mean(axis=0) for _ in range(50)]
-    np.testing.assert_allclose(resampled_means(columns, resamples=50, seed=5), expected, atol=1e-14)
 
 
 def test_resampled_balanced_accuracy_has_the_distribution_of_resampled_samples() -> None:
@@ -126,9 +118,3 @@ def test_the_interval_covers_the_true_difference_and_is_never_empty() -> None:
     low, high = difference_interval(0, 0, 20)
     assert -0.2 < low < 0 < high < 0.2 and low == -high
     assert difference_interval(7, 0, 7)[1] == 1.0
-
-
-def test_equal_answers_differ_by_nothing() -> None:
-    right = np.array([True, False, True])
-    found = paired_difference(right, right, has_interval=False)
-    assert found.difference.value == 0 and found.difference.low is None and found.p == 1.0
