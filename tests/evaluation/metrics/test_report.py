@@ -150,15 +150,6 @@ def test_it_is_json_and_back(predictions: Predictions) -> None:
     assert from_plain(ClassificationReport, json.loads(text)) == made
 
 
-def test_several_labels_of_which_none_holds() -> None:
-    predictions = several()
-    empty = replace(
-        predictions, truth=multi_labels(predictions.truth.dense * 0), logits=np.full((40, 5), -3, np.float32)
-    )
-    metrics = report(empty, bootstrap=0).metrics
-    assert list(metrics) == ["accuracy", "exact_match", "cross_entropy"] and metrics["exact_match"].value == 1
-
-
 def test_unlabelled_images_are_left_out_and_nothing_to_measure_is_refused() -> None:
     found = report(make_predictions(unlabelled=11, classes=5), bootstrap=0)
     assert (found.images, found.unlabelled, sum(images for _, _, images in found.confusion)) == (49, 11, 49)
