@@ -172,16 +172,6 @@ def test_evaluators_measure_the_features_that_the_bundle_embeds() -> None:
     check_shots(found, shots)
 
 
-@pytest.mark.slow
-def test_features_are_computed_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle, train, test = make_bundle(), Pictures(45, 1), Pictures(21, 2)
-    seen = counted(bundle, monkeypatch)
-    names = "fewshot,linear,knn"
-    found = measure(evaluators_of(names, {"fewshot": {"shots": [1]}}), make_outputs(bundle), train, test)
-    assert sum(seen) == 45 + 21
-    assert {"linear", "knn_1", "knn_20", "fewshot_1"} <= set(found) and "knn_100" not in found
-
-
 def test_few_shots_need_the_features_of_what_is_drawn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     labels: list[Target] = [index % 3 if index % 11 else None for index in range(120)]
     bundle, train, test = make_bundle(), Pictures(120, 1, labels=labels), Pictures(9, 2)

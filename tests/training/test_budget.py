@@ -24,14 +24,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.training.jobs import Make
 from vitrail.bench.step import record
-from vitrail.models.linear.dense import ONEDNN, Linear
+from vitrail.models.linear.dense import ONEDNN
 from vitrail.models.predictor import Predictor
 from vitrail.training import loop
 from vitrail.training.config import TrainConfig
@@ -261,12 +260,3 @@ def test_numbers_that_are_waited_for_count_as_reads() -> None:
         torch.equal(x, x + 1)
 
     assert count(step).reads == {"_local_scalar_dense": 2, "index": 1, "nonzero": 1, "equal": 1}
-
-
-@pytest.mark.skipif(not ONEDNN, reason="this build of torch has no dense layer of oneDNN")
-def test_a_kept_gelu_is_caught(measure: Callable[[str], Figures], monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "train class token bf16"
-    before = measure(name)
-    monkeypatch.setattr(Linear, "after_gelu", lambda layer, hidden, approximate: layer(F.gelu(hidden)))
-    (listed,) = problems(before.to_plain(), measure(name))
-    assert listed.startswith("kept_bytes grew from") and "bfloat16 6x13x96" in listed
