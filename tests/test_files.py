@@ -11,7 +11,6 @@ import resource
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -162,42 +161,6 @@ def test_json_that_cannot_be_finished_leaves_the_old_file(tmp_path: Path) -> Non
     """)
     assert result.stdout.strip() == str(errno.EFBIG)
     assert json.loads(path.read_text()) == {"a": 1}
-
-
-def test_json_that_cannot_be_expressed_leaves_the_old_file(tmp_path: Path) -> None:
-    write_json(tmp_path / "x.json", 1)
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "x.json", {"path": tmp_path})
-    assert content(tmp_path) == {"x.json": "1\n"}
-
-
-@pytest.mark.slow
-def test_a_reader_never_sees_half_of_a_json_file(tmp_path: Path) -> None:
-    path, done = tmp_path / "x.json", threading.Event()
-    write_json(path, [0] * 20_000)
-    seen: set[int] = set()
-
-    def read() -> None:
-        while not done.is_set():
-            value = json.loads(path.read_text())
-            assert len(value) == 20_000 and len(set(value)) == 1
-            seen.add(value[0])
-
-    failures: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            read()
-        except BaseException as error:  # threads keep their exceptions to themselves
-            failures.append(error)
-
-    reader = threading.Thread(target=guarded)
-    reader.start()
-    for number in range(30):
-        write_json(path, [number] * 20_000)
-    done.set()
-    reader.join()
-    assert not failures and seen
 
 
 def test_a_path_where_nothing_can_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

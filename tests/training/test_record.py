@@ -15,7 +15,7 @@ import pytest
 from tests.listening import Display
 from tests.several import server
 from tests.training import ranks
-from tests.training.jobs import Finished, Make, train_until
+from tests.training.jobs import Finished, Make
 from vitrail.errors import RunError
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import RESOLVED, TrainConfig
@@ -233,17 +233,3 @@ def test_a_run_is_neither_resumed_nor_replaced_while_it_trains(small: Make, tmp_
     assert len(refused) == 2 and result.summary["steps"] == 4
     assert not (run / LOCK).exists()
     train(small(run, steps=2, overwrite=True))
-
-
-@pytest.mark.slow
-def test_two_that_resume_do_not_train_together(small: Make, tmp_path: Path) -> None:
-    run, refused = tmp_path / "run", []
-    train_until(small(run), 8)
-
-    def other() -> None:
-        with pytest.raises(RunError, match="is in use") as caught:
-            resume(run)
-        refused.append(caught)
-
-    resume(run, log=Log(Meanwhile(other)))
-    assert refused
