@@ -17,7 +17,6 @@ import pytest
 from PIL import Image
 
 from tests.cli.conftest import Cli
-from tests.make import make_colour_folder
 from vitrail.cli import main
 from vitrail.data.check.findings import Report
 from vitrail.data.check.report import check_data
@@ -88,38 +87,24 @@ def test_a_full_disk_leaves_the_earlier_page(
     assert (here / "data-check.html").read_bytes() == before
 
 
-def test_many_classes_are_summed_up(tmp_path: Path, cli: Cli) -> None:
-    make_colour_folder(tmp_path / "data", images=2, classes=tuple(f"class-{number:02}" for number in range(30)))
-    shown = cli.shows("data", "check", tmp_path / "data", "--validation-share", "0")
-    assert "10 more" in shown and "class-19" in shown and "class-20 " not in shown
-
-
 @pytest.mark.parametrize("typed", [["age", "height"], ["age,height"], ["age,", "height"]])
-def test_tables_of_numbers_are_checked(typed: list[str], tmp_path: Path, here: Path, cli: Cli) -> None:
-    lines = ["path,age,height"]
+def test_tables_of_numbers_are_checked_and_constant_numbers_found(
+    typed: list[str], tmp_path: Path, here: Path, cli: Cli
+) -> None:
+    lines = ["path,age,height,legs"]
     for number in range(20):
         Image.new("L", (9 + number, 7), 90).save(tmp_path / f"{number}.png")
-        lines.append(f"{number}.png,{number},{'' if number == 3 else 2 * number}")
+        lines.append(f"{number}.png,{number},{'' if number == 3 else 2 * number},{'' if number == 3 else 5}")
     (tmp_path / "people.csv").write_text("\n".join(lines))
     shown = cli.shows("data", "check", tmp_path / "people.csv", "--page", "None", "--numbers", *typed)
     assert "2 of its 20 training images are held out" in shown
+    report = cli.json("data", "check", tmp_path / "people.csv", "--page", "None", "--numbers", "legs", "height")
+    (found,) = (one for one in report["findings"] if one["kind"] == "constant-number")
+    assert (found["severity"], found["count"]) == ("warning", 1) and found["text"].endswith(": legs")
     out = tmp_path / "shards"
     cli.shows("data", "pack", tmp_path / "people.csv", out, "--numbers", *typed)
     packed = open_data(str(out), validation_share=0.0, numbers=("height",))
     assert packed.train.target(19) == (2.0 * int(packed.train.key(19).rpartition("/")[2].partition(".")[0]),)
-
-
-def test_a_constant_number_is_found(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ["path,age,height"]
-    for number in range(10):
-        Image.new("L", (9 + number, 7), 90).save(tmp_path / f"{number}.png")
-        lines.append(f"{number}.png,{'' if number == 3 else 5},{number}")
-    (tmp_path / "people.csv").write_text("\n".join(lines))
-    typed = ["--numbers", "age", "height", "--page", "None", "--json"]
-    assert main(["data", "check", str(tmp_path / "people.csv"), *typed]) == 0
-    findings = {one["kind"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
-    found = findings["constant-number"]
-    assert (found["severity"], found["count"]) == ("warning", 1) and found["text"].endswith(": age")
 
 
 def test_images_without_labels_are_checked(tmp_path: Path, here: Path, cli: Cli) -> None:
