@@ -447,13 +447,11 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path) -> N
     ("fields", "message"),
     [
         ({"pool": "gap"}, r"huggingface \(model_type vit: no LayerScale\) cannot store pool='gap' \(only 'cls'\)"),
-        ({"positions": "sincos-2d"}, r"positions='sincos-2d' \(only 'learned'\)"),
-        ({"positions_at": "every-layer"}, r"='every-layer' \(only 'stem'\)"),
         ({**DINOV2, "num_classes": 0}, r"model_type dinov2: LayerScale, .* pool='cls\+gap' \(only 'cls'\)"),
         ({**DINOV2, "pool": "gap"}, r"pool='gap' \(only 'cls\+gap', 'cls'\)"),
         ({**DINOV2, "pool": "cls", "num_classes": 0, "head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
-        ({**DINOV2, "image_size": (28, 14)}, r"takes only square patches and images, not image_size=\(28, 14\)"),
-        ({**DINOV2, "patch_size": (7, 14)}, r"takes only square patches and images, not patch_size=\(7, 14\)"),
+        ({**DINOV2, "image_size": (28, 14)}, "takes only square patches and images"),
+        ({**DINOV2, "patch_size": (7, 14)}, "takes only square patches and images"),
         ({**DINOV2, "mlp_width": 20}, r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \*"),
         ({**DETECTOR, "positions_at": "shared"}, r"positions_at='shared' \(only 'stem', 'every-layer'\)"),
         ({**DETECTOR, "layer_scale": 0.5}, r"model_type yolos: detection tokens\) cannot store layer_scale=0.5"),
@@ -541,49 +539,6 @@ def test_other_models_of_the_library(tmp_path: Path) -> None:
         load(folder, device="cpu")
 
 
-def largest_difference(model: Any, network: Any, images: Tensor, *, outputs: str = "logits", **options: Any) -> float:
-    with torch.inference_mode():
-        theirs = model(pixel_values=images, **options)
-        theirs = theirs.last_hidden_state[:, 0] if outputs == "cls" else theirs[outputs]
-        ours = network.eval()(images)
-    assert ours.std() > 0.5, "outputs so small would agree whatever they are"
-    print(f"\ndifference {(difference := float((theirs - ours).abs().max())):.1e} in {float(ours.abs().max()):.1f}")
-    return difference
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_library_computes_what_we_do(tmp_path: Path, kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    bundle = make_bundle(**KINDS[kind])
-    HUGGINGFACE.write(bundle, tmp_path / "model")
-    auto = transformers.AutoModelForImageClassification if bundle.classes else transformers.AutoModel
-    model, found = auto.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert type(model).__name__ == json.loads((tmp_path / "model" / "config.json").read_text())["architectures"][0]
-    missing = {name for name in found["missing_keys"] if not name.startswith("pooler.")}
-    assert not missing and not found["unexpected_keys"] and not found["mismatched_keys"]
-    outputs = "logits" if bundle.classes else "pooler_output" if "pooler" in kind else "cls"
-    config = bundle.network.config
-    images = torch.randn(2, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
-    assert largest_difference(model.eval(), bundle.network, images, outputs=outputs) < 1e-4
-    if bundle.classes:
-        assert [model.config.id2label[number] for number in range(3)] == list(bundle.classes)
-    assert model.config.layer_norm_eps == bundle.network.config.norm_eps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["vit, square", "dinov2", "registers"])
-def test_we_read_what_the_library_saves(tmp_path: Path, kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    bundle = make_bundle(**KINDS[kind])
-    HUGGINGFACE.write(bundle, tmp_path / "model")
-    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model")
-    model.save_pretrained(tmp_path / "saved")
-    read = load(tmp_path / "saved", device="cpu")
-    assert_same(bundle, read)
-    assert read.classes == bundle.classes
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"resize": "squash"}, {"resize": "crop", "crop_share": 0.875}])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -614,7 +569,10 @@ def test_the_library_resizes_positions_as_we_do(tmp_path: Path, kind: str) -> No
     patch = config.patch_size[0]
     images = torch.randn(2, 3, 3 * patch, 5 * patch, generator=torch.Generator().manual_seed(2))
     options: dict[str, Any] = {"interpolate_pos_encoding": True} if kind.startswith("vit") else {}
-    assert largest_difference(model, bundle.network, images, **options) < 1e-4
+    with torch.inference_mode():
+        theirs, ours = model(pixel_values=images, **options).logits, bundle.network.eval()(images)
+    assert ours.std() > 0.5, "outputs so small would agree whatever they are"
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("problem", "output"), [(None, "sigmoid"), ("regression", "numbers")])

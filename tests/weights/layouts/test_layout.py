@@ -12,7 +12,6 @@ import torch
 
 from tests.make import assert_close, place_of, random_bundle, square_config
 from vitrail.errors import BundleError
-from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import VARIANTS
 from vitrail.models.vit_config import ViTConfig
@@ -153,14 +152,6 @@ def test_a_new_option_is_not_exported(layout: str, changed: str, tmp_path: Path)
     with pytest.raises(BundleError, match=message):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("layout", ["google", "big-vision", "timm", "huggingface", "torchvision"])
-@pytest.mark.parametrize("field", [{"attention": "local:window=3"}, {"reduction": TokenReduction(tokens=1)}])
-def test_attention_of_fewer_tokens_is_not_exported(layout: str, field: dict[str, Any], tmp_path: Path) -> None:
-    bundle = random_bundle(square_config(**field))
-    with pytest.raises(BundleError, match=rf"cannot store {next(iter(field))}=.* \(only "):
-        LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
 
 
 @pytest.mark.parametrize("layout", ["google", "big-vision", "timm", "huggingface", "torchvision"])
