@@ -266,7 +266,8 @@ OTHERS: list[dict[str, Any]] = [
     *({"positions_at": place} for place in ("every-layer", "shared")), *({"registers": count} for count in (1, 2)),
     *({"activation": name} for name in ("gelu", "gelu-tanh", "swiglu")),
     {"pool": "gap", "final_norm": "pooled"}, {"layer_scale": 0.5}, {"qk_norm": True}, {"qkv_bias": False},
-    {"dense_bias": False}, {"patch_bias": False}, {"head_hidden": 3}, {"norm_eps": 1e-3}, {"patch_size": (4, 3)}, {"image_size": (12, 8)},
+    {"dense_bias": False}, {"patch_bias": False}, {"head_hidden": 3}, {"norm_eps": 1e-3},
+    {"patch_size": (4, 3)}, {"image_size": (12, 8)},
     {"attention": "axial"}, {"reduction": TokenReduction(tokens=1)},
     {"root": RootConfig(width=32, stem="3x3+3x3"), "image_size": (8, 8), "patch_size": (1, 1)},
 ]  # fmt: skip
