@@ -51,12 +51,8 @@ def test_fields_become_options() -> None:
     assert [OPTIONS[name].metavar for name in ("count", "kind", "size", "names", "on", "rate")] == [
         "N", "a|b", "H [W]", "x|y ...", "", "X|auto",
     ]  # fmt: skip
-
-
-def test_texts_are_the_docstrings_without_line_ends_and_python() -> None:
     assert OPTIONS["rate"].help == "Rate of something, in one line. More of `vitrail train`."
-    assert OPTIONS["size"].help == "Height and width." and OPTIONS["count"].help == ""
-    assert OPTIONS["data"].help == "A data set."
+    assert (OPTIONS["size"].help, OPTIONS["count"].help) == ("Height and width.", "")
 
 
 @pytest.mark.parametrize(
@@ -72,10 +68,6 @@ def test_words_become_values(name: str, typed: list[str], value: Any) -> None:
     assert convert(OPTIONS[name], typed) == value
 
 
-def test_an_option_is_found_by_a_part_of_its_name() -> None:
-    assert unknown_option("--rate", "train", ["learning_rate", "run"]).endswith("; nearest: --learning-rate")
-
-
 @pytest.mark.parametrize(
     ("names", "advice"),
     [
@@ -86,6 +78,7 @@ def test_an_option_is_found_by_a_part_of_its_name() -> None:
 def test_the_option_of_the_place_to_write_to_is_named(names: tuple[str, ...], advice: str) -> None:
     for typed in {"out", "run", "output-dir"} - set(names):
         assert advice in unknown_option(f"--{typed}", "try", names)
+    assert unknown_option("--rate", "try", ["learning_rate", *names]).endswith("; nearest: --learning-rate")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,18 +48,6 @@ def test_what_vitrail_wrote_is_neither_predicted_nor_data(
     assert "all.csv, said.jsonl, two.csv" in notes and "that Vitrail wrote: runs" in notes
 
 
-def test_an_empty_path_is_not_the_current_folder(model: Path, cli: Cli) -> None:
-    assert "'' is not a path" in cli.refuses("predict", model, "")  # such as an unset variable of the shell
-    assert "names nothing" in cli.refuses("data", "check", "")
-
-
-def test_a_table_of_a_run_shows_the_likeliest(trained: RunResult, cli: Cli) -> None:
-    example = trained.examples[0]
-    shown = cli.shows("predict", trained.folder, example.path, "--top", "2")
-    assert example.prediction.label in shown and f"{example.prediction.probability:.1%}" in shown
-    assert "2." in shown and "3." not in shown
-
-
 def test_another_image_size(model: Path, trained: RunResult, cli: Cli) -> None:
     example = trained.examples[0].path
     captured = cli.call("predict", model, example, "--json", "--image-size", "32", "24")
@@ -90,6 +78,10 @@ def test_csv_has_the_numbers_of_json(model: Path, trained: RunResult, tmp_path: 
     assert second == [str(broken), "", "", "", "", error["error"]] and error["error"] in captured.err
     head = cli.shows("predict", model, trained.examples[0].path, "--csv").splitlines()[0]
     assert head.endswith("class_3,probability_3,error")
+    shown = cli.shows("predict", model, trained.examples[0].path, "--top", "2")
+    assert trained.examples[0].prediction.label in shown and "2." in shown and "3." not in shown
+    assert "'' is not a path" in cli.refuses("predict", model, "")  # such as an unset variable of the shell
+    assert "names nothing" in cli.refuses("data", "check", "")
 
 
 def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import vitrail
+from tests.cli.conftest import Cli
 from tests.make import dense_bundle, make_bundle, small_config
 from tests.serving.conftest import make_samples
 from vitrail import with_engine
-from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.export import engines
@@ -82,7 +83,7 @@ def files(cache: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
-def test_a_named_runtime_gives_the_answers_of_pytorch(name: Any, model: Bundle) -> None:
+def test_a_named_runtime_gives_the_answers_of_pytorch(name: Any, model: Bundle, tmp_path: Path) -> None:
     fast = with_engine(model, name)
     assert fast.engine is not None and fast.engine.name == name
     assert fast.network is model.network and model.engine is None
@@ -91,6 +92,7 @@ def test_a_named_runtime_gives_the_answers_of_pytorch(name: Any, model: Bundle) 
         assert dict(found.ranking) == pytest.approx(dict(wanted.ranking), abs=1e-5)
     assert torch.equal(fast.embed(pictures()), model.embed(pictures()))  # PyTorch computes what the file lacks
     assert with_engine(fast, "torch").engine is None
+    assert vitrail.load(fast.save(tmp_path / "model")).engine is None
 
 
 def test_the_runtime_computes_only_in_its_own_precision(model: Bundle) -> None:
@@ -218,20 +220,9 @@ def test_missing_packages_are_named_only_if_asked_for(model: Bundle, monkeypatch
         with_engine(model, "openvino")
 
 
-def test_a_saved_model_has_no_engine(model: Bundle, tmp_path: Path) -> None:
-    with_engine(model, "onnxruntime").save(tmp_path / "model")
-    assert vitrail.load(tmp_path / "model").engine is None
-
-
 def test_the_command(model: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from PIL import Image
-
-    model.save(tmp_path / "model")
     Image.fromarray(pictures()[0]).save(tmp_path / "one.png")
-    answers = []
-    for engine in ("torch", "openvino"):
-        assert main(["predict", str(tmp_path / "model"), str(tmp_path / "one.png"), "--json", "--engine", engine]) == 0
-        answers.append(json.loads(capsys.readouterr().out))
-    assert answers[1]["probabilities"] == pytest.approx(answers[0]["probabilities"], abs=1e-5)
-    assert main(["predict", str(tmp_path / "model"), str(tmp_path / "one.png"), "--engine", "tensorrt"]) == 2
-    assert "openvino" in capsys.readouterr().err
+    cli = Cli(capsys, "predict", model.save(tmp_path / "model"), tmp_path / "one.png", "--engine")
+    first, second = (cli.json(engine)["probabilities"] for engine in ("torch", "openvino"))
+    assert second == pytest.approx(first, abs=1e-5)
+    assert "openvino" in cli.refuses("tensorrt")

@@ -202,8 +202,7 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
         ({"max_body": "1GB"}, "max_body=1GB is more than body_memory=256MB"),
         ({"max_body": "huge"}, "max_body"),
         ({"token": "abc\n"}, "token"),
-        ({"allow_host": ("http://a.example",)}, "allow_host='http://a.example' is not the name of a host"),
-        ({"allow_host": ("a.example:80",)}, "is not the name of a host"),
+        ({"allow_host": ("a.example:80",)}, "allow_host='a.example:80' is not the name of a host"),
         ({"allow_host": ("",)}, "is not the name of a host"),
         ({"allow_origin": ("a.example",)}, "allow_origin='a.example' is not an origin"),
         ({"allow_origin": ("https://a.example/",)}, "is not an origin"),
@@ -222,7 +221,6 @@ def raw_deflate(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("coding", "pack"),
     [
-        ("gzip", gzip.compress),
         ("x-GZIP", gzip.compress),
         ("deflate", zlib.compress),
         ("deflate", raw_deflate),
@@ -242,12 +240,8 @@ def test_compressed_bodies(limited: Running, images: list[bytes], coding: str, p
         answer = limited.ask("POST", "/", broken, Content_Encoding=coding, **TOKEN)
         assert answer.status == 400 and answer.json["error"].startswith("Content-Encoding: ")
     assert limited.metric("vitrail_body_bytes", **TOKEN) == 0
-
-
-def test_an_unknown_compression(limited: Running, images: list[bytes]) -> None:
     answer = limited.ask("POST", "/", images[0], Content_Encoding="br", **TOKEN)
     assert answer.status == 415 and "'br'" in answer.json["error"] and "gzip" in answer.headers["accept-encoding"]
-    assert limited.ask("POST", "/", images[0], Content_Encoding="identity", **TOKEN).status == 200
 
 
 @pytest.mark.slow
@@ -261,13 +255,9 @@ def test_names_of_a_server_on_a_loopback_address(bundle: Bundle, images: list[by
                 assert answer.status == 421 and "--allow-host" in answer.json["error"]
             assert server.ask("GET", "/health/ready", Host=host).status == 200
             assert server.ask("GET", "/health", Host=host).json == {"health": True}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"token": "secret"}, {"host": "0.0.0.0"}])
-def test_other_servers_answer_under_every_name(bundle: Bundle, images: list[bytes], settings: dict[str, Any]) -> None:
-    with serving({"flowers": bundle}, **settings) as server:
-        assert server.ask("POST", "/", images[0], Host="flowers.example", **TOKEN).status == 200
+    for settings in ({"token": "secret"}, {"host": "0.0.0.0"}):  # other servers answer under every name
+        with serving({"flowers": bundle}, **settings) as server:
+            assert server.ask("POST", "/", images[0], Host="flowers.example", **TOKEN).status == 200
 
 
 def test_pages_of_other_origins(bundle: Bundle, images: list[bytes]) -> None:

@@ -147,6 +147,10 @@ def test_metadata_and_probes(server: Running, bundle: Bundle) -> None:
     assert server.ask("GET", f"/v2/models/flowers/versions/{version}/ready").json["ready"] is True
     assert server.ask("GET", "/v2/models/flowers/versions/1/ready").status == 404
     assert server.ask("GET", "/v2").json["name"] == "vitrail"
+    listed = server.ask("GET", "/v1/models").json
+    assert [one["id"] for one in listed["data"]] == ["flowers", "numbers", "features"]
+    assert server.ask("GET", "/v1/models/numbers").json == listed["data"][1]
+    assert server.ask("GET", "/v1/models/birds").status == 404
     for path in ("/health/live", "/health/ready", "/health/startup", "/v2/health/live", "/v2/health/ready"):
         assert server.ask("GET", path).status == 200
 
@@ -251,14 +255,12 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
          "'x' does not exist; choose from logits, probabilities, embedding"),
         ("/v2/models/flowers/infer", [], "not a request of the Open Inference Protocol"),
         ("/", {"inputs": "é"}, "inputs: the image is not base64"),
-        ("/", {"inputs": None}, "inputs: this must be the text of one image in base64 and is missing"),
         ("/", {"inputs": ["eA=="]}, "inputs: this must be the text of one image in base64"),
         ("/", {"inputs": "https://example.org/a.png"}, "inputs: no URL is fetched"),
         ("/?model=flowers&model=numbers", {"inputs": ""}, "model: the address gives it more than once"),
         ("/v2/models/flowers/infer", {"inputs": [TENSOR], "parameters": {"binary_data_output": "false"}},
          "binary_data_output: 'false' is not true or false"),
         ("/", {"inputs": "data:;base64," * 100_000}, "inputs: the image is not base64"),
-        ("/", {"inputs": "", "parameters": {"top_k": -1}}, "top_k: -1 is not a number of classes"),
         ("/", {"inputs": "", "parameters": {"top_k": True}}, "top_k: True is not a number of classes"),
         ("/", {"inputs": "", "parameters": {"function_to_apply": "tanh"}}, "'tanh' is not one of softmax, sigmoid"),
         ("/", {"inputs": "", "parameters": {"threshold": 0.5}}, "threshold: the server does not act on this name"),
@@ -279,7 +281,6 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
          {"inputs": [TENSOR], "outputs": [{"name": "logits", "parameters": {"classification": 2}}]},
          "classification: the server does not act on this name"),
         ("/", ["x"], "must be a JSON object"),
-        ("/v1/embeddings", {"input": "http://127.0.0.1/a.png"}, "no URL is fetched"),
         ("/v1/embeddings", {"input": "file:///etc/passwd"}, "no URL is fetched"),
         ("/v1/embeddings", {"input": []}, "has no images"),
         ("/v1/embeddings", {"input": "data:,x"}, "must be in base64"),
@@ -352,13 +353,6 @@ def test_spellings_of_base64(server: Running, images: list[bytes], extra: int) -
         tensor = {"name": "images", "shape": [1], "datatype": "BYTES", "data": [text]}
         assert infer(server, {"inputs": [tensor]}).status == 200
     assert server.ask_json("/", {"inputs": usual.rstrip("=")[:-1] + "*"}).status == 400
-
-
-def test_the_models_in_the_shape_of_openai(server: Running) -> None:
-    listed = server.ask("GET", "/v1/models").json
-    assert [one["id"] for one in listed["data"]] == ["flowers", "numbers", "features"]
-    assert server.ask("GET", "/v1/models/numbers").json == listed["data"][1]
-    assert server.ask("GET", "/v1/models/birds").status == 404
 
 
 def test_the_description_holds_for_every_path(server: Running, images: list[bytes]) -> None:
