@@ -277,25 +277,22 @@ def test_images_have_the_size_of_the_preprocessing(tmp_path: Path) -> None:
     assert not any("preprocessor" in note for note in kept.notes)
     again = adapted(bundle, image_size=(32, 32)).network.state_dict()
     assert torch.equal(again["positions.embedding"], positions), "positions are resized from those of the file"
-
-
-def test_a_preprocessed_size_that_patches_do_not_divide(tmp_path: Path) -> None:
-    folder = edit(reference_folder(tmp_path / "dinov2", "hf_dinov2"), "preprocessor_config.json", crop_size=36)
-    bundle = load(folder, device="cpu")
+    bundle = load(edit(folder, "preprocessor_config.json", crop_size=36), device="cpu")
     assert bundle.preprocess.image_size == (32, 32)
     assert "patches of (8, 8) do not divide (36, 36), so images of (32, 32) are used" in bundle.notes[0]
+
+
+WIDE = {"height": 32, "width": 48}
 
 
 @pytest.mark.parametrize(
     ("fields", "expected", "note"),
     [
-        ({"size": [1]}, None, r"size=\[1\] is not a number of pixels, a height and width, or a short"),
-        ({"size": {"longest_edge": 32}}, None, r"size=\{'longest_edge': 32\} is not a number of pixels"),
-        ({"image_mean": "grey"}, None, "image_mean='grey' is not a number for each channel"),
-        ({"image_mean": [0.1, 0.2]}, None, r"mean=\(0.1, 0.2\) needs 1 number, or one for each of 3 channels"),
-        ({"rescale_factor": 0}, None, "rescale_factor=0 is not a number above 0"),
-        ({"resample": 0}, {"interpolation": "nearest"}, ""),
-        ({"resample": 3}, {"interpolation": "bicubic"}, ""),
+        ({"size": [1]}, None, r"size=\[1\] is not "), ({"size": {"longest_edge": 32}}, None, "size=.* is not "),
+        ({"image_mean": "grey"}, None, "image_mean='grey' is"), ({"image_mean": [0.1, 0.2]}, None, "mean=.* needs"),
+        ({"rescale_factor": 0}, None, "rescale_factor=0 is not "),
+        *(({"resample": number}, {"interpolation": name}, "") for number, name in ((0, "nearest"), (3, "bicubic"))),
+        ({"resample": 4}, {"interpolation": "area"}, ""),
         ({"resample": 1}, {"interpolation": "bicubic"}, "has resample=1, which is not supported, so bicubic is used"),
         ({"image_mean": [0.1, 0.2, 0.3]}, {"mean": (0.1, 0.2, 0.3)}, ""),
         ({"image_mean": 0.25, "image_std": 2}, {"mean": (0.25,), "std": (2.0,)}, ""),
@@ -303,35 +300,19 @@ def test_a_preprocessed_size_that_patches_do_not_divide(tmp_path: Path) -> None:
         ({"do_rescale": False, "image_mean": 127.5, "image_std": 51}, {"mean": (0.5,), "std": (0.2,)}, ""),
         ({"rescale_factor": 2 / 255, "image_mean": 1}, {"mean": (0.5,), "std": (0.25,)}, ""),
         ({"size": None, "resample": None, "image_mean": None}, {}, ""),
+        ({"crop_size": WIDE}, {}, ""), ({"crop_size": 224, "do_center_crop": False}, {}, ""),
         ({"size": 32}, {"image_size": (32, 32)}, "makes images of (32, 32)"),
         ({"size": 32, "crop_size": 24}, {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75}, "(24, 24)"),
-        ({"crop_size": {"height": 32, "width": 48}}, {}, ""),
-        ({"crop_size": 224, "do_center_crop": False}, {}, ""),
         ({"do_resize": False}, {}, "does not resize images, but here they are squashed"),
         ({"size": {"shortest_edge": 40}}, {"image_size": (40, 40), "resize": "crop"}, "short side to 40 without crop"),
-        (
-            {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 48}},
-            {"resize": "crop", "crop_share": 0.8},
-            "crops a rectangle from images scaled by their short side",
-        ),
-        (
-            {"size": {"height": 40, "width": 60}, "crop_size": {"height": 32, "width": 48}},
-            {"resize": "squash", "crop_share": 0.8},
-            "",
-        ),
-        ({"resample": 4}, {"interpolation": "area"}, ""),
-        (
-            {"size": {"height": 64, "width": 64}, "crop_size": {"height": 32, "width": 48}},
-            {"resize": "crop", "crop_share": 0.5},
-            "squashes images to (64, 64) and crops (32, 48), but here they keep their proportions",
-        ),
-        (
-            {"size": {"shortest_edge": 16}, "crop_size": {"height": 32, "width": 32}},
-            {"image_size": (32, 32), "resize": "crop"},
-            "crops (32, 32) from images of (16, 16), with a black border, but here there is no border",
-        ),
+        ({"size": {"shortest_edge": 40}, "crop_size": WIDE}, {"resize": "crop", "crop_share": 0.8}, "crops a rect"),
+        ({"size": {"height": 40, "width": 60}, "crop_size": WIDE}, {"resize": "squash", "crop_share": 0.8}, ""),
+        ({"size": {"height": 64, "width": 64}, "crop_size": WIDE}, {"resize": "crop", "crop_share": 0.5},
+         "squashes images to (64, 64) and crops (32, 48), but here they keep their proportions"),
+        ({"size": {"shortest_edge": 16}, "crop_size": 32}, {"image_size": (32, 32), "resize": "crop"},
+         "crops (32, 32) from images of (16, 16), with a black border, but here there is no border"),
     ],
-)
+)  # fmt: skip
 def test_preprocessing(tmp_path: Path, fields: dict[str, Any], expected: dict[str, Any] | None, note: str) -> None:
     folder = reference_folder(tmp_path / "vit", "hf_vit")
     edit(folder, "preprocessor_config.json", **fields)
@@ -466,9 +447,7 @@ def test_the_numbers_of_the_classes_in_the_data_are_kept(tmp_path: Path) -> None
     ("fields", "message"),
     [
         ({"model_type": "deit"}, r"config\.json: model_type='deit' is not one of 'vit', 'dinov2', 'dinov2_with_regist"),
-        ({"model_type": ["vit"]}, r"config\.json: model_type=\['vit'\] must be str"),
         ({"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' is not one of 'gelu', 'gelu_new', 'gelu_pytorch_tanh'"),
-        ({"num_attention_heads": "4"}, "num_attention_heads='4' must be int"),
         ({"num_attention_heads": True}, "num_attention_heads=True must be int"),
         ({"num_attention_heads": 5}, "width=64 is not divisible by heads=5"),
         ({"layer_norm_eps": "tiny"}, "layer_norm_eps='tiny' must be int or float"),
