@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Cli
+from tests.make import wait_for
 from vitrail.cli import main
 
 TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0.9")
@@ -50,13 +49,6 @@ def test_a_comparison_of_two_recipes(cli: Cli, tmp_path: Path) -> None:
     assert plain["budget"] is None and list(plain["entries"]["demo"]) == ["4"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert "holds a comparison with other settings: budget was None and is 2.0" in cli.refuses(*words, "--budget", "2s")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def has_ended(process: int) -> bool:

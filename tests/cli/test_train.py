@@ -23,10 +23,8 @@ from vitrail.training.log import read_journal
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 
-TINY = [
-    "--steps", "3", "--width", "16", "--depth", "1", "--heads", "2", "--mlp-width", "16", "--device", "cpu",
-    "--evaluations", "1", "--checkpoints", "1", "--threads", "1",
-]  # fmt: skip
+SHORT = ["--steps", "3", "--device", "cpu", "--evaluations", "1", "--checkpoints", "1", "--threads", "1"]
+TINY = [*SHORT, "--width", "16", "--depth", "1", "--heads", "2", "--mlp-width", "16"]
 
 
 def test_a_folder_of_colours_is_learned_shown_and_used(
@@ -74,9 +72,7 @@ def test_a_network_is_pre_trained_without_labels_and_used(
 def test_a_model_decides_what_images_are_like_unless_told(
     model: Path, colour_folder: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    short = [word for name, value in zip(TINY[::2], TINY[1::2], strict=True) if name not in SIZES
-             for word in (name, value)]  # fmt: skip
-    words = ["train", "--init", model, "--data", colour_folder, *short, "--validation-share", "0.2"]
+    words = ["train", "--init", model, "--data", colour_folder, *SHORT, "--validation-share", "0.2"]
     shown = cli.shows(*words, "--run", tmp_path / "as-it-is", "--lora-rank", "2", "--lora-on", "query", "up")
     shown = shown.replace("\n", " ")
     assert "the new head has 3 classes; its weights start at zero" in shown and "of them trained" in shown
@@ -91,9 +87,6 @@ def test_a_model_decides_what_images_are_like_unless_told(
     assert changed == {"image_size", "std"} and second["preprocess"]["image_size"] == [32, 48]
     record = json.loads((tmp_path / "other" / "run.json").read_text())
     assert record["config"]["start"]["train_blocks"] == 1 and record["config"]["model"]["variant"] is None
-
-
-SIZES = ("--width", "--depth", "--heads", "--mlp-width")
 
 
 @pytest.mark.slow

@@ -20,8 +20,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.make import encode
 from tests.serving.conftest import make_bundle
-from tests.serving.running import Running, data_uri, encoded, serving
+from tests.serving.running import Running, data_uri, serving
 from vitrail import load
 from vitrail.errors import BundleError
 from vitrail.models.variants import variant_config
@@ -194,7 +195,7 @@ def test_explanations(server: Running, bundle: Bundle, images: list[bytes]) -> N
     ],
 )
 def test_an_explanation_that_is_refused(server: Running, query: str, size: int, status: int, words: str) -> None:
-    image = encoded(np.zeros((size, 7, 3), np.uint8)) if size else b"no image"
+    image = encode(np.zeros((size, 7, 3), np.uint8), "PNG") if size else b"no image"
     answer = server.ask("POST", f"/explain?{query}", image)
     assert answer.status == status and words in answer.json["error"]
 

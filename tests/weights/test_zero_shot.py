@@ -11,17 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import vitrail
-from tests.words import model_with_words
 from vitrail.errors import ConfigError, DataError
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.zero_shot import read_templates, readable_name, zero_shot
 
 CLASSES = ["a bee", "a wasp", "a fly"]
-
-
-@pytest.fixture(params=[None, -3.0], ids=["clip", "siglip"])
-def model(request: pytest.FixtureRequest) -> Bundle:
-    return model_with_words(bias=request.param)
 
 
 def images(count: int = 3) -> list[np.ndarray]:
