@@ -101,24 +101,6 @@ def test_a_downloaded_model_is_not_taken_for_an_earlier_output(to: str, ours: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("here", "fewer_bundled")
-def test_an_exported_run_predicts_and_is_measured_like_the_run(trained: RunResult, cli: Cli) -> None:
-    (written,) = cli.json("export", trained.folder, "--to", "pt2", "--images", "20")["files"]
-    assert written["written"] == "run.pt2" and written["bytes"] == Path("run.pt2").stat().st_size
-    assert written["parity"]["agreement"] == 1.0 and written["parity"]["labelled"] == 20
-    assert written["parity"]["accuracy"]["low"] <= written["parity"]["accuracy"]["value"]
-    shown = []
-    for model in (str(trained.folder), "run.pt2"):
-        shown.append(cli.json("predict", model, trained.examples[0].path))
-        shown.append(cli.json("evaluate", model, "--data", "bundled[:40]"))
-    assert shown[0]["probabilities"] == pytest.approx(shown[2]["probabilities"], abs=1e-4)
-    error = cli.refuses("predict", "run.pt2", trained.examples[0].path, "--precision", "bf16")
-    assert "run.pt2 computes in its own number format; choose" in error
-    error = cli.refuses("embed", "run.pt2", "--data", "bundled[:40]", "--out", "f", "--precision", "float32")
-    assert "was exported with" in error
-
-
-@pytest.mark.slow
 def test_accuracy_is_measured_on_images_that_training_held_out(colour_folder: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     data = RECIPES["demo"]().override(
@@ -152,10 +134,13 @@ def test_files_in_8_bit_integers_in_every_verb(trained: RunResult, cli: Cli) -> 
         assert one["parity"]["labelled"] == 100 and one["parity"]["drop"]["value"] <= 5
         assert set(one["milliseconds"]) == {"1", "8"} and one["milliseconds"]["8"] > 0
     shown = {}
-    for model in (run, "run-int8.onnx", "run-int8.xml"):
+    for model in (run, "run.onnx", "run-int8.onnx", "run-int8.xml"):
         shown[model] = cli.json("predict", model, picture)["probabilities"]
         cli.call("evaluate", model, "--data", "bundled[:40]", "--json")
     assert shown["run-int8.onnx"] == pytest.approx(shown[run], abs=0.1)
+    assert shown["run.onnx"] == pytest.approx(shown[run], abs=1e-4)
+    error = cli.refuses("predict", "run.onnx", picture, "--precision", "bf16")
+    assert "run.onnx computes in its own number format; choose" in error
     error = cli.refuses("embed", "run-int8.onnx", "--data", "bundled[:40]", "--out", "f", "--precision", "float32")
     assert "was exported with output='logits'" in error
     speed = cli.json("bench", "infer", "run-int8.onnx", "--batch-size", "2", "--repetitions", "2")

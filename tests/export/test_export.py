@@ -223,8 +223,12 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, samples: list[Sample
 SCRIPT = """
 import sys
 from pathlib import Path
+from tests.export.test_int8 import exporter
 from tests.serving.conftest import make_bundle, make_samples
 from vitrail.export.export import export
+integers = exporter(make_bundle())
+integers.write(Path(sys.argv[1]) / "int8.onnx", "onnx", "int8")
+integers.write(Path(sys.argv[1]) / "int8", "triton", "int8")
 for to in ("pt2", "onnx", "openvino"):
     name = "flowers.xml" if to == "openvino" else f"flowers.{to}"
     export(make_bundle(), Path(sys.argv[1]) / name, to, make_samples())
@@ -236,6 +240,8 @@ def test_the_bytes_are_reproducible(exported: Callable[[str], Path], tmp_path: P
     subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True)
     for to in ("pt2", "onnx", "openvino"):
         assert (tmp_path / exported(to).name).read_bytes() == exported(to).read_bytes()
+    for written in (tmp_path / "int8.onnx", tmp_path / "int8" / "1" / "model.onnx"):
+        assert written.read_bytes() == exported("onnx-int8").read_bytes()
 
 
 def vit(**fields: Any) -> Any:

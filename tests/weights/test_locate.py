@@ -66,7 +66,7 @@ def test_names_of_the_hub(text: str) -> None:
     "text",
     [
         "", ".", "model", "./org/name", "../name", "/org/name", "~/name", "org/name/", "a/b/c", "org//name", "org/",
-        "runs/model.npz", "runs/model.safetensors", "runs/model.pth", "runs/model.PT", "runs/pytorch_model.bin",
+        "runs/model.npz", "runs/model.PT", "runs/pytorch_model.bin",
         "runs/model.safetensors.index.json", "runs/model.pth@main", "org/na me", "org/näme", "org/na--me", "org/na..me",
         "org/name.git", "org/name.git@main", "org/name@", "org/name@a b", "org/name@../../x", "org/name@a@b",
         "-org/name", "org/.name", "org/name\n", "org\\name", "https://huggingface.co/org/name", f"org/{'n' * 97}",
