@@ -247,14 +247,6 @@ def test_a_file_by_itself(tmp_path: Path) -> None:
         load(file, device="cpu", heads=4)
 
 
-def test_registers_of_a_file_by_itself(tmp_path: Path) -> None:
-    bundle = make_bundle(**REGISTERS)
-    HUGGINGFACE.write(bundle, tmp_path / "model")
-    read = load(tmp_path / "model" / "model.safetensors", device="cpu", heads=3)
-    assert read.network.config == bundle.network.config
-    assert "model_type='dinov2_with_registers'" in read.notes[0]
-
-
 def test_images_have_the_size_of_the_preprocessing(tmp_path: Path) -> None:
     """The positions of DINOv2 on the hub are for 518 pixels, and its preprocessing makes images of 224."""
     folder = edit(reference_folder(tmp_path / "dinov2", "hf_dinov2"), "preprocessor_config.json", **CUT)
@@ -363,6 +355,9 @@ def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
     HUGGINGFACE.write(read, tmp_path / "again")
     for file in (tmp_path / "model").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+    if kind == "registers":
+        alone = load(tmp_path / "model" / "model.safetensors", device="cpu", heads=3)
+        assert alone.network.config == bundle.network.config and "'dinov2_with_registers'" in alone.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -400,10 +395,19 @@ def test_cutting_rectangles_is_lost(tmp_path: Path) -> None:
     assert expected in HUGGINGFACE.write(bundle, tmp_path / "model")
 
 
-def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path) -> None:
-    bundle = make_bundle(**{**REGISTERS, "pool": "cls"})
-    lost = HUGGINGFACE.write(bundle, tmp_path / "model")
-    assert lost == ("pool='cls' (the head also reads the mean of the patches, with weights of zero)",)
+@pytest.mark.parametrize(
+    ("fields", "lost"),
+    [
+        ({**REGISTERS, "pool": "cls"},
+         ("pool='cls' (the head also reads the mean of the patches, with weights of zero)",)),
+        ({**DETECTOR, "positions_cover": "class", "positions_at": "every-layer"}, ()),
+    ],
+)  # fmt: skip
+def test_what_a_network_does_not_have_is_written_as_zeros(
+    fields: dict[str, Any], lost: tuple[str, ...], tmp_path: Path
+) -> None:
+    bundle = make_bundle(**fields)
+    assert HUGGINGFACE.write(bundle, tmp_path / "model") == lost
     assert_close(bundle, load(tmp_path / "model", device="cpu"), rtol=0)
 
 
@@ -561,12 +565,6 @@ def test_images_of_a_detector_keep_their_proportions(tmp_path: Path) -> None:
     read = load(tmp_path / "model", device="cpu")
     assert read.preprocess.resize == "pad" and read.preprocess.pad_value == (124, 116, 104)
     assert read.preprocess.image_size == (20, 15) and any("512" in note for note in read.notes)
-
-
-def test_tokens_without_positions_get_zeros(tmp_path: Path) -> None:
-    bundle = make_bundle(**{**DETECTOR, "positions_cover": "class", "positions_at": "every-layer"})
-    assert HUGGINGFACE.write(bundle, tmp_path / "model") == ()
-    assert_close(bundle, load(tmp_path / "model", device="cpu"), rtol=1.3e-6)
 
 
 @pytest.mark.slow
