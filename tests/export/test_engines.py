@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -83,7 +84,7 @@ def files(cache: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
-def test_a_named_runtime_gives_the_answers_of_pytorch(name: Any, model: Bundle, tmp_path: Path) -> None:
+def test_a_named_runtime_gives_the_answers_of_pytorch(name: Any, model: Bundle) -> None:
     fast = with_engine(model, name)
     assert fast.engine is not None and fast.engine.name == name
     assert fast.network is model.network and model.engine is None
@@ -92,7 +93,6 @@ def test_a_named_runtime_gives_the_answers_of_pytorch(name: Any, model: Bundle, 
         assert dict(found.ranking) == pytest.approx(dict(wanted.ranking), abs=1e-5)
     assert torch.equal(fast.embed(pictures()), model.embed(pictures()))  # PyTorch computes what the file lacks
     assert with_engine(fast, "torch").engine is None
-    assert vitrail.load(fast.save(tmp_path / "model")).engine is None
 
 
 def test_the_runtime_computes_only_in_its_own_precision(model: Bundle) -> None:
@@ -218,6 +218,14 @@ def test_missing_packages_are_named_only_if_asked_for(model: Bundle, monkeypatch
     assert with_engine(model, images=MANY).engine is None
     with pytest.raises(ConfigError, match="no_such_package"):
         with_engine(model, "openvino")
+
+
+def test_a_saved_or_pickled_model_has_no_engine(model: Bundle, tmp_path: Path) -> None:
+    fast = with_engine(model, "onnxruntime")
+    fast.save(tmp_path / "model")
+    assert vitrail.load(tmp_path / "model").engine is None
+    pickled = pickle.loads(pickle.dumps(fast))
+    assert pickled.engine is None and pickled.predict(pictures())[0].label == model.predict(pictures())[0].label
 
 
 def test_the_command(model: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -328,7 +328,7 @@ def test_heads_that_contradict_the_file(tmp_path: Path) -> None:
     ("option", "value"),
     [
         ("classes", "rose"), ("classes", (1, 2)), ("num_classes", 2.0), ("num_classes", True), ("image_size", 48),
-        ("heads", "3"), ("mean", 0.5), ("std", "0.5"),
+        ("heads", "3"), ("mean", 0.5), ("std", "0.5"), ("layout", 5), ("drop_head_hidden", "no"),
     ],
 )  # fmt: skip
 def test_options_of_other_types_are_refused_and_lists_are_read_as_tuples(
@@ -341,6 +341,12 @@ def test_options_of_other_types_are_refused_and_lists_are_read_as_tuples(
         load(path, drop_head_hidden=True)
     loaded = load(path, image_size=[*size], mean=[*bundle.preprocess.mean], heads=np.int64(3))
     assert loaded.preprocess == bundle.preprocess and loaded.notes == () and loaded.metrics == bundle.metrics
+
+
+@pytest.mark.parametrize("path", [None, 5, b"model", ["model"]])
+def test_a_path_of_another_type_is_refused(path: Any, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=r"^path="):
+        load(path)
 
 
 @pytest.mark.parametrize("name", ["google_vit_token", "google_hybrid", "timm_vit_gap"])

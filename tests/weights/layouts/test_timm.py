@@ -72,6 +72,7 @@ def test_what_does_not_fit_or_changes_nothing_is_left_out(fields: dict[str, Any]
     bundle = load(folder(**fields), device="cpu")
     assert golden("timm_vit").difference(bundle) < 1e-5 and bundle.network.config.pool == "cls"
     assert bundle.classes == tuple("0123456") and any("the file has no class names" in note for note in bundle.notes)
+    assert any("label_names" in note for note in bundle.notes) == (fields.get("label_names") is not None)
 
 
 def test_pooling_and_positions_are_those_of_the_config(folder: Callable[..., Path]) -> None:
@@ -94,6 +95,8 @@ def test_pooling_and_positions_are_those_of_the_config(folder: Callable[..., Pat
         ({"crop_pct": None}, {"crop_share": 0.9}, ""), ({}, {"crop_share": 0.9}, ""),
         ({"interpolation": "box"}, {"interpolation": "area"}, ""),
         ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' is not supported"),
+        ({"crop_mode": "random"}, {"resize": "crop"}, "crop_mode='random'"),
+        ({"mean": [0.1, 0.2]}, {"mean": (0.5,)}, "mean=[0.1, 0.2]"),
     ],
 )  # fmt: skip
 def test_geometry(
