@@ -101,6 +101,8 @@ def test_features_need_no_head_and_are_found_again(evaluate: Cli, tmp_path: Path
     again = evaluate.call(*words)
     assert again.out == evaluate.shows(*words, "--no-cache") == first.out
     assert "features of 27 images read from the cache" in again.err and "features of 9 images read" in again.err
+    for more in (("--image-size", "28", "14"), ("--reduce-tokens", "1")):
+        assert "the cache has features of this data, but with other" in evaluate.call(*words, *more).err
 
 
 @pytest.mark.slow
@@ -155,14 +157,6 @@ def test_a_stopped_evaluation_names_the_command_that_continues_it(
     assert "stopped: features of 0 of 27 images are kept in" in errors
     assert errors.endswith(f"Continue with: vitrail evaluate {model} {' '.join(map(str, words))}\n")
     evaluate.shows(model, *words)
-
-
-@pytest.mark.slow
-def test_another_image_size_and_merged_tokens_give_other_features(evaluate: Cli, tmp_path: Path, colours: Path) -> None:
-    words = [small_model(tmp_path / "headless"), "--data", colours, "--by", "knn"]
-    evaluate.shows(*words)
-    for more in (("--image-size", "28", "14"), ("--reduce-tokens", "1")):
-        assert "the cache has features of this data, but with other" in evaluate.shows(*words, *more)
 
 
 IMAGENET = tuple(f"class {number}" for number in range(1000))
