@@ -84,11 +84,7 @@ class ByMasks:
                 f"the model predicts {', '.join(bundle.classes)}, but the classes of these masks are "
                 f"{', '.join(held_out.classes)}; both must have the same names in the same order"
             )
-        if bundle.preprocess.resize == "crop":
-            raise ConfigError(
-                "resize='crop' shows the model only the middle of an image, and a mask covers all of it; choose 'pad' "
-                "or 'squash'"
-            )
+        bundle.preprocess.check_whole("the model")
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the `mean_iou` and the `pixel_accuracy` with their intervals, and the intersection over union of each

@@ -137,6 +137,18 @@ class Preprocess:
         if self.scaled_decode and self.resampler not in WHOLE:
             yield (f"scaled_decode=True changes pixels, so it excludes resampler={self.resampler!r}; choose one")
 
+    def check_whole(self, seer: str) -> None:
+        """Raise `ConfigError` unless whole images are seen. `seer` is the task or the model that needs them."""
+        for hides, setting_of, advice in (
+            (self.resize == "crop", "resize='crop'", "choose 'pad' or 'squash'"),
+            (self.crop_share < 1, f"crop_share={self.crop_share}", "choose 1"),
+        ):
+            if hides:
+                raise ConfigError(
+                    f"{setting_of} shows {seer} only the middle of an image, and boxes and masks can lie outside of "
+                    f"it; {advice}"
+                )
+
     def with_geometry(self, geometry: Geometry) -> Preprocess:
         """Return the preprocessing with the resizing and cropping of the original code. The image size, the channels,
         the mean and the standard deviation are not changed."""
