@@ -99,7 +99,8 @@ class EmbeddedPairs:
 
 
 def embedded(outputs: Outputs, held_out: Source) -> EmbeddedPairs:
-    """Return the embeddings of all images that can be decoded and have a text. Texts that are cut are no error."""
+    """Return the embeddings of all images that can be decoded and have a text. Texts that are cut are
+    noted."""
     features = outputs.features(held_out)
     known = np.flatnonzero(features.truth.known)
     truth = features.truth.rows(known)
@@ -108,7 +109,9 @@ def embedded(outputs: Outputs, held_out: Source) -> EmbeddedPairs:
     rows, places = np.unique(truth.values, return_inverse=True)
     texts = images[:0]
     if len(rows):
-        texts = outputs.bundle.reader_of_texts().embed([truth.texts[row] for row in rows.tolist()]).vectors
+        texts, notes = outputs.bundle.reader_of_texts().embed([truth.texts[row] for row in rows.tolist()])
+        for note in notes:
+            outputs.note(note)
     owners = np.repeat(np.arange(len(known)), np.diff(truth.starts))
     return EmbeddedPairs(images, texts, owners, places.astype(np.int64), len(features.skipped))
 
