@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vitrail.errors import ConfigError, UserError, nearest
+from vitrail.errors import ConfigError, UserError, nearest, plural
 
 
 def test_nearest_lists_at_most_a_hundred_choices() -> None:
@@ -16,3 +16,8 @@ def test_nearest_keeps_names_that_differ_in_case_alone() -> None:
 
 def test_a_users_error_is_a_value_error_with_exit_code_2() -> None:
     assert issubclass(ConfigError, ValueError) and ConfigError("x").exit_code == UserError.exit_code == 2
+
+
+def test_nouns_have_their_plural() -> None:
+    counted = [plural(2, noun) for noun in ("image", "class", "box")]
+    assert counted == ["2 images", "2 classes", "2 boxes"] and plural(1, "box") == "1 box"
