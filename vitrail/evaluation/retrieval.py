@@ -11,9 +11,10 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from vitrail.data.source import Source, target_kind
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import DataError
 from vitrail.evaluation.metrics.intervals import interval_or_wilson, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
+from vitrail.settings import problems, raise_problems, setting
 
 KS = (1, 5, 10)
 
@@ -34,12 +35,11 @@ class ByRetrieval:
     """R@1, R@5 and R@10 in both directions, with intervals. Each of several texts of an image is right, and equal texts
     count as one. Of equally similar ones, those that are wrong come first."""
 
-    bootstrap: int = 1000
+    bootstrap: int = setting(1000, least=0)
     """Number of bootstrap resamples of the images for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:
-        if self.bootstrap < 0:
-            raise ConfigError(f"bootstrap={self.bootstrap} is less than 0, the value for no intervals")
+        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` for a model without a text tower, and `DataError` for data without texts."""

@@ -189,7 +189,9 @@ class BySegmentation:
     def _fitted(self, tokens: Tokens, pairs: list[Pair], classes: int) -> SegmentationHead:
         """Return the head that learns the training images."""
         size = tokens.grid[0] * CELLS, tokens.grid[1] * CELLS
-        masks = torch.stack([_coarse(mask, size) for _, mask in pairs])
+        coarse = replace(tokens.preprocess, image_size=size)
+        found = [coarse.placement((mask.shape[0], mask.shape[1])).mask(mask) for _, mask in pairs]
+        masks = torch.from_numpy(np.stack(found))
         head = SegmentationHead([one for one, _ in pairs], tokens.grid, classes)
         optimizer = torch.optim.AdamW(head.parameters(), lr=self.head_rate, weight_decay=DECAY)
         steps = self.learning_epochs * math.ceil(len(pairs) / BATCH)
@@ -286,14 +288,6 @@ def _patch_size(outputs: Outputs) -> tuple[int, int]:
     if not isinstance(config, ViTConfig):
         raise ConfigError("segmentation needs the patch tokens of a Vision Transformer, which this network lacks")
     return config.patch_size
-
-
-def _coarse(mask: UInt8[np.ndarray, "h w"], size: tuple[int, int]) -> UInt8[Tensor, "rows columns"]:
-    """Return the mask at another size, by the nearest pixels."""
-    rows, columns = (
-        ((np.arange(new) + 0.5) * old / new).astype(np.int64) for old, new in zip(mask.shape, size, strict=True)
-    )
-    return torch.from_numpy(mask[rows[:, None], columns])
 
 
 # Metrics: intersection over union and pixel accuracy, from a confusion matrix for each image.

@@ -139,15 +139,13 @@ class Preprocess:
 
     def check_whole(self, seer: str) -> None:
         """Raise `ConfigError` unless whole images are seen. `seer` is the task or the model that needs them."""
-        for hides, setting_of, advice in (
-            (self.resize == "crop", "resize='crop'", "choose 'pad' or 'squash'"),
-            (self.crop_share < 1, f"crop_share={self.crop_share}", "choose 1"),
-        ):
-            if hides:
-                raise ConfigError(
-                    f"{setting_of} shows {seer} only the middle of an image, and boxes and masks can lie outside of "
-                    f"it; {advice}"
-                )
+        hiding = {"resize='crop'": self.resize == "crop", f"crop_share={self.crop_share}": self.crop_share < 1}
+        raise_problems(
+            f"{name} shows {seer} only the middle of an image, and boxes and masks can lie outside of it; choose "
+            "resize='pad' or 'squash', and crop_share=1"
+            for name, hides in hiding.items()
+            if hides
+        )
 
     def with_geometry(self, geometry: Geometry) -> Preprocess:
         """Return the preprocessing with the resizing and cropping of the original code. The image size, the channels,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,13 +57,12 @@ def average_precision(
     from faster_coco_eval import COCOeval_faster  # type: ignore[import-untyped]
     from faster_coco_eval.faster_eval_api_cpp import COCOevalAccumulate  # type: ignore[import-untyped]
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        true, predicted = _datasets(truths, found, classes, of_masks=of_masks)
-        evaluation = COCOeval_faster(
-            true, predicted, "segm" if of_masks else "bbox", print_function=_quiet, separate_eval=True
-        )
-        evaluation.params.maxDets = [1, 10, MOST_BOXES]
-        evaluation.evaluate()
+    true, predicted = _datasets(truths, found, classes, of_masks=of_masks)
+    evaluation = COCOeval_faster(
+        true, predicted, "segm" if of_masks else "bbox", print_function=_quiet, separate_eval=True
+    )
+    evaluation.params.maxDets = [1, 10, MOST_BOXES]
+    evaluation.evaluate()
     params, images = evaluation._paramsEval, evaluation._evalImgs_cpp
     whole = _precisions(COCOevalAccumulate(params, images))
     count, areas = len(truths), len(SIZES)
