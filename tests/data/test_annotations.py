@@ -60,6 +60,15 @@ def coco(root: Path, **changes: Any) -> dict[str, Any]:
     return values
 
 
+def test_objects_with_the_field_ignore_are_noted(tmp_path: Path) -> None:
+    values = coco(tmp_path)
+    for number, one in enumerate(values["annotations"]):  # a crowd is ignored anyway
+        one["ignore"] = 1 + number
+    coco(tmp_path, **values)
+    (fault,) = [one for one in open_whole(str(tmp_path), tolerant=True).whole.faults if one.kind == "ignored"]
+    assert (fault.count, fault.severity) == (1, "note") and "iscrowd" in fault.advice
+
+
 def run_lengths(counts: Any) -> dict[str, Any]:
     return {"size": [40, 60], "counts": counts}
 

@@ -273,6 +273,7 @@ def _images(
     strange: list[str] = []
     with_keypoints = 0
     short: list[str] = []
+    ignored: list[str] = []
     for number, one in enumerate(values["annotations"]):
         if not isinstance(one, dict):
             raise DataError(f"{path}: annotation {number} is not an object with fields")
@@ -289,6 +290,13 @@ def _images(
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
         if isinstance(parts := one.get("segmentation"), list) and any(len(part) < LEAST_NUMBERS for part in parts):
             short.append(where)
+        if one.get("ignore") and not one.get("iscrowd"):
+            ignored.append(where)
+    result.faults += fault_at(
+        ignored, "ignored", "note",
+        f"{path}: {plural(len(ignored), 'object')} with the field ignore, which are read like all others",
+        "They are learned and counted as all others, as in pycocotools.", "Set iscrowd to 1 for what is to be ignored.",
+    )  # fmt: skip
     result.faults += _unknown_images(path, strange)
     result.faults += fault_at(
         short, "short-polygon", "note",
