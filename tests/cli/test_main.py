@@ -63,6 +63,12 @@ def test_all_help_shows_every_option_once(name: str, cli: Cli) -> None:
     assert all(option.help for option in command.known.values()), "an option has no text"
 
 
+@pytest.mark.parametrize(("name", "offered"), [("train", True), ("finetune", False), ("noisy-student", False)])
+def test_only_the_settings_of_tasks_that_a_command_can_run_are_offered(name: str, offered: bool, cli: Cli) -> None:
+    shown = cli.shows(name, "--help-all")
+    assert "--label-smoothing" in shown and all((word in shown) == offered for word in ("--prototypes", "--codes "))
+
+
 def test_a_verb_of_two_words_needs_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data"]) == 2 and main(["data", "--help"]) == 0
     assert capsys.readouterr().out.count("data check") == 2

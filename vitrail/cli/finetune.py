@@ -34,6 +34,7 @@ from vitrail.files import expanded
 from vitrail.machine import pick_device
 from vitrail.models.variants import override_fields
 from vitrail.settings import bare_names, setting
+from vitrail.tasks import TASKS
 from vitrail.training.config import LENGTHS, WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import check_request, read_record
 from vitrail.training.log import Log
@@ -103,6 +104,11 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
     return texts | {"data": "", "task": "chosen from the data"}
 
 
+def _settings() -> Iterator[Option]:
+    """Yield the options of a run with the settings of tasks that learn from labels."""
+    return run_options([name for name, task in TASKS.items() if "none" not in task.targets])
+
+
 def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
     return task_options(task_of(given, TrainConfig().task.name))
 
@@ -120,7 +126,7 @@ COMMAND = Command(
         ("vitrail finetune google/vit-base-patch16-224 --data labels.csv", "Use a model from the hub."),
     ),
     options=(Finetune,),
-    settings=run_options,
+    settings=_settings,
     common=common_options,
     depends=_of_task,
     essential={

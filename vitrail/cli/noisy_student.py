@@ -77,9 +77,8 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings() -> Iterator[Option]:
-    """Yield the options of a student's run. The option `teacher` of distillation is replaced by that of the rounds."""
-    own = {*bare_names(Rounds), *bare_names(Labelling)}
-    return (option for option in run_options() if option.name not in own)
+    """Yield the options of a student's run."""
+    return run_options([Classification.name])
 
 
 def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
