@@ -37,14 +37,12 @@ class Runs:
     @staticmethod
     def of(mask: Bool[np.ndarray, "h w"]) -> Runs:
         """Return the run lengths of a mask."""
-        counts = _coco().encode(np.asfortranarray(mask, np.uint8))["counts"]
-        return Runs((mask.shape[0], mask.shape[1]), counts)
+        return Runs((mask.shape[0], mask.shape[1]), _coco().encode(np.asfortranarray(mask, np.uint8))["counts"])
 
     @staticmethod
     def from_lengths(size: tuple[int, int], lengths: Sequence[int]) -> Runs:
         """Return run lengths that are a list of numbers, of which the first counts pixels outside of the object."""
-        found = _coco().frPyObjects({"size": list(size), "counts": list(lengths)}, *size)
-        return Runs(size, found["counts"])
+        return Runs(size, _coco().frPyObjects({"size": list(size), "counts": list(lengths)}, *size)["counts"])
 
 
 def packed_lengths(text: str) -> list[int] | None:

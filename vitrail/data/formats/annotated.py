@@ -392,8 +392,7 @@ def object_splits(
 
 
 def _unknown(split: Split, targets: Targets, known: tuple[str, ...]) -> Iterator[Fault]:
-    strange = [name for name in targets.names if name not in known]
-    used = [name for place, name in enumerate(targets.names) if name in strange and (targets.values == place).any()]
+    used = [name for place, name in enumerate(targets.names) if name not in known and (targets.values == place).any()]
     if used:
         count = sum(int((targets.values == targets.names.index(name)).sum()) for name in used)
         text = f"the {split} split has unknown classes: {listed(used)}; the known classes are: {listed(known, 20)}"

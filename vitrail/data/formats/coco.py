@@ -110,8 +110,9 @@ def open_coco(request: Request) -> Splits:
         listed_keys = {key for one in found.values() for key in one.keys}
         unlisted = sorted(key for key in images.inodes if key not in listed_keys and not holds_masks(key))
         found[first].faults += unlisted_images(title, unlisted, "no COCO file lists them")
-    names = list(categories.values())
-    return object_splits(title, images, found, names, request.classes, ids=list(categories), notes=notes)
+    return object_splits(
+        title, images, found, [*categories.values()], request.classes, ids=list(categories), notes=notes
+    )
 
 
 def _holds_captions(values: Mapping[str, Any]) -> bool:

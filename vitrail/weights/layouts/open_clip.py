@@ -153,8 +153,7 @@ class OpenClip(StoresTexts):
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         lost += preprocessor_config(bundle.preprocess, "vit")[1]
         preprocess, modes = bundle.preprocess, {"crop": "shortest", "squash": "squash"}
-        samplings = SAMPLING.keys()
-        if preprocess.resize not in modes or preprocess.crop_share != 1.0 or preprocess.interpolation not in samplings:
+        if preprocess.resize not in modes or preprocess.crop_share != 1.0 or preprocess.interpolation not in SAMPLING:
             raise BundleError(
                 f"the layout {self.name} cannot store resize={preprocess.resize!r} with crop_share="
                 f"{preprocess.crop_share} and interpolation={preprocess.interpolation!r}; it has "
