@@ -98,5 +98,4 @@ def objects_in(outputs: Outputs, source: Source) -> FoundInSource:
         target = source.target(place)
         seen.truths.append(target if isinstance(target, Objects) else Objects.of([], []))
 
-    is_finite = outputs.each_answer(source, take)
-    return seen if is_finite else FoundInSource([], [], [], is_finite=False)
+    return seen if outputs.each_answer(source, take) else FoundInSource([], [], [], is_finite=False)

@@ -64,8 +64,7 @@ TITLE = re.compile(r"^(?:instances|captions|annotations?|coco|_)+[-_.]*", re.I)
 
 def annotation_files(files: Iterable[Path]) -> list[Path]:
     """Return the COCO files among some files."""
-    found = (path for path in files if path.suffix.lower() == ".json" and not is_own_record(path))
-    return [path for path in found if _is_coco(path)]
+    return [path for path in files if path.suffix.lower() == ".json" and not is_own_record(path) and _is_coco(path)]
 
 
 def _is_coco(path: Path) -> bool:

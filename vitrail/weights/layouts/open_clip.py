@@ -265,8 +265,7 @@ def _published(config: ViTConfig) -> str | None:
 
 def _image_size(vision: Mapping[str, Any]) -> tuple[int, int]:
     side = vision.get("image_size", 224)
-    height, width = (side, side) if isinstance(side, int) else side
-    return height, width
+    return (side, side) if isinstance(side, int) else (side[0], side[1])
 
 
 def _text_config(
