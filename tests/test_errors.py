@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vitrail.errors import nearest
+from vitrail.errors import nearest, plural
 
 
 def test_nearest_lists_at_most_a_hundred_choices() -> None:
@@ -12,3 +12,8 @@ def test_nearest_lists_at_most_a_hundred_choices() -> None:
 
 def test_nearest_keeps_names_that_differ_in_case_alone() -> None:
     assert "g" in nearest("g", ["g", "G"]) and "G" in nearest("g", ["g", "G"])
+
+
+def test_nouns_have_their_plural() -> None:
+    counted = [plural(2, noun) for noun in ("image", "class", "box")]
+    assert counted == ["2 images", "2 classes", "2 boxes"] and plural(1, "box") == "1 box"

@@ -127,7 +127,7 @@ def nearest(value: str, choices: Iterable[str]) -> str:
 
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun in the singular or plural, such as "1 image", "1,200 images" or "2 classes"."""
-    many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    many = f"{noun}es" if noun.endswith(("s", "x")) else f"{noun}s"
     return f"{count:,} {noun if count == 1 else many}"
 
 

@@ -40,6 +40,16 @@ def test_classes_in_words_without_training(words: Path, colour_folder: Path, tmp
     assert again["probabilities"] == pytest.approx(row["probabilities"], abs=1e-5)
 
 
+def test_fine_tuning_refuses_images_with_texts(words: Path, colour_folder: Path, tmp_path: Path, cli: Cli) -> None:
+    pictures = sorted(colour_folder.rglob("*.png"))
+    rows = [f"{picture.relative_to(colour_folder)},the text {number}" for number, picture in enumerate(pictures)]
+    table = colour_folder / "texts.csv"
+    table.write_text("\n".join(["path,caption", *rows]))
+    run = tmp_path / "run"
+    assert "has texts" in cli.refuses("finetune", words, "--data", table, "--run", run, "--device", "cpu")
+    assert not run.exists()
+
+
 def test_fine_tuning_begins_with_the_names_of_the_classes(
     words: Path, colour_folder: Path, tmp_path: Path, cli: Cli
 ) -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.make import MemorySource, keys_of, orientation
+from tests.make import MemorySource, keys_of, make_masks_folder, orientation
 from vitrail.cli import main
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
@@ -58,6 +58,15 @@ def coco(root: Path, **changes: Any) -> dict[str, Any]:
     values |= changes
     (root / "_annotations.coco.json").write_text(json.dumps(values))
     return values
+
+
+def test_objects_with_the_field_ignore_are_noted(tmp_path: Path) -> None:
+    values = coco(tmp_path)
+    for number, one in enumerate(values["annotations"]):  # a crowd is ignored anyway
+        one["ignore"] = 1 + number
+    coco(tmp_path, **values)
+    (fault,) = [one for one in open_whole(str(tmp_path), tolerant=True).whole.faults if one.kind == "ignored"]
+    assert (fault.count, fault.severity) == (1, "note") and "iscrowd" in fault.advice
 
 
 def run_lengths(counts: Any) -> dict[str, Any]:
@@ -613,6 +622,16 @@ def test_a_run_says_that_masks_have_no_pixel_of_a_class_or_do_not_fit(tmp_path: 
     assert line.startswith("warning") and "road" in line and "25% of their pixels are ignored" in line
     masks(tmp_path, np.full((40, 60), 7, np.uint8))
     assert "holds the value 7" in quick_check(opened(tmp_path))[2]
+
+
+@pytest.mark.parametrize(("count", "severity"), [(1, "warning"), (2, "error")])
+def test_masks_that_do_not_fit_are_an_error_if_training_would_stop(tmp_path: Path, count: int, severity: str) -> None:
+    make_masks_folder(tmp_path, train=12, validation=1, test=0)
+    for number in range(count):
+        Image.fromarray(np.zeros((3, 3), np.uint8)).save(tmp_path / f"masks/train/{number:03}.png")
+    report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
+    (finding,) = [one for one in report.findings if one.kind == "misfit"]
+    assert (finding.severity, finding.count) == (severity, count)
 
 
 def test_boxes_of_another_size_are_findings(tmp_path: Path) -> None:

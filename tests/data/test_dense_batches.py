@@ -102,6 +102,17 @@ def test_objects_that_are_hardly_seen_are_not_learned_and_crowds_neither() -> No
     np.testing.assert_allclose(found["boxes"], [[0, 0, 20, 20], [5, 5, 10, 10]])
 
 
+def test_objects_that_a_shift_moves_out_of_the_picture_are_not_learned() -> None:
+    edge = Objects.of([0, 1], [(0, 0, 2 / 50, 1), (0.4, 0.4, 0.6, 0.6)])
+    source = MemorySource([np.zeros((64, 50, 3), np.uint8)] * 24, labels=[edge] * 24, classes=("a", "b", "c"))
+    batch = batch_of(source, Augment(flip=False, shift=5), 0)
+    assert batch.boxes is not None and batch.box_labels is not None
+    widths = batch.boxes[:, 0, 2] - batch.boxes[:, 0, 0]
+    assert {0.0, 1.0, 2.0} <= set(widths.tolist()), "some are moved out, and some in part"
+    assert batch.box_labels[:, 0].tolist() == [0 if width else -2 for width in widths.tolist()]
+    assert (batch.box_labels[:, 1] == 1).all()
+
+
 def test_an_annotation_of_another_size_skips_its_picture() -> None:
     source: Any = scenes("boxes", 0)
     source.images[1] = np.zeros((7, 9, 3), np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,13 @@ def test_the_evaluator_embeds_images_and_texts() -> None:
     found = evaluators_of("retrieval", {"retrieval": {"bootstrap": 10}})["retrieval"](outputs, source, source)
     assert (found["images"], found["texts"]) == (6, 3)
     assert found["image_to_text_5"] == found["text_to_image_10"] == 1
+
+
+def test_texts_that_are_cut_are_noted() -> None:
+    long, notes = "red circle " * 20, list[str]()
+    source = Pictures(4, targets=[(long,), ("blue bar",)])
+    ByRetrieval(bootstrap=0)(replace(outputs_of(), on_note=notes.append), source, source)
+    assert len(notes) == 1 and "16 tokens" in notes[0] and "blue" not in notes[0]
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

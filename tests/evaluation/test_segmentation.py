@@ -127,7 +127,7 @@ def test_the_masks_of_a_model_are_measured_at_the_size_of_the_images(
 @pytest.mark.parametrize(
     ("by", "kind", "fields", "message"),
     [
-        ("masks", "patches", {"resize": "crop"}, "choose 'pad'"),
+        ("masks", "patches", {"resize": "crop"}, "resize='pad'"),
         ("masks", "patches", {"classes": ("sea", "sail", "sun")}, "do not match"),
         ("segmentation", "network", {}, "patch tokens"),
         ("segmentation", "boxes", {}, "images with masks"),

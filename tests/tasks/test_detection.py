@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vitrail
-from tests.make import dense_bundle, make_outlines_folder, tiny_config
+from tests.make import dense_bundle, make_outlines_folder, make_voc_folder, tiny_config
 from tests.tasks.objectives import batch_of_boxes, check_parts
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError
@@ -111,3 +111,12 @@ def test_objects_without_outlines_are_refused_before_a_run_begins(tmp_path: Path
     held_out = open_data(str(tmp_path / "data"), validation_share=0.0).validation
     with pytest.raises(DataError, match="1 of 8 objects have a box only"):
         ByDetection().check(Outputs(bundle), held_out, held_out)
+
+
+def test_boxes_of_images_that_cannot_be_decoded_are_not_measured(tmp_path: Path) -> None:
+    data = make_voc_folder(tmp_path, train=3, validation=0, test=0)
+    held_out = open_data(str(data), validation_share=0.0).train
+    for picture in (data / "JPEGImages").iterdir():
+        picture.write_text("no picture")
+    with pytest.raises(DataError, match="none of 3 images"):
+        ByDetection()(Outputs(dense_bundle()), held_out, held_out)

@@ -32,8 +32,10 @@ from vitrail.models.variants import ModelConfig
 from vitrail.processes.group import Processes
 from vitrail.tasks.pairs import Clip, Embeddings, PairObjective, PairTask, SigLip
 from vitrail.tasks.task import Position
+from vitrail.training.build import make_network
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place
+from vitrail.training.job import prepare
 from vitrail.training.log import read_journal
 from vitrail.training.run import resume, train
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -224,6 +226,13 @@ def test_unfit_settings_are_refused(tmp_path: Path, fields: dict[str, Any], mess
     data = write_pairs(tmp_path / "data")
     with pytest.raises(ConfigError, match=message):
         train(config_of(data, tmp_path / "run", **fields))
+
+
+@pytest.mark.parametrize(("context", "is_noted"), [(4, True), (40, False)])
+def test_texts_that_are_cut_are_noted_at_the_start(tmp_path: Path, context: int, is_noted: bool) -> None:
+    config = config_of(write_pairs(tmp_path / "data"), tmp_path / "run", text_context=context)
+    _, _, notes = make_network(prepare(config), None)
+    assert any(f"{context} tokens" in note for note in notes) == is_noted
 
 
 def test_a_bias_counts_unless_the_initial_model_has_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.make import make_voc_folder
+from tests.make import make_bundle, make_voc_folder
 from tests.several import command
 from tests.training import ranks
 from tests.training.curves import values_of
@@ -99,6 +100,7 @@ REFUSED = {
     "--erase 0.5": "--erase",
     "--variant BiT-Pico": "ResNet",
     "--patch-dropout 0.5": "--patch-dropout", "--label-smoothing 0.1": "--label-smoothing",
+    "--crop-share 0.8": "--crop-share",
     "--select accuracy": "--select", "--head-kind pooled": "'pooled'", "--data bundled": "bundled",
     "--task classification": "one class per image",
     "--init MODEL --linear-head": "--linear-head",
@@ -116,6 +118,25 @@ def test_settings_that_do_not_fit_are_refused_before_any_file_is_written(
     code, _, errors = command("train", "folder", *options, *given, "--resize", "pad")
     assert code == 2 and REFUSED[words] in errors and "Traceback" not in errors, errors
     assert not run.exists()
+
+
+@pytest.mark.parametrize("given", [(), ("--crop-share", "0.9")])
+def test_the_crop_of_a_model_of_classes_is_left_out_unless_given(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
+) -> None:
+    bundle = make_bundle(image_size=(12, 12), patch_size=(4, 4))
+    model = replace(bundle, preprocess=replace(bundle.preprocess, resize="crop", crop_share=0.75)).save(tmp_path / "m")
+    seen = []
+
+    def take(config: TrainConfig, **_: object) -> None:
+        seen.append(config.images)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("vitrail.cli.train.train", take)
+    words = ["--task", "detection", "--data", str(drawn), "--resize", "pad", "--steps", "1", *given]
+    assert command("train", "--init", str(model), *words)[0] == 2
+    (images,) = seen
+    assert images.resize == "pad" and images.crop_share == (0.9 if given else 1)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ from vitrail.training.job import check_columns, prepare
 from vitrail.training.log import Log
 from vitrail.training.page import try_command
 from vitrail.training.run import RunResult, resume, train
-from vitrail.weights.answers import Prediction
+from vitrail.weights.answers import DENSE, Prediction
 from vitrail.weights.bundle import Bundle
 
 
@@ -301,7 +301,7 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
     """Return the config of the run, and the initial model, if there is one. A budget counts from `started`.
 
     The network and the preprocessing of the initial model replace those of the recipe, unless the recipe itself starts
-    from a model.
+    from a model. The crop of a model of classes is left out if boxes or masks are learned, which can lie outside of it.
     """
     if "budget" in given and not is_continued(given):
         raise ConfigError(
@@ -326,6 +326,8 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
             recipe = replace(recipe, task=recipe.task.of_words(initial.words, settings))
     config = recipe.override(**settings)
     check_effects(given, config)
+    if initial is not None and config.task.output in DENSE and "crop_share" not in given:
+        config = config.override(crop_share=1.0)
     if "budget" in given and initial is not None:
         from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_continued  # few calls need what they import
         from vitrail.transfer.facts import seconds_of

@@ -7,6 +7,7 @@ image is decoded. A box is (left, top, right, bottom).
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,14 +37,12 @@ class Runs:
     @staticmethod
     def of(mask: Bool[np.ndarray, "h w"]) -> Runs:
         """Return the run lengths of a mask."""
-        counts = _coco().encode(np.asfortranarray(mask, np.uint8))["counts"]
-        return Runs((mask.shape[0], mask.shape[1]), counts)
+        return Runs((mask.shape[0], mask.shape[1]), _coco().encode(np.asfortranarray(mask, np.uint8))["counts"])
 
     @staticmethod
     def from_lengths(size: tuple[int, int], lengths: Sequence[int]) -> Runs:
         """Return run lengths that are a list of numbers, of which the first counts pixels outside of the object."""
-        found = _coco().frPyObjects({"size": list(size), "counts": list(lengths)}, *size)
-        return Runs(size, found["counts"])
+        return Runs(size, _coco().frPyObjects({"size": list(size), "counts": list(lengths)}, *size)["counts"])
 
 
 def packed_lengths(text: str) -> list[int] | None:
@@ -163,17 +162,13 @@ class ObjectRows:
     @staticmethod
     def of(images: Sequence[Objects]) -> ObjectRows:
         """Return the objects of several images."""
-        outlines = None
-        if any(one.outlines for one in images):
-            found = [outline for one in images for outline in one.outlines or (None,) * len(one)]
-            outlines = np.empty(len(found), object)
-            outlines[:] = found
+        outlines = [outline for one in images for outline in one.outlines or (None,) * len(one)]
         return ObjectRows(
             np.concatenate([np.zeros((0, 4)), *(one.boxes for one in images)]),
             np.concatenate([np.zeros(0, np.bool_), *(one.crowd for one in images)]),
             np.concatenate([np.zeros(0), *(one.areas for one in images)]),
             np.array([one.size for one in images], np.int64).reshape(len(images), 2),
-            outlines,
+            outline_column(outlines),
         )
 
     def objects(self, image: int, labels: Int64[np.ndarray, " n"], start: int, stop: int) -> Objects:
@@ -191,17 +186,21 @@ class ObjectRows:
     @staticmethod
     def joined(parts: Sequence[ObjectRows]) -> ObjectRows:
         """Return the objects of several data sets, one after another."""
-        outlines = None
-        if any(part.outlines is not None for part in parts):
-            empty = [np.full(len(one.boxes), None, object) if one.outlines is None else one.outlines for one in parts]
-            outlines = np.concatenate(empty)
+        outlines = [(None,) * len(one.boxes) if one.outlines is None else one.outlines for one in parts]
         return ObjectRows(
             np.concatenate([one.boxes for one in parts]),
             np.concatenate([one.crowd for one in parts]),
             np.concatenate([one.areas for one in parts]),
             np.concatenate([one.sizes for one in parts]),
-            outlines,
+            outline_column([*itertools.chain(*outlines)]),
         )
+
+
+def outline_column(outlines: Sequence[Outline | None]) -> Shaped[np.ndarray, " m"] | None:
+    """Return the outlines of objects as an array, or None if no object has one."""
+    column = np.empty(len(outlines), object)
+    column[:] = outlines
+    return column if any(one is not None for one in outlines) else None
 
 
 IGNORED = 255

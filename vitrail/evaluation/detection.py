@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from vitrail.data.objects import Objects
 from vitrail.data.source import Source, check_outlines, target_kind
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, plural
 from vitrail.evaluation.metrics.average_precision import average_precision, best_threshold
 from vitrail.evaluation.metrics.intervals import with_intervals
 from vitrail.evaluation.outputs import Outputs
@@ -60,12 +60,17 @@ class ByDetection:
         """Return `average_precision` over the thresholds from 0.5 to 0.95, `average_precision_50` and
         `average_precision_75`, with their intervals; `NAME:average_precision` of each class; those of small, medium and
         large objects as `average_precision_small` and so on; and the `score_threshold` with the best F1 at an overlap
-        of boxes of 0.5. A model of masks also has the `box_average_precision` of the boxes around them."""
+        of boxes of 0.5. A model of masks also has the `box_average_precision` of the boxes around them.
+
+        Raise `DataError` if none of the images can be used.
+        """
         self.check(outputs, train, held_out)
         seen = outputs.once(held_out, objects_in)
         counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
         if not seen.is_finite:
             return {"average_precision": float("nan"), **counts}
+        if not seen.found:
+            raise outputs.none_usable(plural(len(held_out), "image"), "boxes")
         classes, of_masks = len(held_out.classes), outputs.bundle.finds_masks
         report = average_precision(seen.truths, seen.found, classes, of_masks=of_masks, resamples=self.bootstrap)
         main = {"": report.precision, "_50": report.precision_50, "_75": report.precision_75}
@@ -93,5 +98,4 @@ def objects_in(outputs: Outputs, source: Source) -> FoundInSource:
         target = source.target(place)
         seen.truths.append(target if isinstance(target, Objects) else Objects.of([], []))
 
-    is_finite = outputs.each_answer(source, take)
-    return seen if is_finite else FoundInSource([], [], [], is_finite=False)
+    return seen if outputs.each_answer(source, take) else FoundInSource([], [], [], is_finite=False)

@@ -84,7 +84,7 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
     sizes_found = zip(texts, true.tolist(), found.tolist(), strict=True)
     return PlacedReport(
         len(seen.found),
-        _skipped(outputs),
+        tuple(itertools.starmap(Skipped, outputs.skipped.items())),
         names,
         {"AP": measured.precision, "AP50": measured.precision_50, "AP75": measured.precision_75},
         tuple(zip(names, measured.by_class, strict=True)),
@@ -106,7 +106,7 @@ def mask_report(outputs: Outputs, source: Source) -> PlacedReport:
     wrong = 1 - np.trace(each, axis1=1, axis2=2) / each.sum(axis=(1, 2)).clip(min=1)
     return PlacedReport(
         len(each),
-        _skipped(outputs),
+        tuple(itertools.starmap(Skipped, outputs.skipped.items())),
         names,
         {"mean intersection over union": metrics["mean_iou"], "pixel accuracy": metrics["pixel_accuracy"]},
         tuple((name, None if np.isnan(share) else share) for name, share in zip(names, shares, strict=True)),
@@ -163,7 +163,3 @@ def _worst(indices: Sequence[int], mistakes: Sequence[float]) -> tuple[int, ...]
     """Return the places of the images with the most mistakes, the worst first."""
     order = np.argsort(-np.array(mistakes, np.float64), kind="stable")[:WORST].tolist()
     return tuple(indices[place] for place in order if mistakes[place])
-
-
-def _skipped(outputs: Outputs) -> tuple[Skipped, ...]:
-    return tuple(Skipped(key, reason) for key, reason in outputs.skipped.items())

@@ -11,9 +11,10 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from vitrail.data.source import Source, target_kind
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import DataError
 from vitrail.evaluation.metrics.intervals import interval_or_wilson, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
+from vitrail.settings import problems, raise_problems, setting
 
 KS = (1, 5, 10)
 
@@ -34,12 +35,11 @@ class ByRetrieval:
     """R@1, R@5 and R@10 in both directions, with intervals. Each of several texts of an image is right, and equal texts
     count as one. Of equally similar ones, those that are wrong come first."""
 
-    bootstrap: int = 1000
+    bootstrap: int = setting(1000, least=0)
     """Number of bootstrap resamples of the images for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:
-        if self.bootstrap < 0:
-            raise ConfigError(f"bootstrap={self.bootstrap} is less than 0, the value for no intervals")
+        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` for a model without a text tower, and `DataError` for data without texts."""
@@ -99,7 +99,8 @@ class EmbeddedPairs:
 
 
 def embedded(outputs: Outputs, held_out: Source) -> EmbeddedPairs:
-    """Return the embeddings of all images that can be decoded and have a text. Texts that are cut are no error."""
+    """Return the embeddings of all images that can be decoded and have a text. Texts that are cut are
+    noted."""
     features = outputs.features(held_out)
     known = np.flatnonzero(features.truth.known)
     truth = features.truth.rows(known)
@@ -108,7 +109,9 @@ def embedded(outputs: Outputs, held_out: Source) -> EmbeddedPairs:
     rows, places = np.unique(truth.values, return_inverse=True)
     texts = images[:0]
     if len(rows):
-        texts = outputs.bundle.reader_of_texts().embed([truth.texts[row] for row in rows.tolist()]).vectors
+        texts, notes = outputs.bundle.reader_of_texts().embed([truth.texts[row] for row in rows.tolist()])
+        for note in notes:
+            outputs.note(note)
     owners = np.repeat(np.arange(len(known)), np.diff(truth.starts))
     return EmbeddedPairs(images, texts, owners, places.astype(np.int64), len(features.skipped))
 

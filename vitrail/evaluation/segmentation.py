@@ -84,11 +84,7 @@ class ByMasks:
                 f"the model predicts {', '.join(bundle.classes)}, but the classes of these masks are "
                 f"{', '.join(held_out.classes)}; both must have the same names in the same order"
             )
-        if bundle.preprocess.resize == "crop":
-            raise ConfigError(
-                "resize='crop' shows the model only the middle of an image, and a mask covers all of it; choose 'pad' "
-                "or 'squash'"
-            )
+        bundle.preprocess.check_whole("the model")
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the `mean_iou` and the `pixel_accuracy` with their intervals, and the intersection over union of each
@@ -193,7 +189,9 @@ class BySegmentation:
     def _fitted(self, tokens: Tokens, pairs: list[Pair], classes: int) -> SegmentationHead:
         """Return the head that learns the training images."""
         size = tokens.grid[0] * CELLS, tokens.grid[1] * CELLS
-        masks = torch.stack([_coarse(mask, size) for _, mask in pairs])
+        coarse = replace(tokens.preprocess, image_size=size)
+        found = [coarse.placement((mask.shape[0], mask.shape[1])).mask(mask) for _, mask in pairs]
+        masks = torch.from_numpy(np.stack(found))
         head = SegmentationHead([one for one, _ in pairs], tokens.grid, classes)
         optimizer = torch.optim.AdamW(head.parameters(), lr=self.head_rate, weight_decay=DECAY)
         steps = self.learning_epochs * math.ceil(len(pairs) / BATCH)
@@ -290,14 +288,6 @@ def _patch_size(outputs: Outputs) -> tuple[int, int]:
     if not isinstance(config, ViTConfig):
         raise ConfigError("segmentation needs the patch tokens of a Vision Transformer, which this network lacks")
     return config.patch_size
-
-
-def _coarse(mask: UInt8[np.ndarray, "h w"], size: tuple[int, int]) -> UInt8[Tensor, "rows columns"]:
-    """Return the mask at another size, by the nearest pixels."""
-    rows, columns = (
-        ((np.arange(new) + 0.5) * old / new).astype(np.int64) for old, new in zip(mask.shape, size, strict=True)
-    )
-    return torch.from_numpy(mask[rows[:, None], columns])
 
 
 # Metrics: intersection over union and pixel accuracy, from a confusion matrix for each image.

@@ -453,9 +453,12 @@ def _placed_hugging_face(model: ServedModel, row: Row, image: bytes, asked: _Ask
             {"label": one.label, "score": one.score, "box": dict(zip(sides, map(round, one.box), strict=True))}
             for one in found
         ]
-    numbers = {name: number for number, name in enumerate(found.names)}
     return [
-        {"label": name, "score": None, "mask": _png(np.where(found.indices == numbers[name], 255, 0).astype(np.uint8))}
+        {
+            "label": name,
+            "score": None,
+            "mask": _png(np.where(found.indices == found.names.index(name), 255, 0).astype(np.uint8)),
+        }
         for name in found.shares()
     ]
 

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from vitrail.data.batch import Rows
 from vitrail.data.pipeline import Ranks, Stage, TrainingBatches
-from vitrail.data.source import Samples, key_hash
+from vitrail.data.source import Samples, key_hash, truth_of
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory
 from vitrail.models.compiled import compile_blocks
@@ -31,6 +31,9 @@ from vitrail.weights.bundle import Bundle, weights_sha256
 
 KEPT_FRACTION = 1 / 8
 """Fraction of the free memory that the pixels of the training images may take."""
+
+EXAMINED_TEXTS = 10_000
+"""Largest number of texts whose lengths are examined when a run begins."""
 
 
 def make_network(
@@ -70,6 +73,7 @@ def make_network(
     choose_weights(network, config.start)
     if job.words is None:
         job = replace(job, words=task.words(model, network, splits))
+        notes = (*notes, *_notes_on_texts(job))
     if config.run.checkpoint_activations:
         network.checkpoints_activations = True
     check_names(network, config.optimizer)
@@ -80,6 +84,16 @@ def make_network(
         use_float8(network)
     compile_blocks(network, job.compile)
     return network, job, notes
+
+
+def _notes_on_texts(job: Job) -> tuple[str, ...]:
+    """Return a note if the text tower does not read some of the texts to their end. The first ones are examined."""
+    if job.words is None:
+        return ()
+    texts = truth_of(job.splits.train).texts
+    assert texts is not None, "the task checks the data"
+    some = [texts[row] for row in range(min(len(texts), EXAMINED_TEXTS))]
+    return job.words.notes(some, job.words.tokenizer.encode(some).cut)
 
 
 def make_state(job: Job, network: nn.Module) -> TrainState:

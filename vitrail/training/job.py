@@ -195,11 +195,8 @@ def prepare(
         for source in (splits.train, splits.validation, splits.test):
             if source is not None:
                 check_outlines(source, "head_kind='queries'", "choose head_kind='pyramid', which learns boxes")
-    if config.task.output in DENSE and config.images.resize == "crop":
-        raise ConfigError(
-            f"resize='crop' shows the task {config.task.name} only the middle of an image, and boxes and masks can lie "
-            "outside of it; choose 'pad' or 'squash'"
-        )
+    if config.task.output in DENSE:
+        config.images.check_whole(f"the task {config.task.name}")
     config.task.selection(splits)
     _check_choosing(config, splits)
     steps = config.total_steps(len(splits.train))

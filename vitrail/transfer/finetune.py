@@ -111,7 +111,7 @@ def plan(
             f"task={config.task.name!r} learns without labels, but fine-tuning learns labels; to continue "
             "pre-training, use: vitrail train --init MODEL --task " + config.task.name
         )
-    if kind in TASKS_OF_TARGETS or config.task.output in DENSE:
+    if kind in (*TASKS_OF_TARGETS, "texts") or config.task.output in DENSE:
         config.task.check_data(data.whole)
     check_choice(config.start, bundle.network.config)
     keep_freed_memory()  # as in training, so that the measured speeds are those of training

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vitrail.errors import ConfigError, DataError, listed, nearest, plural
+from vitrail.data.formats.annotated import lines_of
+from vitrail.data.targets import class_name
+from vitrail.errors import ConfigError, listed, nearest, plural
 from vitrail.models.network import with_weights
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import typed
@@ -73,15 +75,15 @@ def embed_classes(bundle: Bundle, names: Sequence[str], templates: Sequence[str]
     """Return an embedding for each class: the mean of the embeddings of all templates, scaled to length 1. Raise the
     errors of `zero_shot`."""
     words = bundle.reader_of_texts()
-    if not names or any(not name.strip() for name in names):
+    if not all(map(class_name, names)) or not names:
         raise ConfigError(f"classes={list(names)[:5]}: the name of a class is empty; name what the images show")
-    counts = Counter(name.strip().lower() for name in names)
+    counts = Counter(class_name(name).lower() for name in names)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ConfigError(
             f"classes: {plural(len(twice), 'name')} of {plural(len(names), 'class')} occur more than once, so that "
             f"their texts do not differ: {listed(twice)}; give each class a name of its own"
         )
-    texts = [template.replace(PLACE, name.strip()) for name in names for template in templates]
+    texts = [template.replace(PLACE, class_name(name)) for name in names for template in templates]
     vectors, notes = words.embed(texts)
     mean = vectors.view(len(names), len(templates), -1).mean(dim=1)
     return TextEmbeddings(F.normalize(mean, dim=-1), notes)
@@ -107,11 +109,7 @@ def read_templates(name: str) -> tuple[str, ...]:
     path = Path(name)
     if not path.exists():
         raise ConfigError(f"templates={name!r} is neither a file nor a name; {nearest(name, published)}")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"templates={name!r} cannot be read: {error}") from error
-    return _checked([line.strip() for line in lines if line.strip()], str(path))
+    return _checked([line.strip() for line in lines_of(path) if line.strip()], str(path))
 
 
 def _checked(templates: Sequence[str], origin: str) -> tuple[str, ...]:

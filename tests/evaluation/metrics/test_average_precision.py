@@ -120,17 +120,44 @@ def test_the_threshold_has_the_best_f1_of_all_scores() -> None:
                 if overlaps and max(overlaps.values()) >= 0.5:
                     right += 1
                     free.remove(max(overlaps, key=overlaps.__getitem__))
+                elif any(
+                    inside(item.box, truth.boxes[row] * np.tile(one.size[::-1], 2)) >= 0.5
+                    for row in range(len(truth))
+                    if truth.crowd[row] and NAMES[truth.labels[row]] == item.label
+                ):
+                    count -= 1  # as in COCO's average precision
         return 2 * right / (count + total)
 
     assert f1(best) == pytest.approx(max(f1(score) for score in (0.0, 0.2, 0.4, 0.6, 0.8)))
     assert best_threshold(truths, [one.taken(np.zeros(0, np.int64)) for one in found]) == 0.5
 
 
-def overlap(first: Any, second: Any) -> float:
+def common(first: Any, second: Any) -> float:
     width, height = (min(first[k + 2], second[k + 2]) - max(first[k], second[k]) for k in (0, 1))
-    common = max(width, 0) * max(height, 0)
-    areas = ((box[2] - box[0]) * (box[3] - box[1]) for box in (first, second))
-    return float(common / (sum(areas) - common))
+    return float(max(width, 0) * max(height, 0))
+
+
+def area(box: Any) -> float:
+    return float((box[2] - box[0]) * (box[3] - box[1]))
+
+
+def overlap(first: Any, second: Any) -> float:
+    shared = common(first, second)
+    return shared / (area(first) + area(second) - shared)
+
+
+def inside(box: Any, crowd: Any) -> float:
+    return common(box, crowd) / area(box)
+
+
+def test_objects_found_inside_a_crowd_do_not_raise_the_threshold() -> None:
+    places = [(0, 0, 0.2, 0.2), (0.2, 0.2, 0.4, 0.4), (0.4, 0.4, 1, 1)]
+    truth = Objects.of([0, 0, 0], places, crowd=np.array([False, False, True]))
+    boxes = np.array([(0, 0, 20, 20), *[(50 + n, 50, 70 + n, 70) for n in range(9)], (20, 20, 40, 40)], np.float64)
+    scores = np.array([0.9, *[0.5] * 9, 0.2])
+    found = Detections(NAMES, boxes, scores, np.zeros(11, np.int64), (100, 100))
+    assert best_threshold([truth], [found]) == 0.2
+    assert best_threshold([truth], [found.taken(np.arange(1, 10))]) == 0.5, "nothing is right"
 
 
 def test_perfect_and_empty_answers_and_their_intervals() -> None:

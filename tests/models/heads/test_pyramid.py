@@ -73,3 +73,11 @@ def test_kept_boxes_are_those_of_a_plain_suppression(seed: int) -> None:
     assert found.scores.tolist() == pytest.approx([score for score, _, _ in kept])
     assert found.labels.tolist() == [label for _, _, label in kept]
     torch.testing.assert_close(found.boxes, boxes[[row for _, row, _ in kept]])
+
+
+@pytest.mark.parametrize("label", [0, 1199])
+def test_small_boxes_are_compared_alike_in_every_class(label: int) -> None:
+    boxes = torch.tensor([[0.621, 0.578, 0.631, 0.588], [0.6197, 0.579, 0.6297, 0.589]])  # an overlap of 0.643
+    scores = torch.zeros(2, 1200)
+    scores[:, label] = torch.tensor([0.9, 0.8])
+    assert int((best_boxes(boxes, scores).scores > 0).sum()) == 1

@@ -23,7 +23,7 @@ from vitrail.data.augment.draws import CROPS, CropRule, Slot, erased_box, jitter
 from vitrail.data.augment.mixing import MixupPer
 from vitrail.data.augment.operations import JITTER_DRAWS, colour_jitter, on_device
 from vitrail.data.augment.randaugment import RandAugmentRule
-from vitrail.data.batch import Batch, Crop
+from vitrail.data.batch import SEEN, Batch, Crop
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.settings import Effect, problems, raise_problems, setting
@@ -327,12 +327,13 @@ class Augment:
         return picked.permute(0, 3, 1, 2)
 
     def _with_moved_targets(self, batch: Batch, draws: Float32[np.ndarray, "b 3"]) -> Batch:
-        """Return the batch with its boxes, outlines and masks at the places of the moved images."""
+        """Return the batch with its boxes, outlines and masks at the places of the moved images. Objects that are
+        hardly seen any more are not learned."""
         if batch.masks is not None:
             batch = replace(batch, masks=self._move(batch.masks[:, None], draws)[:, 0])
         if batch.outlines is not None:
             batch = replace(batch, outlines=self._move(batch.outlines, draws))
-        if batch.boxes is None:
+        if batch.boxes is None or batch.box_labels is None:
             return batch
         height, width = batch.images.shape[2:]
         boxes, device = batch.boxes, batch.boxes.device
@@ -343,7 +344,9 @@ class Augment:
         down, across = ((draws[:, 1:] * (2 * self.shift + 1)).astype(np.int64) - self.shift).T
         moves = np.stack([across, down, across, down], axis=1)[:, None].astype(np.float32)
         limits = torch.tensor([width, height, width, height], dtype=torch.float32, device=device)
-        return replace(batch, boxes=(boxes - on_device(moves, device)).clamp(min=0).minimum(limits))
+        moved = (boxes - on_device(moves, device)).clamp(min=0).minimum(limits)
+        before, after = ((each[..., 2:] - each[..., :2]).prod(dim=2) for each in (boxes, moved))
+        return replace(batch, boxes=moved, box_labels=batch.box_labels.where(after >= SEEN * before, -2))
 
     def _view_changes(
         self,

@@ -342,10 +342,13 @@ def target_findings(examined: Examined, kind: TargetKind) -> Iterator[Finding]:
     rows = np.array(sorted(looks.misfits), np.int64)
     if len(rows):
         noun = "boxes" if kind == "boxes" else "mask"
+        limit = skips_allowed(len(examined.sources["train"]), examined.max_skipped)
+        trained = int((looks.split[rows] == 0).sum())
+        severity, consequence = _effect_of_broken("train", State.UNDECODABLE, trained, limit)
         yield Finding(
-            "misfit", "error", len(rows),
+            "misfit", severity, len(rows),
             f"{plural(len(rows), 'image')} whose {noun} cannot be used: {looks.misfits[int(rows[0])]}",
-            "The run skips these images, and stops if they are more than --max-skipped allows.",
+            consequence,
             "Correct the annotations of these images.",
             _singles(examined, rows, lambda row: looks.misfits[row]),
         )  # fmt: skip

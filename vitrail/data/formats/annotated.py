@@ -16,7 +16,7 @@ import numpy as np
 
 from vitrail.data.faults import Fault, Severity, first_bytes, is_system_folder, shown, unknown_class
 from vitrail.data.formats.folder import Scan
-from vitrail.data.objects import ObjectRows, Outline
+from vitrail.data.objects import ObjectRows, Outline, outline_column
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.source import Samples, file_samples, files_of
 from vitrail.data.splits import (
@@ -392,8 +392,7 @@ def object_splits(
 
 
 def _unknown(split: Split, targets: Targets, known: tuple[str, ...]) -> Iterator[Fault]:
-    strange = [name for name in targets.names if name not in known]
-    used = [name for place, name in enumerate(targets.names) if name in strange and (targets.values == place).any()]
+    used = [name for place, name in enumerate(targets.names) if name not in known and (targets.values == place).any()]
     if used:
         count = sum(int((targets.values == targets.names.index(name)).sum()) for name in used)
         text = f"the {split} split has unknown classes: {listed(used)}; the known classes are: {listed(known, 20)}"
@@ -457,15 +456,11 @@ def _checked(where: str, one: AnnotatedImages) -> tuple[list[int], ObjectRows, l
         faults += fault_at(places, kind, severity, f"{where}: {counted} {text}", effect, advice)
     kept = sorted(np.flatnonzero(usable).tolist(), key=lambda row: objects[row].image)
     chosen = [objects[row] for row in kept]
-    outlines = None
-    if any(item.outline is not None for item in chosen):
-        outlines = np.empty(len(chosen), object)
-        outlines[:] = [item.outline for item in chosen]
     columns = ObjectRows(
         inside[kept],
         np.array([item.crowd for item in chosen], np.bool_),
         np.array([item.area for item in chosen], np.float64),
         np.array(one.sizes, np.int64).reshape(len(one.keys), 2),
-        outlines,
+        outline_column([item.outline for item in chosen]),
     )
     return kept, columns, faults

@@ -64,8 +64,7 @@ TITLE = re.compile(r"^(?:instances|captions|annotations?|coco|_)+[-_.]*", re.I)
 
 def annotation_files(files: Iterable[Path]) -> list[Path]:
     """Return the COCO files among some files."""
-    found = (path for path in files if path.suffix.lower() == ".json" and not is_own_record(path))
-    return [path for path in found if _is_coco(path)]
+    return [path for path in files if path.suffix.lower() == ".json" and not is_own_record(path) and _is_coco(path)]
 
 
 def _is_coco(path: Path) -> bool:
@@ -110,8 +109,9 @@ def open_coco(request: Request) -> Splits:
         listed_keys = {key for one in found.values() for key in one.keys}
         unlisted = sorted(key for key in images.inodes if key not in listed_keys and not holds_masks(key))
         found[first].faults += unlisted_images(title, unlisted, "no COCO file lists them")
-    names = list(categories.values())
-    return object_splits(title, images, found, names, request.classes, ids=list(categories), notes=notes)
+    return object_splits(
+        title, images, found, [*categories.values()], request.classes, ids=list(categories), notes=notes
+    )
 
 
 def _holds_captions(values: Mapping[str, Any]) -> bool:
@@ -273,6 +273,7 @@ def _images(
     strange: list[str] = []
     with_keypoints = 0
     short: list[str] = []
+    ignored: list[str] = []
     for number, one in enumerate(values["annotations"]):
         if not isinstance(one, dict):
             raise DataError(f"{path}: annotation {number} is not an object with fields")
@@ -289,6 +290,13 @@ def _images(
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
         if isinstance(parts := one.get("segmentation"), list) and any(len(part) < LEAST_NUMBERS for part in parts):
             short.append(where)
+        if one.get("ignore") and not one.get("iscrowd"):
+            ignored.append(where)
+    result.faults += fault_at(
+        ignored, "ignored", "note",
+        f"{path}: {plural(len(ignored), 'object')} with the field ignore, which are read like all others",
+        "They are learned and counted as all others, as in pycocotools.", "Set iscrowd to 1 for what is to be ignored.",
+    )  # fmt: skip
     result.faults += _unknown_images(path, strange)
     result.faults += fault_at(
         short, "short-polygon", "note",

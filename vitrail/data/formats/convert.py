@@ -146,9 +146,8 @@ class CocoWriter(_Writer):
     """Writes `annotations/instances_SPLIT.json` and `images/SPLIT`. Numbers of categories and images are kept."""
 
     def begin(self, sources: Mapping[str, Samples]) -> None:
-        ids = next(iter(sources.values())).targets.ids or tuple(range(1, len(self.names) + 1))
-        self.ids = ids
-        categories = [{"id": number, "name": name} for number, name in zip(ids, self.names, strict=True)]
+        self.ids = next(iter(sources.values())).targets.ids or tuple(range(1, len(self.names) + 1))
+        categories = [{"id": number, "name": name} for number, name in zip(self.ids, self.names, strict=True)]
         self.files: dict[str, dict[str, list[Any]]] = {
             split: {"images": [], "annotations": [], "categories": categories} for split in sources
         }

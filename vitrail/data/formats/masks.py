@@ -223,13 +223,11 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
                     f"mask {path} is in colour or partly transparent ({image.mode}), and numbers of classes are "
                     "expected; add the colour of each class to classes.txt, such as: road 128 64 128"
                 )
-            values = np.asarray(image.convert("L") if image.mode == "1" else image)
+            values = np.asarray(image)
     except UndecodableImage:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UndecodableImage(f"cannot read mask {path}: {error}") from error
-    if image.mode == "1":
-        values = (values > 0).astype(np.uint8)
     if values.max(initial=0) > IGNORED:
         raise UndecodableImage(f"mask {path} holds the value {values.max()}; the largest is {IGNORED}")
     return values.astype(np.uint8)

@@ -9,7 +9,6 @@ polygon (x, y, x, y, ...), all as fractions of the image. An image without a fil
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -259,10 +258,7 @@ def _annotation(path: Path, row: int, cells: Sequence[str], where: str, classes:
         x, y, width, height = values[1:]
         return Annotation(row, category, (x - width / 2, y - height / 2, x + width / 2, y + height / 2), where)
     corners = np.array(values[1:], np.float64).reshape(-1, 2)
-    left, top, right, bottom = box_around((corners,))
-    if not all(map(math.isfinite, values)):
-        left = math.nan
-    return Annotation(row, category, (left, top, right, bottom), where, outline=(corners,))
+    return Annotation(row, category, box_around((corners,)), where, outline=(corners,))
 
 
 def _beyond(title: str, found: Sequence[AnnotatedImages], names: Sequence[str]) -> Iterator[Fault]:

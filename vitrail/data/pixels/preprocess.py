@@ -146,6 +146,16 @@ class Preprocess:
         if self.scaled_decode and self.resampler not in WHOLE:
             yield (f"scaled_decode=True changes pixels, so it excludes resampler={self.resampler!r}; choose one")
 
+    def check_whole(self, seer: str) -> None:
+        """Raise `ConfigError` unless whole images are seen. `seer` is the task or the model that needs them."""
+        hiding = {"resize='crop'": self.resize == "crop", f"crop_share={self.crop_share}": self.crop_share < 1}
+        raise_problems(
+            f"{name} shows {seer} only the middle of an image, and boxes and masks can lie outside of it; choose "
+            "resize='pad' or 'squash', and crop_share=1"
+            for name, hides in hiding.items()
+            if hides
+        )
+
     def with_geometry(self, geometry: Geometry) -> Preprocess:
         """Return the preprocessing with the resizing and cropping of the original code. The image size, the channels,
         the mean and the standard deviation are not changed."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,13 +57,12 @@ def average_precision(
     from faster_coco_eval import COCOeval_faster  # type: ignore[import-untyped]
     from faster_coco_eval.faster_eval_api_cpp import COCOevalAccumulate  # type: ignore[import-untyped]
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        true, predicted = _datasets(truths, found, classes, of_masks=of_masks)
-        evaluation = COCOeval_faster(
-            true, predicted, "segm" if of_masks else "bbox", print_function=_quiet, separate_eval=True
-        )
-        evaluation.params.maxDets = [1, 10, MOST_BOXES]
-        evaluation.evaluate()
+    true, predicted = _datasets(truths, found, classes, of_masks=of_masks)
+    evaluation = COCOeval_faster(
+        true, predicted, "segm" if of_masks else "bbox", print_function=_quiet, separate_eval=True
+    )
+    evaluation.params.maxDets = [1, 10, MOST_BOXES]
+    evaluation.evaluate()
     params, images = evaluation._paramsEval, evaluation._evalImgs_cpp
     whole = _precisions(COCOevalAccumulate(params, images))
     count, areas = len(truths), len(SIZES)
@@ -84,13 +81,14 @@ def average_precision(
 
 
 def best_threshold(truths: Sequence[Objects], found: Sequence[Detections]) -> float:
-    """Return the score above which the objects that were found have the best F1 at an overlap of 0.5. It is 0.5 if no
-    object was found rightly."""
+    """Return the score above which the objects that were found have the best F1 at an overlap of 0.5. Those inside
+    crowds are neither right nor wrong. It is 0.5 if no object was found rightly."""
     scores, hits, total = [np.zeros(0)], [np.zeros(0, np.bool_)], 0
     for truth, one in zip(truths, found, strict=True):
         total += int((~truth.crowd).sum())
-        scores.append(one.scores)
-        hits.append(_hits(truth, one))
+        is_hit, counts = _hits(truth, one)
+        scores.append(one.scores[counts])
+        hits.append(is_hit[counts])
     order = np.argsort(-np.concatenate(scores), kind="stable")
     sorted_scores, right = np.concatenate(scores)[order], np.cumsum(np.concatenate(hits)[order])
     if not len(right) or not right[-1]:
@@ -100,17 +98,21 @@ def best_threshold(truths: Sequence[Objects], found: Sequence[Detections]) -> fl
     return float(sorted_scores[int(f1.argmax())])
 
 
-def _hits(truth: Objects, found: Detections) -> Bool[np.ndarray, " n"]:
-    """Return which of the found objects are right: the first one that overlaps a true object of its class."""
+def _hits(truth: Objects, found: Detections) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """Return which of the found objects are right, and which of them count. The first one that overlaps a true object
+    of its class is right. Others do not count if at least half of them is inside a crowd of their class."""
     boxes = truth.boxes * np.tile(found.size[::-1], 2)
     free = ~truth.crowd
-    hits = np.zeros(len(found), np.bool_)
-    for row in np.argsort(-found.scores, kind="stable").tolist():
-        overlap = np.where(free & (truth.labels == found.labels[row]), overlaps_with(boxes, found.boxes[row])[1], 0)
-        if len(overlap) and overlap.max() >= 0.5:
-            hits[row] = True
-            free[overlap.argmax()] = False
-    return hits
+    is_hit, counts = np.zeros(len(found), np.bool_), np.ones(len(found), np.bool_)
+    for row in np.argsort(-found.scores, kind="stable").tolist() if len(truth) else ():
+        box, same = found.boxes[row], truth.labels == found.labels[row]
+        common, overlap = overlaps_with(boxes, box)
+        fitting = np.where(free & same, overlap, 0)
+        if fitting.max() >= 0.5:
+            is_hit[row], free[fitting.argmax()] = True, False
+        else:
+            counts[row] = not (truth.crowd & same & (common >= 0.5 * (box[2:] - box[:2]).prod())).any()
+    return is_hit, counts
 
 
 def _datasets(

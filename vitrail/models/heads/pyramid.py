@@ -142,8 +142,7 @@ def best_boxes(boxes: Float[Tensor, "n 4"], scores: Float[Tensor, "n classes"]) 
     values, places = scores.flatten().topk(min(CANDIDATES, scores.numel()))
     rows, labels = places // scores.shape[1], places % scores.shape[1]
     boxes = boxes[rows]
-    apart = boxes + 2 * labels[:, None]  # boxes of different classes never overlap
-    same = overlaps(apart, apart) > OVERLAP
+    same = (overlaps(boxes, boxes) > OVERLAP) & (labels[:, None] == labels)
     kept: list[int] = []
     left = torch.ones(len(values), dtype=torch.bool)
     for place in range(len(values)):

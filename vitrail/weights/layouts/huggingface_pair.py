@@ -116,15 +116,12 @@ class HuggingFacePair(StoresTexts):
         tokenizer = read_tokenizer(checkpoint.tokenizer_place, context, family)
         text = _text_config(tensors, parts[1], family, tokenizer)
         config = PairConfig(image=image, text=text, bias=0.0 if family is SIGLIP else None)
-        preprocessor, notes = checkpoint.preprocessor, []
-        if not preprocessor:
-            notes = ["there is no preprocessor_config.json: the preprocessing of the published models is assumed"]
+        assumed = "there is no preprocessor_config.json: the preprocessing of the published models is assumed"
         height, width = image.image_size
         usual = {"size": {"height": height, "width": width}, "resample": 3, "image_mean": [0.5], "image_std": [0.5]}
         if family is CLIP:
             usual = {"size": {"shortest_edge": height}, "crop_size": height, "resample": 3, **CLIP_COLOURS}
-        read = preprocess_of({**usual, **preprocessor}, image, "vit")
-        size = read.size if read.size != image.image_size else None
+        read = preprocess_of({**usual, **checkpoint.preprocessor}, image, "vit")
         return Description(
             tensors=tensors,
             config=config,
@@ -133,8 +130,8 @@ class HuggingFacePair(StoresTexts):
             classes=(),
             tokenizer=tokenizer,
             ignored=tuple(name for name in UNUSED if name in tensors),
-            notes=(*notes, *read.notes),
-            image_size=size,
+            notes=(*(() if checkpoint.preprocessor else (assumed,)), *read.notes),
+            image_size=read.size if read.size != image.image_size else None,
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:

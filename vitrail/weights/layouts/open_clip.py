@@ -153,8 +153,7 @@ class OpenClip(StoresTexts):
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         lost += preprocessor_config(bundle.preprocess, "vit")[1]
         preprocess, modes = bundle.preprocess, {"crop": "shortest", "squash": "squash"}
-        samplings = SAMPLING.keys()
-        if preprocess.resize not in modes or preprocess.crop_share != 1.0 or preprocess.interpolation not in samplings:
+        if preprocess.resize not in modes or preprocess.crop_share != 1.0 or preprocess.interpolation not in SAMPLING:
             raise BundleError(
                 f"the layout {self.name} cannot store resize={preprocess.resize!r} with crop_share="
                 f"{preprocess.crop_share} and interpolation={preprocess.interpolation!r}; it has "
@@ -266,8 +265,7 @@ def _published(config: ViTConfig) -> str | None:
 
 def _image_size(vision: Mapping[str, Any]) -> tuple[int, int]:
     side = vision.get("image_size", 224)
-    height, width = (side, side) if isinstance(side, int) else side
-    return height, width
+    return (side, side) if isinstance(side, int) else (side[0], side[1])
 
 
 def _text_config(
