@@ -16,6 +16,7 @@ from tests.several import command
 from tests.training import ranks
 from tests.training.curves import values_of
 from tests.training.jobs import results_of
+from vitrail.errors import ConfigError
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import resume, train
