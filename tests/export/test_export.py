@@ -40,7 +40,7 @@ def test_an_exported_file_predicts_like_the_model(
 ) -> None:
     file = load(exported(to))
     images = [sample.image for sample in samples]
-    assert file.classes == CLASSES
+    assert file.classes == CLASSES and bundle.provenance.items() <= file.provenance.items()
     for size in (1, 2, 5):
         expected, found = (one.predict(images, batch_size=size) for one in (bundle, file))
         for wanted, got in zip(expected, found, strict=True):
