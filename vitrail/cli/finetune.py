@@ -260,7 +260,7 @@ def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData,
         log.say("looking at some training images through the model")
     chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
     check_effects(given, chosen.config)
-    say_chosen(log, chosen.reasons)
+    say_chosen(log, given, chosen.reasons)
     return chosen, data, initial
 
 

@@ -291,7 +291,7 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     splits = base.data.cut(data)
     log.say("measuring the speed of this machine")
     plan = plan_for_data(base, splits, explicit, seconds, started=started)
-    say_chosen(log, plan.reasons)
+    say_chosen(log, given, plan.reasons)
     return plan.config, data
 
 
@@ -332,7 +332,7 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
         if not {"epochs", "steps"} & given.keys():
             log.say("measuring the speed of this machine")
         plan = plan_continued(config, initial.network.config, settings, seconds, started=started)
-        say_chosen(log, plan.reasons)
+        say_chosen(log, given, plan.reasons)
         config = plan.config
     return config, initial
 
