@@ -25,6 +25,7 @@ from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import FinetuneResult, evaluate_run, finetune, plan
+from vitrail.transfer.trials import Tried
 from vitrail.weights.bundle import Bundle
 
 Planning = Callable[..., Callable[..., FinetunePlan]]
@@ -247,6 +248,21 @@ def test_a_folder_that_is_there_is_said_before_rates_are_tried(
     with pytest.raises(RunError, match="run folder 'there' exists"):
         finetuned(config, tiny_bundle, rates=(0.003, 0.03))
     assert not list(tmp_path.glob("*-trials"))
+
+
+@pytest.mark.slow
+def test_a_folder_that_another_command_makes_meanwhile_is_not_taken(
+    planning: Planning, tiny_bundle: Bundle, colours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = planning(colours)(explicit={"image_size": (14, 21), "flip": True, "learning_rate": 1e-3, "steps": 1})
+
+    def search(config: TrainConfig, *_: Any, **__: Any) -> tuple[TrainConfig, tuple[Tried, ...]]:
+        (Path("runs") / colours.name).mkdir(parents=True)
+        return config, (Tried("a linear model", 0, 0.5),)
+
+    monkeypatch.setattr("vitrail.transfer.finetune.search_settings", search)
+    found = finetuned(chosen.config, tiny_bundle, search=chosen.search)
+    assert found.run.folder == Path("runs") / f"{colours.name}-2"
 
 
 @pytest.mark.slow

@@ -268,10 +268,11 @@ def finetune(
     if search is not None:
         log = log or Log()
         log.say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
-        config, _ = search_settings(
+        config, tried = search_settings(
             config, data, initial, search, folder, started=started, on_trial=log.say, on_progress=log.extracting
         )
-        config = config.override(run=str(folder))
+        if any(one.steps for one in tried):  # these trials are beside this folder
+            config = config.override(run=str(folder))
     else:
         forget_tried(folder)
     config, trials = choose_best_rate(config, data, initial, rates, folder, log=log)
