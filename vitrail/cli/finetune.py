@@ -19,7 +19,6 @@ from vitrail.cli.options import Call, Command, Option, flag
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
-    common_options,
     default_texts,
     resume_options,
     run_options,
@@ -127,7 +126,7 @@ COMMAND = Command(
     ),
     options=(Finetune,),
     settings=_settings,
-    common=common_options,
+    common=lambda: run_options(tasks=()),
     depends=_of_task,
     essential={
         "Data": ("data", "validation_share"),

@@ -19,7 +19,6 @@ from vitrail.cli.options import Call, Command, Option
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
-    common_options,
     default_texts,
     resume_options,
     run_options,
@@ -192,7 +191,7 @@ COMMAND = Command(
     ),
     options=(Train,),
     settings=run_options,
-    common=common_options,
+    common=lambda: run_options(tasks=()),
     depends=_of_task,
     essential={
         "Data": ("data", "validation_share", "image_size"),

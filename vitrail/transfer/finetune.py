@@ -38,7 +38,6 @@ from vitrail.transfer.facts import (
     Explicit,
     FinetunePlan,
     Search,
-    check_images,
     check_rate,
     facts_of,
     seconds_of,
@@ -98,8 +97,8 @@ def plan(
     The protocol replaces the settings of `config` except those in `explicit`. The protocol is our own rule
     (`plan_by_rule`), the paper's protocol (`plan_by_paper`, with a `row` of Table 4), or BiT's HyperRule
     (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images. With our own rule, `search` adds
-    settings to try within the time `budget`. Raise `ConfigError` if the data has no
-    training image, if the protocol is not for the network, or if settings contradict each other.
+    settings to try within the time `budget`. Raise `ConfigError` if the protocol is not for the network, or if settings
+    contradict each other.
     """
     check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
     kind = data.whole.target_kind
@@ -156,7 +155,6 @@ def _plan_by_rule(
             config = config.override(validation_share=share)
             splits = config.data.cut(data)
     facts = facts_of(splits)
-    check_images(config.data.spec, facts)
     check_rate(config.optimizer, explicit, "adamw")
     if "loss" in explicit:
         config.task.check_data(splits)
