@@ -62,8 +62,9 @@ def make_network(
             task.load_head(network, splits)
         texts = model.provenance.get("zero_shot")
         made_of = None if texts is None else {**texts, "classes": list(model.classes)}
-        zero_shot = texts if kept else None
-        origin = Origin(weights_sha256(model.network), network.config, zero_shot, made_of, model.provenance)
+        origin = Origin(
+            weights_sha256(model.network), network.config, texts if kept else None, made_of, model.provenance
+        )
         job = replace(job, origin=job.origin or origin)
     else:
         network = build(network_config_of(config, None, job.origin, num_classes=len(names)))
@@ -172,8 +173,9 @@ def make_bundle(job: Job, objective: Objective) -> Bundle:
     if isinstance(splits.train, Samples) and splits.train.targets.ids:
         provenance["class_ids"] = list(splits.train.targets.ids)
     if job.origin is not None:
-        initial = {"initial": job.origin.provenance} if job.origin.provenance else {}
-        provenance |= {"init": config.start.init, "init_sha256": job.origin.sha256, **initial}
+        provenance |= {
+            "init": config.start.init, "init_sha256": job.origin.sha256, "initial": job.origin.provenance,
+        }  # fmt: skip
         if job.origin.zero_shot is not None:
             provenance["zero_shot"] = job.origin.zero_shot
     return config.task.bundle(objective, config.task.output_names(splits), config.images, provenance)

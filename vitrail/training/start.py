@@ -60,8 +60,9 @@ class Origin:
         if values is None:
             return None
         network = from_plain(ARCHITECTURES[values["architecture"]][0], values["network"])
-        given = {name: values[name] for name in ("zero_shot", "made_of", "provenance") if name in values}
-        return cls(str(values["sha256"]), network, **given)
+        return cls(
+            str(values["sha256"]), network, values.get("zero_shot"), values.get("made_of"), values.get("provenance", {})
+        )
 
 
 def open_initial(start: StartConfig) -> Bundle | None:

@@ -441,8 +441,9 @@ def load_exported(path: Path) -> Bundle:
         interface = Interface(**{item.name: values[item.name] for item in fields(Interface) if item.name in values})
         model = {name: values[name] for name in ("architecture", "config", "classes", "preprocess", "output")}
         config, others = read_described(model, path)
-        of_file = {"exported": path.name, "weights_sha256": values["weights_sha256"]}
-        others["provenance"] = values.get("provenance", {}) | of_file
+        others["provenance"] = {
+            **values.get("provenance", {}), "exported": path.name, "weights_sha256": values["weights_sha256"],
+        }  # fmt: skip
         if values.get("class_ids"):
             others["provenance"]["class_ids"] = values["class_ids"]
         if values.get("score_threshold") is not None:
