@@ -569,8 +569,10 @@ LOOKED_INTO = 20
 
 def _ignored(root: Path, found: FolderImages) -> Iterator[str]:
     if found.samples.targets.kind == "none" and has_images(root) and len(folders := class_folders(root)) > 1:
-        names = listed([folder.name for folder in folders])
-        yield f"{root}: the folders {names} are not read as classes, because images lie beside them"
+        yield (
+            f"{root}: the folders {listed([folder.name for folder in folders])} are not read as classes, because "
+            "images lie beside them"
+        )
     if not found.others:
         return
     yield f"{root}: skipped {plural(len(found.others), 'file')} without a suffix of an image format"
