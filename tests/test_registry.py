@@ -8,7 +8,10 @@ from collections.abc import Mapping
 import pytest
 
 from vitrail.errors import ConfigError
+from vitrail.evaluation.evaluators import EVALUATORS
+from vitrail.recipes import RECIPES
 from vitrail.registry import Registry, optional_module
+from vitrail.tasks import TASKS
 
 
 @pytest.fixture
@@ -36,6 +39,13 @@ def test_users_add_replace_and_remove_parts(places: dict[str, str]) -> None:
             del table[name]
         with pytest.raises(KeyError):
             table[name]
+
+
+def test_an_object_that_can_be_no_part_is_refused_when_it_is_added() -> None:
+    for table, wrong in ((EVALUATORS, object()), (EVALUATORS, object), (TASKS, 5), (RECIPES, RECIPES["folder"]())):
+        with pytest.raises(ConfigError, match=r"^'mine': .* is not a "):
+            table["mine"] = wrong
+        assert "mine" not in table
 
 
 def test_the_rest_is_asked_for_once_and_does_not_undo_what_a_user_set() -> None:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import is_dataclass
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vitrail.errors import ConfigError
 
 T = TypeVar("T")
+
+SETTINGS: tuple[Callable[[Any], bool], str] = (
+    lambda part: isinstance(part, type) and is_dataclass(part),
+    "a dataclass, whose fields are the settings",
+)
+"""`fits` of a registry of classes that have settings."""
 
 
 class Registry(MutableMapping[str, T]):
     """A table of parts by name, such as tasks. A part's module is imported when the part is used first. A user's own
     part is added as to a dictionary."""
 
-    def __init__(self, places: Mapping[str, str], rest: Callable[[], Mapping[str, T]] | None = None) -> None:
+    def __init__(
+        self,
+        places: Mapping[str, str],
+        rest: Callable[[], Mapping[str, T]] | None = None,
+        fits: tuple[Callable[[Any], bool], str] | None = None,
+    ) -> None:
         """`places` are the parts by name, each written as "module:attribute". `rest` returns parts whose names only
-        their modules know. It is called for a name that is not among `places`, and for a list of all names."""
+        their modules know. It is called for a name that is not among `places`, and for a list of all names. `fits`
+        tells if an object can be a part of a user's own, and names the parts in messages."""
         self._places = dict(places)
+        self._fits = fits
         self._parts: dict[str, T] = {}
         self._rest = rest
 
@@ -33,6 +47,9 @@ class Registry(MutableMapping[str, T]):
         return self._parts[name]
 
     def __setitem__(self, name: str, part: T) -> None:
+        """Add a part. Raise `ConfigError` for an object that can be none."""
+        if self._fits is not None and not self._fits[0](part):
+            raise ConfigError(f"{name!r}: {part!r:.60} is not {self._fits[1]}")
         self._parts[name] = part
 
     def __delitem__(self, name: str) -> None:

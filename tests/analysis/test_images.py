@@ -29,7 +29,6 @@ from vitrail.analysis.images import (
     draw_positions,
     draw_probes,
     draw_randomised,
-    draw_receptive_field,
     overlay,
 )
 from vitrail.analysis.pages.explanation import explain
@@ -94,7 +93,6 @@ def test_heads_beside_a_receptive_field() -> None:
     assert len(found) == 3 * 4 + 3
     assert found[0] == f"heads: 0, {distance.mean[0, 0]:.4g}"
     assert found[-1] == f"receptive field: 2, {field.distance[2]:.4g}"
-    assert draw_receptive_field(field).shape == (12, 3 * 20 + 2 * 2, 3)
 
 
 def test_charts_by_layer() -> None:

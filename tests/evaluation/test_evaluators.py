@@ -266,6 +266,11 @@ def test_wrong_settings_are_named_with_the_evaluator(name: str, settings: dict[s
         evaluators_of(name, {name: settings})
 
 
+def test_settings_of_evaluators_that_are_not_named_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"knn.*linear,accuracy"):
+        evaluators_of("linear,accuracy", {"linear": {}, "knn": {"k": [5]}})
+
+
 def test_settings_are_taken_as_files_give_them() -> None:
     found = evaluators_of("fewshot, knn", {"fewshot": {"l2": 4, "shots": [2, 3]}, "knn": {"temperature": 1}})
     assert found == {"fewshot": ByFewShot((2, 3), l2=4.0), "knn": ByNeighbours(temperature=1.0)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -218,9 +219,12 @@ def test_missing_packages_are_named_only_if_asked_for(model: Bundle, monkeypatch
         with_engine(model, "openvino")
 
 
-def test_a_saved_model_has_no_engine(model: Bundle, tmp_path: Path) -> None:
-    with_engine(model, "onnxruntime").save(tmp_path / "model")
+def test_a_saved_or_pickled_model_has_no_engine(model: Bundle, tmp_path: Path) -> None:
+    fast = with_engine(model, "onnxruntime")
+    fast.save(tmp_path / "model")
     assert vitrail.load(tmp_path / "model").engine is None
+    pickled = pickle.loads(pickle.dumps(fast))
+    assert pickled.engine is None and pickled.predict(pictures())[0].label == model.predict(pictures())[0].label
 
 
 def test_the_command(model: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

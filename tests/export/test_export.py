@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,6 +138,19 @@ def test_an_altered_file_is_refused(to: str, exported: Callable[[str], Path], tm
     (tmp_path / f"cut{suffix}").write_bytes(content[: len(content) // 2])
     with pytest.raises(BundleError, match=f"cut{suffix}"):
         load(tmp_path / f"cut{suffix}")
+
+
+def test_another_process_opens_the_same_file(
+    exported: Callable[[str], Path], samples: list[Sample], tmp_path: Path
+) -> None:
+    place = tmp_path / "model.onnx"
+    shutil.copy(exported("onnx"), place)
+    file = load(place)
+    pickled, images = pickle.dumps(file), [sample.image for sample in samples[:2]]
+    assert pickle.loads(pickled).predict(images) == file.predict(images)
+    shutil.copy(exported("pt2"), place)
+    with pytest.raises(BundleError):
+        pickle.loads(pickled)
 
 
 def test_a_flat_network_fails_and_leaves_no_file(tmp_path: Path, samples: list[Sample]) -> None:

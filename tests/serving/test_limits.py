@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import math
 import socket
 import threading
 import time
@@ -207,6 +208,7 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
         ({"allow_host": ("",)}, "is not the name of a host"),
         ({"allow_origin": ("a.example",)}, "allow_origin='a.example' is not an origin"),
         ({"allow_origin": ("https://a.example/",)}, "is not an origin"),
+        ({"deadline_seconds": math.inf}, "deadline_seconds=inf"),
     ],
 )
 def test_a_wrong_setting_is_refused(settings: dict[str, Any], words: str) -> None:

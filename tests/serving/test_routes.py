@@ -284,6 +284,7 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
         ("/v1/embeddings", {"input": []}, "has no images"),
         ("/v1/embeddings", {"input": "data:,x"}, "must be in base64"),
         ("/v1/embeddings", {"input": data_uri(b""), "encoding_format": "int8"}, "'int8' is not one of"),
+        ("/v1/embeddings", {"input": data_uri(b""), "encoding_format": 0}, "0 is not one of"),
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_refused(server: Running, path: str, content: Any, words: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import vitrail
@@ -21,7 +21,7 @@ from vitrail.data.source import Sample, target_kind
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
-from vitrail.errors import BundleError, ConfigError, DataError, RunError
+from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, RunError
 from vitrail.tasks.own_model import OwnModel
 from vitrail.testing import check_source as checked
 from vitrail.training.config import TrainConfig
@@ -115,6 +115,10 @@ def test_an_own_network_is_trained_and_predicts(config: Make, tmp_path: Path) ->
         result.bundle.embed([Stripes()[0].image])
     saved = result.bundle.save(tmp_path / "copy")
     assert [path.name for path in saved.iterdir()] == ["model.safetensors"]
+    result.bundle.save(tmp_path / "copy", overwrite=True)
+    save_file({"theirs": torch.zeros(2)}, tmp_path / "copy" / "model.safetensors")
+    with pytest.raises(DestinationError, match=r"model\.safetensors"):
+        result.bundle.save(tmp_path / "copy", overwrite=True)
     with pytest.raises(ConfigError, match=r"^stored='bfloat16': the weights of a network of your own class"):
         result.bundle.save(tmp_path / "rounded", stored="bfloat16")
 
@@ -197,6 +201,15 @@ def two_means(images: Tensor) -> Tensor:
 def test_a_network_that_breaks_a_rule_is_refused(network: nn.Module, rule: str, config: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^network: Alone breaks a rule of its contract: .*{rule}"):
         train(config(), data=Stripes(), network=network)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("make", [lambda: torch.compile(seeded(), backend="eager"), lambda: "small"])
+def test_what_is_no_plain_module_is_refused(
+    make: Callable[[], Any], config: Make, tmp_path: Path, types_unchecked: None
+) -> None:
+    with pytest.raises(ConfigError, match=r"^network is a .*nn\.Module"):
+        train(config(), data=Stripes(), network=make())
     assert not (tmp_path / "run").exists()
 
 

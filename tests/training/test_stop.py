@@ -111,6 +111,16 @@ def test_a_terminal_that_closes_does_not_end_the_process_before_it_saves(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_signal_while_the_finished_model_is_measured(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("vitrail.training.run.write_examples", lambda *_: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Stopped) as caught:
+            train(tiny(steps=2))
+    assert steps_of(caught.value.run, "stopped") == [2]
+    assert resume(caught.value.run).summary["steps"] == 2
+
+
+@pytest.mark.slow
 def test_a_run_works_outside_the_main_thread(tiny: Make) -> None:
     results = []
     thread = threading.Thread(target=lambda: results.append(train(tiny(steps=2))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 import vitrail
 from tests.make import idx_bytes, make_colour_folder
 from vitrail.data.formats import folder
-from vitrail.errors import ConfigError, DataError, RunError
+from vitrail.errors import ConfigError, DataError, Interrupted, RunError
 from vitrail.evaluation.metrics.report import RegressionReport
 from vitrail.evaluation.outputs import Outputs
 from vitrail.tasks.regression import Regression
@@ -248,6 +249,15 @@ def test_a_folder_that_is_there_is_said_before_rates_are_tried(
     with pytest.raises(RunError, match="run folder 'there' exists"):
         finetuned(config, tiny_bundle, rates=(0.003, 0.03))
     assert not list(tmp_path.glob("*-trials"))
+
+
+def test_a_signal_between_trials_names_what_is_kept(
+    planning: Planning, tiny_bundle: Bundle, colours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = planning(colours)("paper", {"image_size": (14, 21), "batch_size": 4, "run": "stopped", "steps": 2})
+    monkeypatch.setattr("vitrail.transfer.finetune.choose_rate", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Interrupted, match="stopped-trials"):
+        finetuned(chosen.config, tiny_bundle, rates=(0.003, 0.03))
 
 
 @pytest.mark.slow

@@ -576,6 +576,15 @@ def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None
         convert(tmp_path / "model", tmp_path / "timm", "timm")
 
 
+def test_a_network_of_torch_compile_is_used_without_it(bundle: Bundle, tmp_path: Path) -> None:
+    compiled = dataclasses.replace(bundle, network=torch.compile(bundle.network, backend="eager"))
+    assert compiled.network is bundle.network and any("torch.compile" in note for note in compiled.notes)
+    compiled.network = torch.compile(bundle.network, backend="eager")
+    arrays = images(2, 20, 17, 3)
+    assert compiled.predict(arrays) == bundle.predict(arrays)
+    assert_close(bundle, load_bundle(compiled.save(tmp_path / "model"), device="cpu"), atol=0, rtol=0)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "pruned": lambda network: prune.l1_unstructured(network.blocks[0].mlp.up, "weight", 0.5),
     "another activation": lambda network: setattr(network.blocks[0].mlp, "activation", torch.nn.ReLU()),

@@ -328,7 +328,7 @@ def test_heads_that_contradict_the_file(tmp_path: Path) -> None:
     ("option", "value"),
     [
         ("classes", "rose"), ("classes", (1, 2)), ("num_classes", 2.0), ("num_classes", True), ("image_size", 48),
-        ("heads", "3"), ("mean", 0.5), ("std", "0.5"),
+        ("heads", "3"), ("mean", 0.5), ("std", "0.5"), ("layout", 5), ("drop_head_hidden", "no"),
     ],
 )  # fmt: skip
 def test_options_of_other_types_are_refused(
@@ -336,6 +336,12 @@ def test_options_of_other_types_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{option}={re.escape(repr(value))} is not "):
         load(bundle.save(tmp_path / "model"), **{option: value})
+
+
+@pytest.mark.parametrize("path", [None, 5, b"model", ["model"]])
+def test_a_path_of_another_type_is_refused(path: Any, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=r"^path="):
+        load(path)
 
 
 def test_lists_are_read_as_tuples(bundle: Bundle, tmp_path: Path, types_unchecked: None) -> None:

@@ -93,8 +93,8 @@ def test_what_exists_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 NEEDED = [
     (["model.json", "model.safetensors", "config.json", "pytorch_model.bin"], ["model.json", "model.safetensors"]),
     (
-        ["config.json", "preprocessor_config.json", "model.safetensors", "pytorch_model.bin", "vit.npz"],
-        ["config.json", "preprocessor_config.json", "model.safetensors"],
+        ["config.json", "preprocessor_config.json", "processor_config.json", "model.safetensors", "vit.npz"],
+        ["config.json", "preprocessor_config.json", "processor_config.json", "model.safetensors"],
     ),
     (["config.json", "pytorch_model.bin", "training_args.bin"], ["config.json", "pytorch_model.bin"]),
     (["config.json", "vit.safetensors", "vit.pth"], ["config.json", "vit.safetensors"]),

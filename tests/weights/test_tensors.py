@@ -296,6 +296,25 @@ def test_damage_inside_an_npz_is_seen_when_it_is_read(tmp_path: Path) -> None:
         file.read("W")
 
 
+def test_names_in_an_npz_need_no_suffix(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", w=np.ones((2, 3), np.float32))
+    with zipfile.ZipFile(tmp_path / "x.npz") as old, zipfile.ZipFile(tmp_path / "y.npz", "w") as new:
+        new.writestr("w", old.read("w.npy"))
+    assert torch.equal(open_tensors(tmp_path / "y.npz").read("w"), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, lambda tensor: tensor.to("meta")])
+def test_tensors_without_dense_values_are_refused(kind: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": kind(torch.ones(2, 2))}, tmp_path / "x.pth")
+    with pytest.raises(BundleError, match=r"x\.pth: b is a tensor"):
+        open_tensors(tmp_path / "x.pth")
+
+
+def test_bfloat16_is_written_to_an_npz_as_float32(tmp_path: Path) -> None:
+    save_tensors({"w": torch.tensor([1.5], dtype=torch.bfloat16)}, tmp_path / "x.npz", SUFFIXES)
+    assert np.load(tmp_path / "x.npz")["w"] == np.float32(1.5)
+
+
 def test_an_npz_with_something_else_in_it(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("readme.txt", "hello")

@@ -172,12 +172,6 @@ def draw_patch_colours(found: PatchColours, *, columns: int = 4, scale: int = 8)
     return mosaic(found.pictures()[..., :3], columns, scale=scale, gap=2)
 
 
-def draw_receptive_field(field: ReceptiveField, *, scale: int = 1) -> Picture:
-    """Return the map of each layer side by side. Each map has its own scale."""
-    largest = field.values.max(axis=(1, 2), keepdims=True)
-    return mosaic(colour_scale(field.values / np.maximum(largest, 1e-300)) / 255, len(field.layers), scale=scale, gap=2)
-
-
 def overlay(picture: Picture, values: Float[np.ndarray, "height width"], *, opacity: float = 0.6) -> Picture:
     """Return a picture under a map of the same size. The map's colours run from its smallest to its largest value.
 

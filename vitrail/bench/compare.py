@@ -17,6 +17,7 @@ from vitrail.bench.step import COMPILED, OURS, PRODUCTS, Entry, Runner, entries
 from vitrail.bench.workload import Spread, Worker, Workload, interleave
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import Compiled
+from vitrail.weights.tensors import first_line
 
 
 def compare(
@@ -110,7 +111,7 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
             is_too_large = entry.library not in (OURS, PRODUCTS) and is_out_of_memory(error)
             if entry.settings not in COMPILED and not is_too_large:
                 raise
-            reason = (str(error).splitlines() or [""])[0]
+            reason = first_line(error)
             # PyTorch's own message names every process on the GPU.
             reason = reason.split(". ")[0] if is_out_of_memory(error) else reason
             skipped[entry.library + COMPILED.get(entry.settings, "")] = reason

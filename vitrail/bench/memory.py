@@ -59,14 +59,12 @@ def largest_batch(workload: Workload, limit: int | None = None) -> dict[str, int
         except ProcessKilled:
             return False
 
-    def predicted_to_fit(batch: int) -> bool:
-        return training_bytes(workload.config, batch, precision=workload.precision) <= limit - taken
-
+    config, precision, left = workload.config, workload.precision, limit - taken
     return {
         "batch": find_largest(fits),
-        "predicted": find_largest(predicted_to_fit),
+        "predicted": find_largest(lambda batch: training_bytes(config, batch, precision=precision) <= left),
         "limit": limit,
-        "left": limit - taken,
+        "left": left,
     }
 
 

@@ -22,6 +22,7 @@ from vitrail.errors import ConfigError, nearest
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.exported import compile_openvino, onnx_session
+from vitrail.weights.tensors import first_line
 
 SIZES = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp_width", "num_classes")
 """Fields that every library can set. All other fields must have the values of the paper, which every library uses."""
@@ -113,7 +114,7 @@ def in_runtime(name: str, network: nn.Module, images: Tensor, precision: str) ->
         except ConfigError:
             raise
         except Exception as error:  # exporters and runtimes have no common class of exceptions
-            raise ConfigError(f"cannot load this network ({type(error).__name__}: {_first_line(error)})") from error
+            raise ConfigError(f"cannot load this network ({type(error).__name__}: {first_line(error)})") from error
 
 
 def _openvino(library: Any, program: torch.export.ExportedProgram, precision: str) -> Callable[[Tensor], Any]:
@@ -146,11 +147,7 @@ def _import(name: str) -> ModuleType:
         missing = "" if its_own else f" ({error})"
         raise ConfigError(f"is not installed{missing}") from None
     except Exception as error:  # an incompatible build can raise any error at import
-        raise ConfigError(f"cannot be imported ({type(error).__name__}: {_first_line(error)})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"cannot be imported ({type(error).__name__}: {first_line(error)})") from None
 
 
 def _timm(config: ViTConfig) -> nn.Module:

@@ -89,7 +89,7 @@ class Bench(ReductionOptions):
     """Also measure vitrail with each block compiled. graphs adds CUDA graphs. auto is on for CUDA, else off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure. auto is the GPU if there is one."""
-    threads: int | None = setting(None, least=1)
+    threads: int | None = setting(None, least=1, most=4096)
     """Number of compute threads. By default PyTorch chooses it."""
     repetitions: int = setting(7, least=1)
     """Number of timed rounds. Each round measures every library once."""
@@ -146,7 +146,12 @@ def main(call: Call) -> None:
     device = pick_device(options.device)
     is_file = options.task == "infer" and exported_file(Path(options.variant)) is not None
     if is_file:
-        check_used(call.options)
+        for name in call.options:
+            if name not in USED:
+                raise ConfigError(
+                    f"{flag(name)}: an exported file has its own network and number format, and runs alone; leave "
+                    f"{flag(name)} out"
+                )
     config = None if is_file else _config(options)
     threads = torch.get_num_threads()
     if options.threads is not None:
@@ -202,7 +207,12 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         limit = None if options.memory_limit is None else byte_count(options.memory_limit, "memory_limit")
         largest = largest_batch(workload, limit)
         title = header(machine, describe_workload(workload, any_batch=True))
-        return title, {**plain, "largest_batch": largest}, largest_batch_line(largest)
+        text = (
+            f"largest batch whose training step fits into {_bytes(largest['limit'])}: [bold]{largest['batch']:,}[/] "
+            f"images (closed form: {largest['predicted']:,} in the {_bytes(largest['left'])} that Python and torch "
+            "leave)"
+        )
+        return title, {**plain, "largest_batch": largest}, [text]
     if len(kinds := names_in(options.attention)) > 1:
         compared = attention_scaling(workload, kinds, repetitions=options.repetitions, warmup=options.warmup)
         what = f"{options.variant}, {options.task}, {options.batch_size} images per step, in {workload.own_format}"
@@ -299,16 +309,6 @@ def parse_environments(pairs: Sequence[str]) -> dict[str, str]:
 
 USED = ("task", "variant", "batch_size", "threads", "repetitions", "warmup", "json")
 """Options that apply to exported files."""
-
-
-def check_used(given: Collection[str]) -> None:
-    """Raise `ConfigError` for an option that cannot change an exported file."""
-    for name in given:
-        if name not in USED:
-            raise ConfigError(
-                f"{flag(name)}: an exported file has its own network and number format, and runs alone; leave "
-                f"{flag(name)} out"
-            )
 
 
 def measure_exported(options: Bench, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:
@@ -472,14 +472,6 @@ def attention(found: dict[str, Any]) -> list[Any]:
         for name, patches in found["cheaper_from"].items()
     ]
     return [terminal_table(columns, points, caption), terminal_table(even, sizes)]
-
-
-def largest_batch_line(found: dict[str, int]) -> list[Any]:
-    """Return a line about the largest batch that fits into memory."""
-    return [
-        f"largest batch whose training step fits into {_bytes(found['limit'])}: [bold]{found['batch']:,}[/] images "
-        f"(closed form: {found['predicted']:,} in the {_bytes(found['left'])} that Python and torch leave)"
-    ]
 
 
 def load(loading: dict[str, Any]) -> list[Any]:

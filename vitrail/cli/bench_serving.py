@@ -17,7 +17,6 @@ from vitrail.bench.reading import write_photographs
 from vitrail.bench.serving import (
     BUSY,
     SERVERS,
-    Bare,
     Load,
     check_pythons,
     measure_bare,
@@ -119,8 +118,14 @@ def main(call: Call) -> None:
             measured = list(measure_servers(names, loads, folder, images, **timing, **shared))
             overheads = list(measure_overhead(names, folder, bundle, images, bare, seconds=options.seconds, **shared))
             plain = {"bare": asdict(bare), "servers": measured, "overheads": overheads}
+            caption = (
+                f"Without a server: {bare.images_per_second:.1f} images/s in batches of {bare.batch}, and "
+                f"{1000 * bare.seconds:.1f} ms for one image. p50, p95 and p99: time to the answer in ms, from the "
+                "moment when a request was due. per s: answers per second. good: answers within a second, per second. "
+                "CPU: processor time of the server per request, in ms."
+            )
             tables = [
-                terminal_table(LOAD_COLUMNS, measured, _load_caption(bare)),
+                terminal_table(LOAD_COLUMNS, measured, caption),
                 terminal_table(OVERHEAD_COLUMNS, overheads, OVERHEAD_CAPTION),
             ]
     machine = describe(bundle.device)
@@ -173,15 +178,6 @@ MEMORY_COLUMNS = (
     Column("errors", "errors"),
     Column("MB", "memory", lambda size: f"{size / 1e6:,.1f}"),
 )
-
-
-def _load_caption(bare: Bare) -> str:
-    return (
-        f"Without a server: {bare.images_per_second:.1f} images/s in batches of {bare.batch}, and "
-        f"{1000 * bare.seconds:.1f} ms for one image. p50, p95 and p99: time to the answer in ms, from the moment when "
-        "a request was due. per s: answers per second. good: answers within a second, per second. CPU: processor time "
-        "of the server per request, in ms."
-    )
 
 
 LOAD_COLUMNS = (

@@ -24,6 +24,7 @@ from vitrail.cli.options import (
     JsonOption,
     Option,
     flag,
+    names_in,
     options_of,
 )
 from vitrail.data.check.images import colour_note, images_of
@@ -179,21 +180,16 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
     skipped = {key: reason for plan in plans.values() for key, reason in plan.outputs.skipped.items()}
     print_notes(console, *(f"skipped {key}: {reason}" for key, reason in skipped.items()))
     if len(bundles) > 1:
-        _show_several(rows, options, console)
+        if options.json:
+            print(json.dumps(rows))
+            return
+        for split in dict.fromkeys(split for row in rows.values() for split in row):
+            console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
         return
     (name,) = options.models
     details = plans[name].head if options.per_class or options.confusion else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
     _show(rows[name], reports, bundles[name], options, console)
-
-
-def _show_several(rows: dict[str, dict[str, dict[str, Any]]], options: Evaluate, console: Console) -> None:
-    """Print the results of several models: one table per split, with a column per model."""
-    if options.json:
-        print(json.dumps(rows))
-    else:
-        for split in dict.fromkeys(split for row in rows.values() for split in row):
-            console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
 
 
 def _show(
@@ -316,7 +312,8 @@ def _check_images(options: Evaluate) -> None:
 def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for settings that are out of range or that no chosen evaluator uses, and `DataError` for
     unreadable files."""
-    evaluators = evaluators_of(options.by or ",".join(sorted(set(BY_HEAD.values()))), _settings(given))
+    by = options.by or ",".join(sorted(set(BY_HEAD.values())))
+    evaluators = evaluators_of(by, _settings(given, by))
     _check_used(set(evaluators), given, options.by or "accuracy")
     if (options.per_class or options.confusion) and "accuracy" not in evaluators:
         raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
@@ -343,7 +340,7 @@ def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> N
 def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) -> dict[str, Evaluator]:
     """Return the evaluators for a model by name. Raise `ConfigError` for options that do not fit the model."""
     by = options.by or BY_HEAD[bundle.output]
-    evaluators = evaluators_of(by, _settings(given))
+    evaluators = evaluators_of(by, _settings(given, by))
     _check_used(set(evaluators), given, by)
     if (options.per_class or options.confusion) and bundle.output not in ("softmax", "sigmoid"):
         raise ConfigError(
@@ -388,11 +385,12 @@ def fitting(
     return found, notes
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings that the user typed for each evaluator, by the evaluator's name."""
+def _settings(given: Mapping[str, Any], by: str) -> dict[str, dict[str, Any]]:
+    """Return the settings that the user typed for each evaluator of a list of names, by the evaluator's name."""
     return {
-        name: {field: given[option] for option, field in bare_names(evaluator).items() if option in given}
-        for name, evaluator in EVALUATORS.items()
+        name: {field: given[option] for option, field in bare_names(EVALUATORS[name]).items() if option in given}
+        for name in names_in(by)
+        if name in EVALUATORS
     }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.outputs import Outputs
-from vitrail.registry import Registry
+from vitrail.registry import SETTINGS, Registry
 from vitrail.settings import from_plain
 from vitrail.weights.answers import OutputKind
 
@@ -43,7 +43,8 @@ EVALUATORS = Registry[Any](
         "segmentation": "vitrail.evaluation.segmentation:BySegmentation",
         "retrieval": "vitrail.evaluation.retrieval:ByRetrieval",
         "zeroshot": "vitrail.evaluation.zero_shot:ByZeroShot",
-    }
+    },
+    fits=SETTINGS,
 )
 """Classes of evaluators by name. The fields of a class are the settings of the evaluator."""
 
@@ -69,17 +70,21 @@ other evaluator measures such data."""
 def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Evaluator]:
     """Return the evaluators in a comma-separated list of names, like "linear,knn".
 
-    `settings` maps names of evaluators to fields, like {"knn": {"k": [20]}}. Raise `ConfigError` for an unknown name or
-    setting.
+    `settings` maps names of evaluators in the list to fields, like {"knn": {"k": [20]}}. Raise `ConfigError` for an
+    unknown name or setting, and for settings of an evaluator that is not in the list.
     """
-    result: dict[str, Evaluator] = {}
-    for name in (text.strip() for text in names.split(",")):
+    rest, result = dict(settings or {}), {}
+    for name in dict.fromkeys(text.strip() for text in names.split(",")):
         if name not in EVALUATORS:
             raise ConfigError(f"unknown evaluator {name!r}; {nearest(name, EVALUATORS)}")
         try:
-            result[name] = from_plain(EVALUATORS[name], dict((settings or {}).get(name, {})))
+            result[name] = from_plain(EVALUATORS[name], dict(rest.pop(name, {})))
         except ConfigError as error:
             raise ConfigError(f"evaluator {name}: {error}") from None
+    if rest:
+        raise ConfigError(
+            f"settings={rest!r} are of evaluators that are not in {names!r}; add them, or leave these out"
+        )
     return result
 
 

@@ -45,6 +45,7 @@ def shared_copy(network: AnyModule) -> AnyModule:
     copy are not compiled. Raises `ConfigError` if a replaced method or a hook is a function that uses a module of the
     network, because it would use the original module, which may be in training mode.
     """
+    network = getattr(network, "_orig_mod", network)  # of torch.compile
     modules = {id(module) for module in network.modules()}
     is_simple = True
     for name, module in network.named_modules():

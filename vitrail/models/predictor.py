@@ -124,6 +124,10 @@ class Engine:
     run: Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b ..."]]
     """Function that computes this output from normalised images. Threads may call it at the same time."""
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Become None in copies and in other processes, which have another network, so that PyTorch computes there."""
+        return type(None), ()
+
     @property
     def title(self) -> str:
         """The runtime's own name."""

@@ -80,5 +80,6 @@ RECIPES = Registry[Callable[[], TrainConfig]](
         "pairs": "vitrail.recipes.image_texts:pairs",
     },
     rest=_papers,
+    fits=(callable, "a function that returns a TrainConfig"),
 )
 """All recipes by name: fourteen of our own, and those of papers."""

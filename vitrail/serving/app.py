@@ -297,6 +297,9 @@ IMAGES = ("image/*", BYTES)
 TOP = 5
 """Default number of classes in an answer."""
 
+BASE64_IMAGES = ("iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD")
+"""Beginnings of PNG, JPEG, WEBP and GIF files in base64."""
+
 FUNCTIONS = ("softmax", "sigmoid", "none")
 """Functions that turn logits into scores, by Hugging Face's names."""
 
@@ -361,6 +364,8 @@ async def _embeddings(request: Request) -> Response:
         raise Refused(
             400, f"input: model {model.name!r} reads no texts, and images must be data URIs; no URL is fetched"
         )
+    if any(text.startswith(BASE64_IMAGES) for text in texts.values()):
+        raise Refused(400, "input: a text begins as an image in base64 does; send it as data:image/png;base64,...")
     images = [parse_data_uri(uri, "input") for place, uri in enumerate(given) if place not in texts]
     width = model.bundle.network.config.embed_width
     if dimensions not in (None, width):
@@ -505,7 +510,7 @@ def _parse_embeddings(body: bytes) -> tuple[str | None, list[str], str, Any]:
         raise Refused(400, "input: the request has no images and no texts")
     if not all(isinstance(one, str) for one in inputs):
         raise Refused(400, "input: this must be a text or a list of texts; lists of tokens are not read")
-    encoding = content.get("encoding_format") or "float"
+    encoding = "float" if content.get("encoding_format") is None else content["encoding_format"]
     if encoding not in ("float", "base64"):
         raise Refused(400, f"encoding_format: {encoding!r} is not one of 'float', 'base64'")
     return name, inputs, encoding, content.get("dimensions")

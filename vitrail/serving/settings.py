@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class ServeSettings:
     files."""
     max_batch: int | None = setting(None, least=1)
     """Largest number of images that are computed together. By default it is measured at the start, up to 16."""
-    batch_threads: int | None = setting(None, least=1)
+    batch_threads: int | None = setting(None, least=1, most=4096)
     """Compute threads of a batch that is computed alone. Batches that are computed at the same time divide all threads.
     By default it is measured at the start: as many as make a single image faster."""
     max_body: str = setting("16MB", metavar="SIZE")
@@ -70,14 +71,14 @@ class ServeSettings:
     body_memory: str = setting("256MB", metavar="SIZE")
     """Largest total size of the bodies of all requests that are received or answered at one time. Requests beyond it
     are answered by 503 with Retry-After."""
-    receive_seconds: float = setting(10.0, above=0)
+    receive_seconds: float = setting(10.0, above=0, below=math.inf)
     """Seconds for receiving the headers of a request, and again for its body. Slower clients are answered by 408."""
-    keep_alive_seconds: float = setting(5.0, above=0)
+    keep_alive_seconds: float = setting(5.0, above=0, below=math.inf)
     """Seconds after which a connection without a request is closed. Behind a proxy it should be more than the proxy
     keeps its connections, often 60."""
-    deadline_seconds: float = setting(30.0, above=0)
+    deadline_seconds: float = setting(30.0, above=0, below=math.inf)
     """Seconds after which an image that still waits is dropped and answered by 503."""
-    drain_seconds: float = setting(1.0, least=0)
+    drain_seconds: float = setting(1.0, least=0, below=math.inf)
     """Seconds after SIGTERM in which requests are still accepted while the probe `ready` answers 503, so that a load
     balancer can take the server out."""
 

@@ -3,7 +3,7 @@ run."""
 
 from __future__ import annotations
 
-from vitrail.registry import Registry
+from vitrail.registry import SETTINGS, Registry
 from vitrail.tasks.task import Task
 
 __all__ = ["TASKS"]
@@ -23,6 +23,7 @@ TASKS = Registry[type[Task]](
         "clip": "vitrail.tasks.pairs:Clip",
         "siglip": "vitrail.tasks.pairs:SigLip",
         "vqvae": "vitrail.tasks.vqvae:VqVae",
-    }
+    },
+    fits=SETTINGS,
 )
 """Every task by its name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vitrail.errors import ConfigError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
 from vitrail.weights.bundle import Bundle, Images, load_bundle, write_bundle
-from vitrail.weights.saved import StoredFormat, save_safetensors
+from vitrail.weights.layouts.layout import PRODUCER
+from vitrail.weights.saved import WEIGHTS, StoredFormat, save_safetensors
+from vitrail.weights.tensors import open_tensors
 
-WEIGHTS = "model.safetensors"
+MARK = {"producer": PRODUCER}
+"""Metadata of the file, by which `OwnModel.save` recognises an earlier output."""
 
 BESIDE = "beside.safetensors"
 """Name of the file in a run's folder with the weights that the objective trained beside the best network."""
@@ -51,9 +55,16 @@ class OwnModel(Bundle):
                 f"stored={stored!r}: the weights of a network of your own class are saved in the number formats that "
                 "they have; convert the network instead"
             )
-        check_new_folder(path := Path(path), (WEIGHTS,), overwrite=overwrite)
+        check_new_folder(path := Path(path), (WEIGHTS,), overwrite=overwrite, recognise=_is_ours)
         write_weights(self, path)
         return path
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return True if `write_weights` wrote the weights of a network of the user's own class into a folder."""
+    with suppress(BundleError):
+        return open_tensors(folder / WEIGHTS).metadata.items() >= MARK.items()
+    return False
 
 
 def has_known_architecture(network: nn.Module) -> bool:
@@ -78,7 +89,7 @@ def write_weights(bundle: Bundle, path: Path) -> None:
         return
     state = {name: tensor.detach().cpu().clone() for name, tensor in bundle.network.state_dict().items()}
     with replacing_folder("the weights", path, (WEIGHTS,)) as partial:
-        save_safetensors(state, partial / WEIGHTS)
+        save_safetensors(state, partial / WEIGHTS, MARK)
 
 
 def write_beside(objective: nn.Module, path: Path) -> None:

@@ -250,7 +250,7 @@ class RunConfig:
     float32_products: Float32Products = setting("auto", on_resume=ROUNDING, resolved=True, of_machine=True)
     """Library that computes large dense layers in float32 on a CPU. auto: oneDNN on AMD processors with AVX-512, else
     mkl. mkl is PyTorch's own choice."""
-    compute_threads: int | None = setting(None, on_resume=ROUNDING, resolved=True, of_machine=True, least=1)
+    compute_threads: int | None = setting(None, on_resume=ROUNDING, resolved=True, of_machine=True, least=1, most=4096)
     """Threads that compute on a CPU. By default as many as PyTorch chooses, usually one per core. The number stays the
     same when a run is resumed, because it changes how sums are rounded."""
     deterministic: bool = False

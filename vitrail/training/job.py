@@ -176,6 +176,11 @@ def prepare(
     compiled: Compiled = "off"
     network_config: AnyConfig | None = None
     if network is not None:
+        if not isinstance(network, nn.Module) or hasattr(network, "_orig_mod"):
+            raise ConfigError(
+                f"network is a {type(network).__name__}; it must be an nn.Module, and not what torch.compile returns: "
+                "network.compile() compiles it in place"
+            )
         check_settings(config)
         config = replace(config, model=ModelConfig())
     else:  # before opening the data, whose number of classes changes none of these checks
@@ -361,7 +366,8 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
     probes = tuple(further)
     if run.probe:
         every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
-        evaluators = evaluators_of(run.probe, {"fewshot": {"allow_fewer": True}})  # small classes have few images
+        few = {"fewshot": {"allow_fewer": True}}  # small classes have few images
+        evaluators = evaluators_of(run.probe, few if "fewshot" in map(str.strip, run.probe.split(",")) else {})
         kind = splits.target_kind
         usable = OF_PLACED.get(kind) or set(EVALUATORS).difference(*OF_PLACED.values())
         if wrong := sorted(evaluators.keys() - usable):

@@ -22,7 +22,17 @@ from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunComplete, RunError, SaveError, nearest, plural
+from vitrail.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteLoss,
+    RunComplete,
+    RunError,
+    SaveError,
+    Stopped,
+    nearest,
+    plural,
+)
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import deterministic_algorithms, keep_freed_memory, peak_memory
 from vitrail.models.linear.float32 import float32_products
@@ -53,7 +63,7 @@ from vitrail.training.loop import fit
 from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, write_pictures
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState
-from vitrail.training.stop import StopRequest
+from vitrail.training.stop import StopRequest, interrupted_by_signals
 from vitrail.weights.bundle import Bundle, load_bundle
 
 
@@ -423,7 +433,12 @@ def _complete(run: Run, state: TrainState) -> RunResult:
         log.listeners.append(ProgressPage(run.folder, job.config, metric, job.steps).receive)
     with tracking(job.config.run.track, run.folder, job.config.to_plain(), log, state.step):
         _train(run, state)
-        return finish(run, state)
+        try:
+            with interrupted_by_signals():
+                return finish(run, state)
+        except KeyboardInterrupt:
+            log.tell("stopped", step=state.step)
+            raise Stopped("stopped before the finished model was measured and saved", run.folder) from None
 
 
 def _train(run: Run, state: TrainState) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 from vitrail.data.source import Source, truth_of
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, plural
+from vitrail.errors import ConfigError, Interrupted, plural
 from vitrail.evaluation.metrics.classes import fit_temperature
 from vitrail.evaluation.metrics.report import regression_report, report
 from vitrail.evaluation.mistakes import box_report, mask_report
@@ -29,6 +29,7 @@ from vitrail.training.log import Log
 from vitrail.training.page import try_command, write_examples
 from vitrail.training.run import RunResult, train
 from vitrail.training.start import check_choice
+from vitrail.training.stop import interrupted_by_signals
 from vitrail.transfer.dense_rules import NOUNS, TASKS_OF_TARGETS, TIMES_OF_USUAL, plan_dense
 from vitrail.transfer.examination import examine
 from vitrail.transfer.facts import (
@@ -263,17 +264,21 @@ def finetune(
     folder = place_of(config)
     if rates or search:
         check_place(folder, config)
-    if search is not None:
-        log = log or Log()
-        log.say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
-        config, tried = search_settings(
-            config, data, initial, search, folder, started=started, on_trial=log.say, on_progress=log.extracting
-        )
-        if any(one.steps for one in tried):  # these trials are beside this folder
-            config = config.override(run=str(folder))
-    else:
-        forget_tried(folder)
-    config, trials = choose_best_rate(config, data, initial, rates, folder, log=log)
+    try:
+        with interrupted_by_signals():
+            if search is not None:
+                log = log or Log()
+                log.say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
+                config, tried = search_settings(
+                    config, data, initial, search, folder, started=started, on_trial=log.say, on_progress=log.extracting
+                )
+                if any(one.steps for one in tried):  # these trials are beside this folder
+                    config = config.override(run=str(folder))
+            else:
+                forget_tried(folder)
+            config, trials = choose_best_rate(config, data, initial, rates, folder, log=log)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped before the run; finished trials stay in {trials_folder(folder)}") from None
     run = train(config, data=data, initial=initial, log=log, started=started)
     return evaluate_run(run, config, config.data.cut(data), trials)
 

@@ -96,12 +96,15 @@ class Bundle:
     engine: Engine | None = None
     """Another runtime that computes predictions, from `vitrail.with_engine`, or None for PyTorch. It is not saved, and
     computes only in its own precision. A change of the network's weights does not reach it, and a bundle that is made
-    with another network does not keep it."""
+    with another network, such as a copy in another process, does not keep it."""
     first_positions: FirstPositions | None = None
     """Positions before they were resized. Another change of the image size starts from these positions, so that
     nothing is lost by resizing twice. They are not saved."""
 
     def __post_init__(self) -> None:
+        if (wrapped := getattr(self.network, "_orig_mod", None)) is not None:
+            self.network = wrapped
+            self.notes = (*self.notes, "the network is used without torch.compile; network.compile() keeps it")
         if self.engine is not None and self.engine.network is not self.network:
             self.engine = None
         config, names = getattr(self.network, "config", None), self.classes
@@ -334,8 +337,7 @@ class Bundle:
         """
         typed(StoredFormat, stored, "stored")
         check_model_folder(path := Path(path), overwrite=overwrite)
-        bundle = replace(self, network=getattr(self.network, "_orig_mod", self.network))
-        write_bundle(bundle, path, stored=stored)
+        write_bundle(replace(self), path, stored=stored)
         return path
 
     def described(self) -> dict[str, Any]:

@@ -246,6 +246,10 @@ class ExportedNetwork(nn.Module):
         """Return the network itself. It has no state that a copy could change."""
         return self
 
+    def __reduce__(self) -> tuple[Callable[[Path, str], Any], tuple[Path, str]]:
+        """Open the file again in another process."""
+        return _opened_again, (Path(self.path).absolute(), self.sha256)
+
     def _run(self, images: Tensor) -> Tensor:
         """Return the file's output, without the probabilities that may be beside it."""
         if torch.is_autocast_enabled("cpu"):
@@ -277,6 +281,14 @@ class ExportedTower(nn.Module):
         filled = F.pad(tokens, (0, self.config.context - tokens.shape[1]), value=filler)
         (found,) = self.run(filled.contiguous().numpy()).values()
         return torch.from_numpy(found)
+
+
+def _opened_again(path: Path, seal: str) -> ExportedNetwork:
+    """Return the network of a file. Raise `BundleError` if it is not the file that had this hash."""
+    network: Any = load_exported(path).network
+    if network.sha256 != seal:
+        raise altered(str(path))
+    return network
 
 
 # --- runtimes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -84,8 +85,10 @@ def load(
     """
     heads, image_size = typed(int | None, heads, "heads"), typed(tuple[int, int] | None, image_size, "image_size")
     mean, std = typed(tuple[float, ...], mean, "mean"), typed(tuple[float, ...], std, "std")
+    place: str = typed(str, os.fspath(path) if isinstance(path, os.PathLike) else path, "path")
+    layout, drop_head_hidden = typed(str | None, layout, "layout"), typed(bool, drop_head_hidden, "drop_head_hidden")
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
-    source = download(str(path)) if looks_like_hub_name(path) else shipped_folder(path) or expanded(path)
+    source = download(place) if looks_like_hub_name(place) else shipped_folder(place) or expanded(place)
     exported = exported_file(source) if layout is None else None
     if exported is not None:
         if device != "auto" and target.type != "cpu":
@@ -256,10 +259,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if not path.is_dir():
         return Checkpoint(open_tensors(path))
+    newer = _json(path / "processor_config.json").get("image_processor")  # transformers 5 prefers it
+    if not isinstance(newer, dict | None):
+        raise BundleError(f"{path / 'processor_config.json'}: image_processor={newer!r:.60} must be an object")
     return Checkpoint(
         open_tensors(_weights_file(path)),
         config=_json(path / "config.json"),
-        preprocessor=_json(path / "preprocessor_config.json"),
+        preprocessor=_json(path / "preprocessor_config.json") if newer is None else newer,
     )
 
 

@@ -18,7 +18,10 @@ from vitrail.weights.saved import DESCRIPTION, NAMES, WEIGHTS
 from vitrail.weights.tensors import SUFFIXES
 
 PREFIXES = ("hf:", "hf-hub:")
-DESCRIPTIONS = ("config.json", "preprocessor_config.json", "open_clip_config.json", "tokenizer_config.json")
+DESCRIPTIONS = (
+    "config.json", "preprocessor_config.json", "processor_config.json", "open_clip_config.json",
+    "tokenizer_config.json",
+)  # fmt: skip
 TOKENIZERS = (("spiece.model",), ("tokenizer.json",), ("vocab.json", "merges.txt"))
 """Files of a tokenizer of texts, in order of preference."""
 PREFERRED = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -136,7 +136,10 @@ def save_tensors(
             if path.suffix == ".safetensors":
                 save_safetensors(tensors, partial, metadata)
             elif path.suffix == ".npz":
-                arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
+                arrays: dict[str, Any] = {  # numpy has no bfloat16
+                    name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+                    for name, tensor in tensors.items()
+                }
                 with partial.open("wb") as file:
                     np.savez(file, **arrays)
             else:
@@ -153,9 +156,9 @@ def save_tensors(
 
 def _open_npz(path: Path) -> TensorFile:
     archive = zipfile.ZipFile(path)
+    entries = {entry.removesuffix(".npy"): entry for entry in archive.namelist()}
     shapes, kinds = {}, {}
-    for entry in archive.namelist():
-        name = entry.removesuffix(".npy")
+    for name, entry in entries.items():
         with archive.open(entry) as file:
             shapes[name], _, kinds[name] = _header(file)
         if kinds[name].hasobject:
@@ -164,7 +167,7 @@ def _open_npz(path: Path) -> TensorFile:
             )
 
     def read(name: str, row: int | None) -> Tensor:
-        with archive.open(f"{name}.npy") as file:
+        with archive.open(entries[name]) as file:
             array = _read_row(file, row) if row is not None else np.lib.format.read_array(file, allow_pickle=False)
         if array.dtype.kind == "V":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -226,6 +229,10 @@ def _open_torch(path: Path) -> TensorFile:
     tensors = _tensors(content)
     if not tensors:
         raise BundleError(f"{path} holds no named tensors, neither at its top level nor under {', '.join(WRAPPERS)}")
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta:
+            kind = "without values (on the device meta)" if tensor.is_meta else f"of the layout {tensor.layout}"
+            raise BundleError(f"{path}: {name} is a tensor {kind}; save plain dense tensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row])
 

@@ -38,7 +38,7 @@ def onednn() -> Iterator[None]:
 
 def calls(step: Callable[[], object]) -> list[str]:
     """The names of the operations that a step runs on the CPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         step()
     return [event.name for event in profile.events()]
 

@@ -223,10 +223,10 @@ def test_class_names_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     bundle = load(folder, device="cpu")
     assert bundle.classes == ("LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3", "LABEL_4", "LABEL_5", "黒い花")
     assert bundle.notes == ()
-    del names["3"]
-    bundle = load(edit(folder, id2label=names), device="cpu")
-    assert bundle.classes == tuple("0123456")
-    assert "id2label in config.json does not number 7 classes from 0, so it was ignored" in bundle.notes
+    for wrong in ({number: name for number, name in names.items() if number != "3"}, {**names, "3": None}):
+        bundle = load(edit(folder, id2label=wrong), device="cpu")
+        assert bundle.classes == tuple("0123456")
+        assert any(note.startswith("id2label in config.json does not name 7 classes") for note in bundle.notes)
 
 
 def test_a_file_by_itself(tmp_path: Path) -> None:
@@ -312,6 +312,8 @@ def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
         ({"do_rescale": False, "image_mean": 127.5, "image_std": 51}, {"mean": (0.5,), "std": (0.2,)}, ""),
         ({"rescale_factor": 2 / 255, "image_mean": 1}, {"mean": (0.5,), "std": (0.25,)}, ""),
         ({"size": None, "resample": None, "image_mean": None}, {}, ""),
+        ({"resample": None, "image_processor_type": "BitImageProcessor"}, {}, "lacks resample"),
+        ({"do_flip_channel_order": True}, {}, "do_flip_channel_order=True"),
         ({"size": 32}, {"image_size": (32, 32)}, "makes images of (32, 32)"),
         ({"size": 32, "crop_size": 24}, {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75}, "(24, 24)"),
         ({"crop_size": {"height": 32, "width": 48}}, {}, ""),
@@ -355,6 +357,19 @@ def test_preprocessing(tmp_path: Path, fields: dict[str, Any], expected: dict[st
     np.testing.assert_allclose(bundle.preprocess.std, wanted.std, rtol=1e-6)
     notes = [item for item in bundle.notes if "class names" not in item]
     assert not notes if not note else any(note in item for item in notes), notes
+
+
+def test_preprocessing_of_a_processor(tmp_path: Path) -> None:
+    """Transformers 5 saves a processor of images and texts in one file, which it reads first."""
+    folder = reference_folder(tmp_path / "vit", "hf_vit")
+    place, images = folder / "processor_config.json", json.loads((folder / "preprocessor_config.json").read_text())
+    place.write_text(json.dumps({"image_processor": {**images, "image_mean": [0.1, 0.2, 0.3]}}))
+    assert load(folder, device="cpu").preprocess.mean == (0.1, 0.2, 0.3)
+    place.write_text(json.dumps({"processor_class": "ViTProcessor"}))
+    assert load(folder, device="cpu").preprocess.mean == (0.5,)
+    place.write_text(json.dumps({"image_processor": "ViTImageProcessor"}))
+    with pytest.raises(BundleError, match="image_processor='ViTImageProcessor'"):
+        load(folder, device="cpu")
 
 
 @pytest.mark.parametrize(

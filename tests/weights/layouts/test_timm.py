@@ -78,6 +78,8 @@ def test_the_size_of_the_file_goes_before_the_one_that_is_asked_for(folder: Call
         ({"crop_pct": None}, {"crop_share": 0.9}, ""), ({}, {"crop_share": 0.9}, ""),
         ({"interpolation": "box"}, {"interpolation": "area"}, ""),
         ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' is not supported"),
+        ({"crop_mode": "random"}, {"resize": "crop"}, "crop_mode='random'"),
+        ({"mean": [0.1, 0.2]}, {"mean": (0.5,)}, "mean=[0.1, 0.2]"),
     ],
 )  # fmt: skip
 def test_geometry(
@@ -117,6 +119,7 @@ def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int) -> Non
 def test_class_names_that_do_not_fit_are_numbers(names: Any, folder: Callable[..., Path]) -> None:
     bundle = load(folder(label_names=names), device="cpu")
     assert bundle.classes == tuple("0123456") and any("the file has no class names" in note for note in bundle.notes)
+    assert any("label_names" in note for note in bundle.notes) == (names is not None)
 
 
 @pytest.mark.parametrize(("pool", "expected"), [("token", "cls"), ("avg", "gap")])

@@ -237,8 +237,8 @@ def classes_of(settings: ConfigFile, num_classes: int, notes: list[str]) -> tupl
     names = settings.get("id2label", dict, {})
     if not num_classes or not names:
         return None if num_classes else ()
-    if set(names) != set(map(str, range(num_classes))):
-        notes.append(f"id2label in config.json does not number {num_classes} classes from 0, so it was ignored")
+    if set(names) != set(map(str, range(num_classes))) or None in names.values():
+        notes.append(f"id2label in config.json does not name {num_classes} classes, numbered from 0, so it was ignored")
         return None
     return tuple(str(names[str(number)]) for number in range(num_classes))
 

@@ -7,6 +7,7 @@ The library's fast processors resize tensors, and pixels differ from Pillow's re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ from vitrail.weights.layouts.layout import (
 
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
 """Our names of the interpolation filters by their numbers in Pillow."""
+
+READ = "resize|center_crop|rescale|normalize|convert_rgb|split_image|pad|reduce_labels|convert_annotations"
+UNREAD = re.compile(rf"crop_pct|do_(?!({READ})$)\w+")
+"""Names of fields that change images, and that are not read."""
 
 HALF: dict[str, Any] = {"image_mean": [0.5], "image_std": [0.5]}
 CUT: dict[str, Any] = {"size": {"shortest_edge": 256}, "crop_size": 224}
@@ -88,6 +93,15 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, model_type: str
         **(CUT if dinov2 and "size" not in content else {}),
         **content,
     }
+    kind = str(content.get("image_processor_type", ""))
+    missing = [name for name in ("size", "resample", "image_mean", "image_std") if name not in content]
+    if kind and missing and not kind.lower().startswith("bit" if dinov2 else model_type):
+        notes.append(
+            f"preprocessor_config.json lacks {', '.join(missing)}: the default of the model family is assumed, not "
+            f"that of {kind}"
+        )
+    unread = [name for name, value in content.items() if value and UNREAD.fullmatch(name)]
+    notes += [f"preprocessor_config.json has {name}={content[name]!r}, which has no effect here" for name in unread]
     geometry = _detector_geometry(filled) if detects else _geometry(filled)
     if geometry.note:
         notes.append(f"preprocessor_config.json {geometry.note}")

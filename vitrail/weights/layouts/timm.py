@@ -125,18 +125,23 @@ def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], family: Family) 
         fields["crop_share"] = 0.875
     if not stated:
         notes = (_assumption(fields, family),)
-    for name, key in (("mean", "mean"), ("std", "std")):
-        if len(stated.get(key, ())) in (1, config.channels):
-            fields[name] = tuple(map(float, stated[key]))
-    filters = {theirs: ours for ours, theirs in INTERPOLATIONS.items()}
-    if (named := stated.get("interpolation")) in filters:
-        fields["interpolation"] = filters[named]
-    elif named:
-        notes = (*notes, f"interpolation={named!r} is not supported, so {fields['interpolation']} is used")
+    for name in ("mean", "std"):
+        if len(stated.get(name) or ()) in (1, config.channels):
+            fields[name] = tuple(map(float, stated[name]))
+        elif stated.get(name):
+            used = fields.get(name, (0.5,))
+            notes = (*notes, f"{name}={stated[name]!r} does not fit {config.channels} channels, so {used} is used")
+    tables: tuple[tuple[str, str, Mapping[Any, str]], ...] = (
+        ("interpolation", "interpolation", INTERPOLATIONS), ("crop_mode", "resize", CROP_MODES),
+    )  # fmt: skip
+    for key, name, table in tables:
+        ours = {word: value for value, word in table.items()}
+        if stated.get(key) in ours:
+            fields[name] = ours[stated[key]]
+        elif stated.get(key):
+            notes = (*notes, f"{key}={stated[key]!r} is not supported, so {fields[name]} is used")
     if stated.get("crop_pct"):
         fields["crop_share"] = float(stated["crop_pct"])
-    if stated.get("crop_mode") in CROP_MODES.values():
-        fields["resize"] = next(ours for ours, theirs in CROP_MODES.items() if theirs == stated["crop_mode"])
     if fields["resize"] == "pad":
         fields["pad_value"] = mean_levels(fields.get("mean", (0.5,)))
     if not 0 < fields["crop_share"] <= 1:
@@ -419,6 +424,9 @@ class Timm:
                 *notes,
                 f"positions are assumed to cover only the {config.grid[0]} x {config.grid[1]} patches",
             )
+        names = classes_of(content, config.num_classes)
+        if names is None and content.get("label_names"):
+            notes = (*notes, f"label_names in config.json is no list of {config.num_classes} names, so it was ignored")
         if pretraining:
             notes = (*notes, f"tensors that only pre-training uses were skipped: {', '.join(pretraining)}")
         return Description(
@@ -426,7 +434,7 @@ class Timm:
             config=config,
             preprocess=preprocess,
             pairs=tuple(pairs(config)),
-            classes=classes_of(content, config.num_classes),
+            classes=names,
             ignored=tuple(name for name in tensors.shapes if name.startswith(tuple(pretraining or ("\0",)))),
             notes=notes,
             image_size=size,
