@@ -289,7 +289,7 @@ def test_classes_of_one_image_are_learned_and_nothing_is_measured(
     planned: Planned, tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
     data = make_colour_folder(tmp_path / "data", images=1, classes=("blue", "red"))
-    with pytest.raises(DataError, match=r"leaves the validation split of data .* empty: that is at most half"):
+    with pytest.raises(DataError, match=r"validation split of data .* empty: each of its classes has only one"):
         planned(data)
     config = planned(data, validation_share=0.0)
     found = finetuned(config.override(steps=2, precision="float32"), tiny_bundle)
