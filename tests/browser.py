@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -104,9 +103,6 @@ class Browser:
     def download_to(self, folder: Path) -> None:
         """Save files that the page offers in a folder."""
         self._send("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
-
-    def screenshot(self) -> bytes:
-        return base64.b64decode(self._send("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
     def requests(self) -> list[str]:
         """Return the addresses that were requested since the page was opened."""

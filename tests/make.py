@@ -6,8 +6,9 @@ import io
 import json
 import struct
 import tarfile
+import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,6 +36,14 @@ from vitrail.training.config import TrainConfig
 from vitrail.weights.bundle import Bundle
 
 CLASSES = ("rose", "tulip", "黒い花 / black")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
+    """Wait until a condition holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 # --- networks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -82,13 +81,6 @@ def test_systems_without_readings_are_left_alone(monkeypatch: pytest.MonkeyPatch
     assert watcher is not None
     watcher.join(10)
     assert not watcher.is_alive()
-
-
-def test_cores_are_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    share_cores()
-    before = threading.active_count()
-    share_cores()
-    assert threading.active_count() == before
 
 
 def test_a_block_restores_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

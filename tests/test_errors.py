@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vitrail.errors import ConfigError, UserError, nearest
+from vitrail.errors import nearest
 
 
 def test_nearest_lists_at_most_a_hundred_choices() -> None:
@@ -12,7 +12,3 @@ def test_nearest_lists_at_most_a_hundred_choices() -> None:
 
 def test_nearest_keeps_names_that_differ_in_case_alone() -> None:
     assert "g" in nearest("g", ["g", "G"]) and "G" in nearest("g", ["g", "G"])
-
-
-def test_a_users_error_is_a_value_error_with_exit_code_2() -> None:
-    assert issubclass(ConfigError, ValueError) and ConfigError("x").exit_code == UserError.exit_code == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import pwd
@@ -12,12 +11,9 @@ import resource
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError, DestinationError, SaveError
 from vitrail.files import (
@@ -27,7 +23,6 @@ from vitrail.files import (
     check_parent,
     replacing_folder,
     saving,
-    sha256,
     write_json,
 )
 
@@ -166,68 +161,6 @@ def test_json_that_cannot_be_finished_leaves_the_old_file(tmp_path: Path) -> Non
     """)
     assert result.stdout.strip() == str(errno.EFBIG)
     assert json.loads(path.read_text()) == {"a": 1}
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@pytest.mark.slow
-@given(value=values)
-def test_json_is_read_back_as_written(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
-    path = tmp_path_factory.getbasetemp() / "value.json"
-    write_json(path, value)
-    assert json.loads(path.read_text(encoding="utf-8")) == value
-    assert not path.with_name("value.json.partial").exists()
-
-
-def test_json_that_cannot_be_expressed_leaves_the_old_file(tmp_path: Path) -> None:
-    write_json(tmp_path / "x.json", 1)
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "x.json", {"path": tmp_path})
-    assert content(tmp_path) == {"x.json": "1\n"}
-
-
-@pytest.mark.slow
-def test_a_reader_never_sees_half_of_a_json_file(tmp_path: Path) -> None:
-    path, done = tmp_path / "x.json", threading.Event()
-    write_json(path, [0] * 20_000)
-    seen: set[int] = set()
-
-    def read() -> None:
-        while not done.is_set():
-            value = json.loads(path.read_text())
-            assert len(value) == 20_000 and len(set(value)) == 1
-            seen.add(value[0])
-
-    failures: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            read()
-        except BaseException as error:  # threads keep their exceptions to themselves
-            failures.append(error)
-
-    reader = threading.Thread(target=guarded)
-    reader.start()
-    for number in range(30):
-        write_json(path, [number] * 20_000)
-    done.set()
-    reader.join()
-    assert not failures and seen
-
-
-def test_hashes(tmp_path: Path) -> None:
-    (tmp_path / "abc").write_bytes(b"abc")
-    assert sha256(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    data = os.urandom(300_000)
-    (tmp_path / "large").write_bytes(data)
-    assert sha256(tmp_path / "large") == hashlib.sha256(data).hexdigest()
-    (tmp_path / "large").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert sha256(tmp_path / "large") != hashlib.sha256(data).hexdigest()
 
 
 def test_a_path_where_nothing_can_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.report.page import PACKAGE, SIDE, environment, escape, printable
-
-STYLE = (PACKAGE / "report" / "page.css").read_text(encoding="utf-8")
+from vitrail.report.page import SIDE, environment, escape, printable
 
 PAGE = """{% extends "report/page.html" %}{% import "report/parts.html" as parts %}
 {% block style %}p { color: red; }{% endblock %}{% block body %}<p>part</p>
@@ -65,18 +63,6 @@ def test_names_keep_their_letters() -> None:
     assert printable(EVIL) == "</td><script>alert('1 & 2')</script>\\u202e\\x00\\udcff"
     assert escape("<&>\"'") == "&lt;&amp;&gt;&quot;&#x27;"
     assert escape("a\u202eb") == "a\\u202eb"
-
-
-def test_a_page_is_light_and_dark_and_fits_a_telephone(read_page: Callable[[str], Any]) -> None:
-    page = read_page(document("title"))
-    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
-    assert ("html", {"lang": "en"}) in page.tags and page.names.count("h1") == 1
-    (style,) = [text for text in page.text if ":root" in text]
-    assert style == f"{STYLE}p {{ color: red; }}" and "prefers-color-scheme: dark" in style
-    names = set(re.findall(r"var\((--\w+)\)", STYLE)) - {"--tone"}
-    light, dark = STYLE.split("@media")[:2]
-    for name in names:
-        assert f"{name}: #" in light and f"{name}: #" in dark.split("} }")[0]
 
 
 @pytest.mark.parametrize(

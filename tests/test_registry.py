@@ -10,7 +10,7 @@ import pytest
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import EVALUATORS
 from vitrail.recipes import RECIPES
-from vitrail.registry import Registry, optional_module
+from vitrail.registry import Registry
 from vitrail.tasks import TASKS
 
 
@@ -60,10 +60,3 @@ def test_the_rest_is_asked_for_once_and_does_not_undo_what_a_user_set() -> None:
     assert "pi" in table and table["pi"] > 3 and table["late"] == 20 and not calls
     assert table["later"] == 3 and dict(table) == {"pi": table["pi"], "late": 20, "later": 3} and calls == [1]
     assert "nothing" not in table and calls == [1]
-
-
-def test_a_missing_optional_package_is_named_with_its_extra() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^nowhere is not installed; install it with: pip install 'vitrail\[extra\]'$"
-    ):
-        optional_module("nowhere.part", "extra")

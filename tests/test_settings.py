@@ -175,9 +175,5 @@ def test_settings_that_exclude_or_need_others() -> None:
     command = Command(name="show", summary="", examples=(), options=(Output,), essential={})
     assert command.parse(["--csv"]) == {"csv": True} and command.parse(["--no-json", "--csv"])
     assert command.parse(["--strict", "--suite", "x"]) == {"strict": True, "suite": "x"}
-    for words, message in (
-        (["--json", "--csv"], "^--csv and --json exclude each other; give only one of them$"),
-        (["--strict"], "^--strict: only tasks can be skipped; name a suite$"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            command.parse(words)
+    with pytest.raises(ConfigError, match=r"^--strict: only tasks can be skipped; name a suite$"):
+        command.parse(["--strict"])

@@ -42,11 +42,13 @@ class Effect(NamedTuple):
     """A condition under which a setting has an effect."""
 
     holds: Callable[[Any], bool]
-    """Function of the dataclass that has the field."""
+    """Function of the dataclass that has the field, or of the config of the run (`of_run`)."""
     condition: str
     """The condition in words, such as "with --probe"."""
     by_user: bool = False
     """True if only what the user gave decides about it, and no recipe or rule."""
+    of_run: bool = False
+    """True if `holds` is a function of the config of the run, because fields of other sections decide about it."""
 
 
 class Facts(TypedDict, total=False):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.analysis.charts import colours, heat_map, mosaic, png, scatter, series_chart, standalone
+from vitrail.analysis.charts import heat_map, mosaic, png, scatter, series_chart, standalone
 from vitrail.report.charts import Series
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -20,18 +20,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def parsed(chart: str) -> ElementTree.Element:
     return ElementTree.fromstring(standalone(chart))
-
-
-def test_many_series_differ_in_colour_or_dashes() -> None:
-    series = [Series(f"head {number}", [(0.0, float(number)), (3.0, number + 1.0)]) for number in range(12)]
-    root = parsed(series_chart(series, label="Lines.", x_name="layer", y_name="pixels", integers=True))
-    lines = [one for one in root.iter(f"{SVG}path") if one.get("class") == "series" and len(one)]
-    assert len({(one.get("stroke"), one.get("stroke-dasharray")) for one in lines}) == 12
-    texts = [text for one in root.iter(f"{SVG}text") if (text := one.text)]
-    assert {"layer", "pixels", "head 0", "head 11"} <= {*texts} and "1.5" not in texts
-    last = [one for one in root.iter(f"{SVG}circle") if "head 11" in (one[0].text or "")]
-    assert [one[0].text for one in last] == ["head 11: 0, 11", "head 11: 3, 12"]
-    assert float(last[0].get("cy", "")) > float(last[1].get("cy", ""))  # upward
 
 
 def test_gaps_and_nothing() -> None:
@@ -62,12 +50,6 @@ def test_heat_map_colours_tell_the_values() -> None:
     assert {"a", "b", "c", "d", "e", "CKA", "layer", "head", "0.0", "1.0"} <= {*texts}
     constant = heat_map(np.full((2, 3), 2.0), label="", **names)
     assert float(parsed(constant).get("width", "")) == pytest.approx(float(root.get("width", "")), abs=60)
-
-
-def test_colours_grow_brighter_evenly() -> None:
-    found = colours(np.linspace(-0.5, 1.5, 21)[None])[0].astype(float)
-    assert (np.diff(found @ [0.299, 0.587, 0.114]) >= 0).all()
-    assert np.array_equal(found[0], found[5]) and found[20].tolist() == [253, 231, 37]
 
 
 def test_mosaic_places_pictures_in_rows() -> None:

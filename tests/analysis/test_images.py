@@ -15,18 +15,13 @@ from tests.make import dense_bundle, encode, make_bundle, random_bundle
 from vitrail.analysis.charts import colours, standalone
 from vitrail.analysis.explained_outputs import Wanted
 from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
-from vitrail.analysis.features import LayerProbe, embedding_filters, patch_colours, position_similarity, token_norms
-from vitrail.analysis.heads import attention_distance, effective_receptive_field
+from vitrail.analysis.features import LayerProbe, token_norms
 from vitrail.analysis.images import (
     SIDE,
     Overlays,
     draw_curves,
-    draw_filters,
-    draw_heads,
     draw_layer_similarity,
     draw_norms,
-    draw_patch_colours,
-    draw_positions,
     draw_probes,
     draw_randomised,
     overlay,
@@ -86,15 +81,6 @@ def titles(chart: str) -> list[str]:
     return [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}title")]
 
 
-def test_heads_beside_a_receptive_field() -> None:
-    distance = attention_distance(make(), images_of(2))
-    field = effective_receptive_field(make(), images_of(1))
-    found = titles(draw_heads(distance, field))
-    assert len(found) == 3 * 4 + 3
-    assert found[0] == f"heads: 0, {distance.mean[0, 0]:.4g}"
-    assert found[-1] == f"receptive field: 2, {field.distance[2]:.4g}"
-
-
 def test_charts_by_layer() -> None:
     network = make(registers=1)
     norms = token_norms(network, images_of(2))
@@ -125,20 +111,6 @@ def test_curves_and_random_weights() -> None:
     other = RandomisedWeights("saliency", "rank correlation", ("head", "block 0"), np.array([[1.0, 1.0], [0.5, 0.3]]))
     lines = [title for title in titles(draw_randomised({"relevance": check, "rollout": other})) if ": " in title]
     assert lines == ["relevance: 1, 0.75", "relevance: 2, 0.05", "rollout: 1, 1", "rollout: 2, 0.4"]
-
-
-def test_pictures() -> None:
-    network = make()
-    filters = embedding_filters(network, 5)
-    tiles = draw_filters(filters, columns=3, scale=1)
-    assert tiles.shape == (2 * 4 + 2, 3 * 5 + 4, 3)
-    np.testing.assert_array_equal(tiles[:4, :5], np.rint(255 * filters.pictures()[0]))
-    grid = draw_positions(position_similarity(network), scale=1)
-    assert grid.shape == (3 * 3 + 4, 4 * 4 + 6, 3)
-    for row in range(3):
-        for column in range(4):  # each patch resembles itself most
-            assert grid[row * 5 + row, column * 6 + column].tolist() == [253, 231, 37]
-    assert draw_patch_colours(patch_colours(network, images_of(3)), scale=2).shape == (6, 3 * 8 + 4, 3)
 
 
 def test_overlay_keeps_what_the_network_did_not_see() -> None:

@@ -9,7 +9,6 @@ import torch
 from tests.analysis.test_comparison import bundle_of
 from tests.make import encode
 from vitrail.analysis.samples import in_batches, inputs_of, picture_of
-from vitrail.data.source import evenly
 
 
 def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
@@ -22,11 +21,6 @@ def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
     assert alone.shape == (1, 3, 12, 8)
     assert torch.equal(both[0], both[1]) and torch.equal(both[0], alone[0])
     assert np.array_equal(picture_of(file), pixels)
-
-
-@pytest.mark.parametrize(("total", "count", "chosen"), [(5, 3, [0, 2, 4]), (3, 9, [0, 1, 2]), (4, 1, [0]), (0, 3, [])])
-def test_images_are_chosen_at_equal_distances(total: int, count: int, chosen: list[int]) -> None:
-    assert evenly(total, count).tolist() == chosen
 
 
 @pytest.mark.parametrize(("images", "sizes"), [(20, [16, 4]), (19, [16]), (3, [])])

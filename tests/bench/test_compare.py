@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from operator import truediv
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.bench.conftest import MakeWork
-from vitrail.bench.compare import ALONE, _ready, _row, compare
+from vitrail.bench.compare import ALONE, _row, compare
 from vitrail.bench.step import OURS, Entry
 
 
@@ -114,29 +112,22 @@ def ViT(**sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("text", "settings", "found", "skipped"),
+    ("text", "best", "found", "skipped"),
     [
-        (FAILING, ("matched", "best"), ["matched"], {"vit-pytorch compiled": "no C++ compiler"}),
-        (FULL, ("matched",), [], {"vit-pytorch": "CUDA out of memory"}),
+        (FAILING, True, ["float32"], {"vit-pytorch compiled": "no C++ compiler"}),
+        (FULL, False, [], {"vit-pytorch": "CUDA out of memory"}),
     ],
 )
 def test_a_peer_whose_compiler_fails_or_that_needs_more_memory_is_skipped(
-    tiny_work: MakeWork, stand_in: Callable[[str], None], text: str, settings: tuple[Any, ...],
-    found: list[str], skipped: dict[str, str],
+    tiny_work: MakeWork, stand_in: Callable[[str], None], text: str, best: bool, found: list[str],
+    skipped: dict[str, str],
 ) -> None:  # fmt: skip
     stand_in(text)
-    with ExitStack() as stack:
-        wanted = [Entry(OURS), *(Entry("vit-pytorch", name) for name in settings)]
-        workers, without = _ready(wanted, tiny_work(precision="bf16", task="infer"), stack)
-        assert list(workers) == [Entry(OURS), *(Entry("vit-pytorch", name) for name in found)]
-    assert without == skipped
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-def test_compiled_networks_take_part(tiny_work: MakeWork) -> None:
-    result = compare(tiny_work(task="infer"), best=True, repetitions=1, warmup=0, profile=False)
-    assert [row["ran_with"] for row in result["rows"]] == ["float32", "float32", "float32 compiled"] or result[
-        "skipped"
-    ]
+    work = tiny_work(task="infer")
+    result = compare(work, peers=["vit-pytorch"], best=best, repetitions=1, warmup=0, profile=False)
+    assert [row["ran_with"] for row in result["rows"] if row["library"] == "vit-pytorch"] == found
+    assert result["skipped"].items() >= skipped.items()
+    ours = [row["ran_with"] for row in result["rows"] if row["library"] == OURS]
+    assert ours == ["float32", *(["float32 compiled"] if best else [])] or f"{OURS} compiled" in result["skipped"]

@@ -37,14 +37,12 @@ def test_power_laws_are_found_exactly(power: float) -> None:
 def test_values_of_a_sweep(tiny_work: MakeWork) -> None:
     work = tiny_work(batch=48, width=96, heads=3, mlp_width=384, depth=6)
     assert list(sweep(work, "batch")) == [3, 6, 12, 24, 48]
-    assert list(sweep(work, "depth")) == [2, 3, 4, 6] or list(sweep(work, "depth")) == [2, 4, 6]
     widths = sweep(work, "width")
     assert list(widths) == [24, 48, 72, 96]
     for width, point in widths.items():
         assert isinstance(point.config, ViTConfig)
         assert point.config.mlp_width == 4 * width and point.config.width % point.config.heads == 0
     sizes = [point.config.image_size for point in sweep(work, "tokens").values()]
-    assert sizes == [(14, 14), (21, 14), (28, 21), (35, 28), (42, 35)] or len(set(sizes)) == len(sizes) >= 4
     assert (28, 21) in sizes and all(height % 7 == width % 7 == 0 for height, width in sizes)
 
 

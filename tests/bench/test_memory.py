@@ -60,12 +60,6 @@ def test_a_process_needs_what_the_closed_form_says(
     assert measure_memory(Entry(OURS), work) == pytest.approx(work.predicted_bytes, rel=MARGIN)
 
 
-@linux
-def test_what_fails_in_a_process_is_said_here(tiny_work: MakeWork) -> None:
-    with pytest.raises(ConfigError, match="supports only square images, not 28 x 21"):
-        measure_memory(Entry("torchvision"), tiny_work())
-
-
 @pytest.mark.slow
 @linux
 def test_a_limit_on_the_process_limits_the_batch(tiny_work: MakeWork) -> None:

@@ -60,25 +60,6 @@ def test_a_training_step_has_them_within_a_hundredth(
     assert Products(recorded(work), CPU).flops == pytest.approx(work.flops, rel=0.01)
 
 
-def test_a_product_in_a_function_of_its_own_is_seen() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x @ x
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            (x,) = ctx.saved_tensors
-            return gradient @ x.T + x.T @ gradient
-
-    x = torch.randn(4, 4, requires_grad=True)
-    products = record(lambda: Twice.apply(x).sum().backward())
-    assert [product.operation for product in products] == ["mm"] * 3
-    # the gradient of a sum is one number for all places; its strides say so, and so do those of the other's turned x
-    assert products[1].operands[0].stride == (0, 0) and products[1].operands[1].stride == (1, 4)
-
-
 def test_strides_and_formats_are_kept() -> None:
     x, weight = torch.randn(5, 3, dtype=torch.bfloat16), torch.randn(7, 3, dtype=torch.bfloat16)
     (product,) = record(lambda: nn.functional.linear(x, weight))

@@ -24,7 +24,7 @@ from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError, VitrailError
+from vitrail.errors import ConfigError
 
 SMALL = Preprocess(image_size=(21, 28))
 
@@ -81,13 +81,6 @@ def test_loaders_of_other_libraries_take_the_place_of_the_references(photographs
     assert min(found["seconds"]["other"]) >= 0.3  # counted as three batches
 
 
-def test_large_photographs_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST_PIXELS", 3 * 90 * 60)
-    files = sorted(write_photographs(tmp_path / "large", 5, classes=5, size=(90, 60)).rglob("*.jpg"))
-    assert {image_size_of(path.read_bytes()) for path in files} == {(90, 60)}
-    assert len(files) == 5 and len({path.read_bytes() for path in files}) == 3
-
-
 def test_images_that_are_made_have_no_decoding_to_compare_with() -> None:
     fractals = open_data("fractals:2:3:0:16", validation_share=0.0).train
     found = measure_reading(
@@ -103,14 +96,6 @@ def test_a_batch_larger_than_a_round_is_refused(images: int, most: int) -> None:
         measure_reading(
             {"f": fractals}, SMALL, images=images, batch_size=7, readers=Readers(0), repetitions=1, warmup=0
         )
-
-
-def test_memory_of_the_warmup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    fractals = open_data("fractals:2:3:0:16", validation_share=0.0).train
-    resident = iter((0, 900, 900, 907))  # twice in each of two rounds
-    monkeypatch.setattr(reading, "_resident", lambda: next(resident))
-    found = measure_reading({"f": fractals}, SMALL, images=6, batch_size=3, readers=Readers(0), repetitions=1, warmup=1)
-    assert found["grown"] == {"f": 7}
 
 
 @pytest.mark.slow
@@ -135,9 +120,3 @@ def test_every_way_is_timed(tiny_work: MakeWork, monkeypatch: pytest.MonkeyPatch
     assert sorted(scripts) == ["", "from vitrail import load", "import torch", "import vitrail"]
     (predict,) = [command for command in started if command[0] == "-m"]
     assert predict[1:3] == ["vitrail", "predict"] and predict[5:] == ["--device", "cpu"]
-
-
-def test_a_process_that_fails_is_an_error() -> None:
-    reading._process(["-c", "pass"])()
-    with pytest.raises(VitrailError, match=r"^python -c raise SystemExit\(.no model.\) failed:\nno model$"):
-        reading._process(["-c", "raise SystemExit('no model')"])()

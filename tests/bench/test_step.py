@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.bench.conftest import MakeWork
 from vitrail.bench.peers import PEERS
-from vitrail.bench.step import CATEGORIES, OURS, PRODUCTS, Entry, Runner, breakdown, category_of, entries, make_step
+from vitrail.bench.step import CATEGORIES, OURS, PRODUCTS, Entry, Runner, breakdown, entries, make_step
 
 SETTINGS = ("matched", "best", "graphs")
 GRAPHS = "reduce-overhead"
@@ -90,21 +90,6 @@ def test_products_are_in_bf16_where_ours_are_in_float8(tiny_work: MakeWork, monk
     runners = [Runner(Entry(PRODUCTS), work, 1) for work in (plain, float8)]
     assert runners[0].flops() == runners[1].flops() > 0.5 * plain.flops
     assert runners[0].large_flops() > 1e8
-
-
-KINDS = {
-    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::mkldnn_convolution", "mkldnn::_linear_pointwise"),
-    "attention": ("aten::_softmax", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"),
-    "normalisation": ("aten::native_layer_norm_backward", "aten::native_group_norm"),
-    "activation": ("aten::gelu_backward",),
-    "copies and casts": ("aten::copy_", "aten::_to_copy", "aten::cat"),
-    "optimizer": ("aten::_fused_adamw_", "Optimizer.step#AdamW.step"),
-    "the rest": ("aten::add", "aten::mmap", "vitrail.bench.step", "aten::_log_softmax"),
-}
-
-
-def test_operations_are_told_apart_by_their_whole_name() -> None:
-    assert {name: tuple(one for one in names if category_of(one) == name) for name, names in KINDS.items()} == KINDS
 
 
 @pytest.mark.slow

@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
 from tests.bench.conftest import MakeWork
-from vitrail.bench.workload import ProcessKilled, Spread, Worker, interleave, timed, waits_for
+from vitrail.bench.workload import ProcessKilled, Worker, interleave
 from vitrail.errors import ConfigError
 from vitrail.models.cost import activation_bytes, training_bytes
 
@@ -34,12 +33,6 @@ def test_costs_are_of_the_whole_batch(tiny_work: MakeWork) -> None:
     assert (plain["image_size"], plain["batch_size"], plain["precision"]) == ([28, 21], 4, "float32")
 
 
-def test_the_batch_is_the_same_in_every_call(tiny_work: MakeWork) -> None:
-    work = tiny_work(channels=1)
-    assert work.images().shape == (3, 1, 28, 21) and torch.equal(work.images(), work.images())
-    assert torch.equal(work.labels(), work.labels()) and int(work.labels().max()) < 5
-
-
 def test_rounds_run_every_timer_once_in_turn() -> None:
     calls: list[str] = []
 
@@ -50,17 +43,6 @@ def test_rounds_run_every_timer_once_in_turn() -> None:
     times = interleave({name: partial(timer, name) for name in "abc"}, repetitions=2, warmup=1)
     assert "".join(calls) == "abc" * 3
     assert times == {"a": [4.0, 7.0], "b": [5.0, 8.0], "c": [6.0, 9.0]}, "what warmed up does not count"
-
-
-def test_the_device_is_waited_for_on_both_sides() -> None:
-    calls: list[str] = []
-    seconds = timed(lambda: calls.append("a"), lambda: calls.append("|"))()
-    assert "".join(calls) == "|a|" and seconds >= 0
-    waits_for(torch.device("cpu"))()
-
-
-def test_spread() -> None:
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(median=2.0, low=1.0, high=3.0)
 
 
 class Counter:

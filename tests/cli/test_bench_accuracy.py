@@ -9,17 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-import xml.etree.ElementTree
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Cli
+from tests.make import wait_for
 from vitrail.cli import main
-from vitrail.cli.bench_accuracy import accuracy_chart, tables
-from vitrail.experiments.accuracy import Curve, CurvePoint, reached
 
 TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0.9")
 
@@ -29,43 +25,6 @@ def test_a_missing_library_is_named_before_anything_runs(cli: Cli, tmp_path: Pat
     error = cli.refuses("bench", "accuracy", "demo", "--against", "timm", "--out", tmp_path / "out")
     assert "torchvision is not installed" in error and "--environment timm=PATH/bin/python" in error
     assert not (tmp_path / "out").exists()
-
-
-def result(*points: tuple[float, float]) -> Curve:
-    return Curve(
-        points=tuple(
-            CurvePoint(step=step, seconds=float(seconds), cpu_seconds=0.5, flops=1e12 * seconds, accuracy=accuracy)
-            for step, (seconds, accuracy) in enumerate(points)
-        ),
-        validation_accuracy=points[-1][1], test_accuracy=0.5, steps=3, own_steps=6, epochs=1.5, batch_size=8,
-        parameters=1000, precision="bf16", threads=2, versions={},
-    )  # fmt: skip
-
-
-CURVES = {
-    "demo": {0: result((10, 0.5), (20, 0.8)), 1: result((10, 0.6), (30, 0.9))},
-    "<b>&": {0: result((10, 0.1), (400, 0.8)), 1: result((10, 0.2), (500, 0.7))},
-}
-
-
-def test_tables_of_costs_and_of_models() -> None:
-    shown = tables(CURVES, reached(CURVES, [0.8, 0.95], None))
-    seconds, operations, _, lengths = ([list(column.cells) for column in table.columns] for table in shown)
-    assert seconds[1] == ["demo", "<b>&", "demo", "<b>&"] and seconds[2] == ["2 of 2", "1 of 2", "0 of 2", "0 of 2"]
-    assert seconds[3][0] == "25 (20..30)" and seconds[3][2] == "not reached"
-    assert seconds[4][1] == "> 18.33 (16.67..20.00)"
-    assert operations[:3] == seconds[:3] and operations[3][0] == "25 (20..30)"
-    assert lengths[3] == ["50%", "50%"]
-
-
-def test_the_chart_is_a_picture_with_a_line_for_each_run() -> None:
-    root = xml.etree.ElementTree.fromstring(accuracy_chart(CURVES, [0.8], 450.0))
-    paths = [node.attrib for node in root.iter("{http://www.w3.org/2000/svg}path")]
-    lines = [path for path in paths if path.get("class") == "series" and "L" in path["d"]]
-    assert len(lines) == 2 * 3  # the last evaluation of one run is after the budget, so that run is one point
-    assert "<b>&, 2 seeds" in "".join(root.itertext()) and "seconds of training" in "".join(root.itertext())
-    assert len({path["stroke"] for path in lines}) == 2
-    assert "no evaluation within the budget" in accuracy_chart(CURVES, [0.8], 1.0)
 
 
 @pytest.mark.slow
@@ -90,13 +49,6 @@ def test_a_comparison_of_two_recipes(cli: Cli, tmp_path: Path) -> None:
     assert plain["budget"] is None and list(plain["entries"]["demo"]) == ["4"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert "holds a comparison with other settings: budget was None and is 2.0" in cli.refuses(*words, "--budget", "2s")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def has_ended(process: int) -> bool:

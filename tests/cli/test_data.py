@@ -17,8 +17,6 @@ import pytest
 from PIL import Image
 
 from tests.cli.conftest import Cli
-from tests.make import make_colour_folder
-from vitrail.cli import main
 from vitrail.data.check.findings import Report
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.tar import open_shards
@@ -58,68 +56,47 @@ def test_what_training_fails_at_is_exit_code_2_and_one_line(broken: Path, cli: C
     cli.shows("data", "check", broken)
 
 
-def test_json_is_the_report(broken: Path, cli: Cli) -> None:
-    captured = cli.call("data", "check", broken, "--json", "--page", "None", "--max-skipped", "0", code=2)
+def test_the_json_is_the_report_and_the_page_goes_where_it_is_told(broken: Path, here: Path, cli: Cli) -> None:
+    words = ["data", "check", broken, "--json", "--max-skipped", "0", "--page"]
+    captured = cli.call(*words, "a.html", code=2)
     report = from_plain(Report, json.loads(captured.out))
     assert report == check_data(open_data(str(broken), validation_share=0.1), max_skipped=0.0)
-    assert captured.err.count("\n") == 1
-
-
-def test_the_page_goes_where_it_is_told(colour_folder: Path, here: Path, cli: Cli) -> None:
-    captured = cli.call("data", "check", colour_folder, "--page", "a.html", "--json", "--sample", "9")
-    assert [path.name for path in here.iterdir()] == ["a.html"]
+    assert [path.name for path in here.iterdir()] == ["a.html"] and "pictures of it: a.html\n" in captured.err
+    captured = cli.call(*words, "None", "--sample", "9", code=2)
     assert sum(split["looked_at"] for split in json.loads(captured.out)["splits"]) == 9
-    assert captured.err == "pictures of it: a.html\n"
-    cli.shows("data", "check", colour_folder, "--page", "None")
-    assert [path.name for path in here.iterdir()] == ["a.html"]
+    assert captured.err.count("\n") == 1 and [path.name for path in here.iterdir()] == ["a.html"]
 
 
-def test_a_full_disk_leaves_the_earlier_page(
-    colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "check", str(colour_folder)]) == 0
+def test_a_full_disk_leaves_the_earlier_page(colour_folder: Path, here: Path, cli: Cli) -> None:
+    cli.shows("data", "check", colour_folder)
     before = (here / "data-check.html").read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # no file of this process can grow past it
     try:
-        assert main(["data", "check", str(colour_folder)]) == 1
+        cli.call("data", "check", colour_folder, code=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (here / "data-check.html").read_bytes() == before
 
 
-def test_many_classes_are_summed_up(tmp_path: Path, cli: Cli) -> None:
-    make_colour_folder(tmp_path / "data", images=2, classes=tuple(f"class-{number:02}" for number in range(30)))
-    shown = cli.shows("data", "check", tmp_path / "data", "--validation-share", "0")
-    assert "10 more" in shown and "class-19" in shown and "class-20 " not in shown
-
-
 @pytest.mark.parametrize("typed", [["age", "height"], ["age,height"], ["age,", "height"]])
-def test_tables_of_numbers_are_checked(typed: list[str], tmp_path: Path, here: Path, cli: Cli) -> None:
-    lines = ["path,age,height"]
+def test_tables_of_numbers_are_checked_and_constant_numbers_found(
+    typed: list[str], tmp_path: Path, here: Path, cli: Cli
+) -> None:
+    lines = ["path,age,height,legs"]
     for number in range(20):
         Image.new("L", (9 + number, 7), 90).save(tmp_path / f"{number}.png")
-        lines.append(f"{number}.png,{number},{'' if number == 3 else 2 * number}")
+        lines.append(f"{number}.png,{number},{'' if number == 3 else 2 * number},{'' if number == 3 else 5}")
     (tmp_path / "people.csv").write_text("\n".join(lines))
     shown = cli.shows("data", "check", tmp_path / "people.csv", "--page", "None", "--numbers", *typed)
     assert "2 of its 20 training images are held out" in shown
+    report = cli.json("data", "check", tmp_path / "people.csv", "--page", "None", "--numbers", "legs", "height")
+    (found,) = (one for one in report["findings"] if one["kind"] == "constant-number")
+    assert (found["severity"], found["count"]) == ("warning", 1) and found["text"].endswith(": legs")
     out = tmp_path / "shards"
     cli.shows("data", "pack", tmp_path / "people.csv", out, "--numbers", *typed)
     packed = open_data(str(out), validation_share=0.0, numbers=("height",))
     assert packed.train.target(19) == (2.0 * int(packed.train.key(19).rpartition("/")[2].partition(".")[0]),)
-
-
-def test_a_constant_number_is_found(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ["path,age,height"]
-    for number in range(10):
-        Image.new("L", (9 + number, 7), 90).save(tmp_path / f"{number}.png")
-        lines.append(f"{number}.png,{'' if number == 3 else 5},{number}")
-    (tmp_path / "people.csv").write_text("\n".join(lines))
-    typed = ["--numbers", "age", "height", "--page", "None", "--json"]
-    assert main(["data", "check", str(tmp_path / "people.csv"), *typed]) == 0
-    findings = {one["kind"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
-    found = findings["constant-number"]
-    assert (found["severity"], found["count"]) == ("warning", 1) and found["text"].endswith(": age")
 
 
 def test_images_without_labels_are_checked(tmp_path: Path, here: Path, cli: Cli) -> None:
@@ -132,9 +109,7 @@ def test_images_without_labels_are_checked(tmp_path: Path, here: Path, cli: Cli)
     assert len(open_data(str(tmp_path / "shards"), validation_share=0.0, unlabelled=True).train) == 10
 
 
-def test_faults_of_the_structure_are_findings(
-    colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faults_of_the_structure_are_findings(colour_folder: Path, here: Path, cli: Cli) -> None:
     """All of them at once, in the terminal, in the JSON and on the page."""
     for place in ("bare", "__MACOSX", "red/@eaDir", "val/mauve", "val/red"):
         (colour_folder / place).mkdir(parents=True)
@@ -145,15 +120,14 @@ def test_faults_of_the_structure_are_findings(
     (colour_folder / "train").mkdir()
     for entry in [entry for entry in colour_folder.iterdir() if entry.name not in ("train", "val", ".DS_Store")]:
         entry.rename(colour_folder / "train" / entry.name)
-    assert main(["data", "check", str(colour_folder)]) == 2
-    captured = capsys.readouterr()
+    captured = cli.call("data", "check", colour_folder, code=2)
     for text in ("unknown classes: mauve", "leaves out 1 image of val/", "without images: bare", "red/@eaDir"):
         assert text in captured.out
     assert f"would fail: {colour_folder}/val has unknown classes: mauve" in captured.err
     page = (here / "data-check.html").read_text(encoding="utf-8")
     assert "has unknown classes: mauve" in page and "without images: bare" in page
-    assert main(["data", "check", str(colour_folder), "--json", "--page", "None"]) == 2
-    kinds = [finding["kind"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+    printed = cli.call("data", "check", colour_folder, "--json", "--page", "None", code=2).out
+    kinds = [finding["kind"] for finding in json.loads(printed)["findings"]]
     assert {"unknown-class", "empty-folder", "system-folder"} <= set(kinds)
 
 
@@ -206,15 +180,13 @@ def test_a_folder_is_packed_and_said_to_be(folder: Callable[[int], Path], tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("labels", ["soft", "hard"])
 def test_soft_pseudo_labels_become_classes_and_this_is_said(
-    labels: str, model: Path, some_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    labels: str, model: Path, some_images: Path, tmp_path: Path, cli: Cli
 ) -> None:
     folder, out = str(tmp_path / "labels"), tmp_path / "out"
     words = ["--teacher", str(model), "--pseudo-labels", labels, "--confidence", "0", "--no-balance", "--device", "cpu"]
-    assert main(["data", "label", f"{some_images}[:30]", "--out", folder, *words]) == 0
+    cli.shows("data", "label", f"{some_images}[:30]", "--out", folder, *words)
     labelled = open_data(folder, validation_share=0.0).train
-    capsys.readouterr()
-    assert main(["data", "pack", folder, str(out)]) == 0
-    is_told = "only the most likely class of each image is packed. To train on the" in capsys.readouterr().out
+    is_told = "only the most likely class of each image is packed" in cli.shows("data", "pack", folder, out)
     assert is_told == (labels == "soft")
     packed = open_shards(str(out), None).train
     assert [packed.target(row) for row in range(30)] == [labelled.target(row) for row in range(30)]

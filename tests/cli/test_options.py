@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
-from vitrail.cli.options import Command, Option, convert, help_page, options_of, unknown_option
+from vitrail.cli.options import Command, Option, convert, options_of, unknown_option
+from vitrail.cli.run_options import run_options
 from vitrail.errors import BundleError, ConfigError
 from vitrail.settings import setting
 
@@ -35,6 +36,7 @@ class Outer:
     """Height and width."""
     names: tuple[Literal["x", "y"], ...] = ()
     path: Path | None = None
+    page: Path | None = Path("page.html")
     on: bool = True
     inner: Inner = field(default_factory=Inner)
     spec: str = field(default="", metadata={"name": "data"})
@@ -45,18 +47,14 @@ OPTIONS: dict[str, Option] = {option.name: option for option in options_of(Outer
 
 
 def test_fields_become_options() -> None:
-    assert list(OPTIONS) == ["place", "count", "kind", "size", "names", "path", "on", "rate", "data"]
+    assert list(OPTIONS) == ["place", "count", "kind", "size", "names", "path", "page", "on", "rate", "data"]
     assert OPTIONS["place"].label == "PLACE" and OPTIONS["place"].default is dataclasses.MISSING
     assert OPTIONS["rate"].label == "--rate" and OPTIONS["rate"].section == "inner"
     assert [OPTIONS[name].metavar for name in ("count", "kind", "size", "names", "on", "rate")] == [
         "N", "a|b", "H [W]", "x|y ...", "", "X|auto",
     ]  # fmt: skip
-
-
-def test_texts_are_the_docstrings_without_line_ends_and_python() -> None:
     assert OPTIONS["rate"].help == "Rate of something, in one line. More of `vitrail train`."
-    assert OPTIONS["size"].help == "Height and width." and OPTIONS["count"].help == ""
-    assert OPTIONS["data"].help == "A data set."
+    assert (OPTIONS["size"].help, OPTIONS["count"].help) == ("Height and width.", "")
 
 
 @pytest.mark.parametrize(
@@ -65,15 +63,17 @@ def test_texts_are_the_docstrings_without_line_ends_and_python() -> None:
         ("count", ["-3"], -3), ("kind", ["b"], "b"), ("kind", ["None"], None), ("size", ["4", "6"], (4, 6)),
         ("names", [], ()), ("names", ["x", "y"], ("x", "y")), ("path", ["a/b"], Path("a/b")),
         ("path", ["~/b"], Path.home() / "b"), ("path", ["~no-such-user/b"], Path("~no-such-user/b")),
-        ("rate", ["auto"], "auto"), ("rate", ["1e-3"], 0.001),
+        ("rate", ["auto"], "auto"), ("rate", ["1e-3"], 0.001), ("page", ["None"], None),
+        ("path", ["none"], Path("none")), ("kind", ["none"], None),
     ],
 )  # fmt: skip
 def test_words_become_values(name: str, typed: list[str], value: Any) -> None:
     assert convert(OPTIONS[name], typed) == value
 
 
-def test_an_option_is_found_by_a_part_of_its_name() -> None:
-    assert unknown_option("--rate", "train", ["learning_rate", "run"]).endswith("; nearest: --learning-rate")
+def test_none_is_a_value_where_it_is_a_choice() -> None:
+    positions = next(option for option in run_options() if option.name == "positions")
+    assert convert(positions, ["none"]) == "none" and convert(positions, ["None"]) is None
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,7 @@ def test_an_option_is_found_by_a_part_of_its_name() -> None:
 def test_the_option_of_the_place_to_write_to_is_named(names: tuple[str, ...], advice: str) -> None:
     for typed in {"out", "run", "output-dir"} - set(names):
         assert advice in unknown_option(f"--{typed}", "try", names)
+    assert unknown_option("--rate", "try", ["learning_rate", *names]).endswith("; nearest: --learning-rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +179,7 @@ def test_a_choice_of_splits_becomes_a_part_of_the_name_of_the_data() -> None:
     [
         ("m --batchsize 3 -x", "--batchsize: vitrail try has no such option; nearest: --batch-size, --image-size\n"
          "-x: vitrail try has no such option; see vitrail try --help-all"),
-        ("m --batch-size", "--batch-size: needs N"),
-        ("m --image-size", "--image-size: needs H [W]"),
-        ("m --layers", "--layers: needs N ..."), ("m --shots 4 6.5", "--shots: '6.5' is not a whole number"),
+        ("m --image-size", "--image-size: needs H [W]"), ("m --layers", "--layers: needs N ..."),
         ("m --flip=yes", "--flip: takes no value"),
         ("m --no-no-cache", "--no-no-cache: vitrail try has no such option; nearest: --no-cache"),
     ],
@@ -189,12 +188,6 @@ def test_wrong_options_are_named(typed: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         COMMAND.parse(typed.split())
     assert str(caught.value) == message
-
-
-def test_required_options() -> None:
-    COMMAND.check_required({"model": "m", "out": "a"})
-    with pytest.raises(ConfigError, match=r"MODEL and --out are missing; usage: vitrail try MODEL IMAGE... --out TEXT"):
-        COMMAND.check_required({})
 
 
 @pytest.mark.parametrize(
@@ -226,33 +219,3 @@ def test_notes_spell_only_what_they_recommend() -> None:
 def test_messages_about_files_keep_the_names_in_them() -> None:
     assert COMMAND.message(BundleError("a.json: image_size is missing"), {}) == "a.json: image_size is missing"
     assert COMMAND.message(BundleError("out='x' is taken, image_size=3"), {}) == "--out: 'x' is taken, image_size=3"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """Options of a help page."""
-
-    model: str = setting(argument="MODEL")
-    """A model."""
-    rate: float = 1e-3
-    """Learning rate. It has a second sentence. By default a small one."""
-    json: bool = False
-    """Print JSON."""
-    secret: int = 3
-    """Not shown."""
-
-
-def test_a_help_page_has_first_sentences_and_the_values_of_a_recipe() -> None:
-    command = Command(
-        name="try", summary="Try it, with a text that is\n    reflowed.", examples=(("vitrail try", "Try."),),
-        options=(Shown,), essential={"Settings": ("rate",)}, defaults=lambda given: dict.fromkeys(given, "changed"),
-        hidden=("secret",),
-    )  # fmt: skip
-    page = help_page(command, {}, everything=False, width=46)
-    assert page.startswith("usage: vitrail try MODEL [options]\n\nTry it, with a text that is reflowed.\n")
-    shown = " ".join(page.split())
-    assert "MODEL A model. Settings: --rate X Learning rate. By default a small one. vitrail try --help-all" in shown
-    assert "--json" not in shown and "second sentence" not in shown and max(map(len, page.splitlines())) <= 70
-    page = help_page(command, {"rate": 1}, everything=True, width=200)
-    assert "It has a second sentence. Default: changed.\n" in page and "By default" not in page
-    assert "--json" in page and "secret" not in page

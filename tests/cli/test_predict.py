@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from tests.cli.conftest import Cli
-from vitrail.cli import main
 from vitrail.cli.console import image_paths
 from vitrail.data.sources import open_data
 from vitrail.training.run import RunResult
@@ -48,18 +47,6 @@ def test_what_vitrail_wrote_is_neither_predicted_nor_data(
     assert "all.csv, said.jsonl, two.csv" in notes and "that Vitrail wrote: runs" in notes
 
 
-def test_an_empty_path_is_not_the_current_folder(model: Path, cli: Cli) -> None:
-    assert "'' is not a path" in cli.refuses("predict", model, "")  # such as an unset variable of the shell
-    assert "names nothing" in cli.refuses("data", "check", "")
-
-
-def test_a_table_of_a_run_shows_the_likeliest(trained: RunResult, cli: Cli) -> None:
-    example = trained.examples[0]
-    shown = cli.shows("predict", trained.folder, example.path, "--top", "2")
-    assert example.prediction.label in shown and f"{example.prediction.probability:.1%}" in shown
-    assert "2." in shown and "3." not in shown
-
-
 def test_another_image_size(model: Path, trained: RunResult, cli: Cli) -> None:
     example = trained.examples[0].path
     captured = cli.call("predict", model, example, "--json", "--image-size", "32", "24")
@@ -90,15 +77,10 @@ def test_csv_has_the_numbers_of_json(model: Path, trained: RunResult, tmp_path: 
     assert second == [str(broken), "", "", "", "", error["error"]] and error["error"] in captured.err
     head = cli.shows("predict", model, trained.examples[0].path, "--csv").splitlines()[0]
     assert head.endswith("class_3,probability_3,error")
-
-
-def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-        Image.new("RGB", (4, 4)).save(tmp_path / name / "a.png")
-    (tmp_path / "here/link").symlink_to(tmp_path / "there")
-    (tmp_path / "there/back").symlink_to(tmp_path / "here")
-    assert image_paths([tmp_path / "here"]) == [tmp_path / "here" / name for name in ("a.png", "link/a.png")]
+    shown = cli.shows("predict", model, trained.examples[0].path, "--top", "2")
+    assert trained.examples[0].prediction.label in shown and "2." in shown and "3." not in shown
+    assert "'' is not a path" in cli.refuses("predict", model, "")  # such as an unset variable of the shell
+    assert "names nothing" in cli.refuses("data", "check", "")
 
 
 def test_a_table_of_paths_needs_no_labels_and_may_begin_with_a_tilde(
@@ -122,12 +104,11 @@ def test_numbers_have_names_instead_of_ranks(trained: RunResult, tmp_path: Path,
     assert cli.shows("predict", model, image, "--csv") == f"image,height,mass,error\n{image},1.25,-300.5,\n"
 
 
-def test_thumbnails_of_systems_are_no_images(
-    trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for place in ("a.png", "._a.png", "@eaDir/a.png", "__MACOSX/._a.png", ".cache/a.png", "deep/b.PNG"):
-        (tmp_path / "photos" / place).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(trained.examples[0].path, tmp_path / "photos" / place)
-    assert main(["predict", str(trained.folder), str(tmp_path / "photos"), "--json"]) == 0
-    found = [json.loads(line)["image"] for line in capsys.readouterr().out.splitlines()]
-    assert found == [str(tmp_path / "photos" / name) for name in ("a.png", "deep/b.PNG")]
+def test_links_to_folders_are_followed_once_and_thumbnails_of_systems_are_no_images(tmp_path: Path) -> None:
+    for name in ("a.png", "._a.png", "@eaDir/a.png", "__MACOSX/._a.png", ".cache/a.png", "deep/b.PNG", "../c/a.png"):
+        (place := tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(place)
+    (tmp_path / "here/link").symlink_to(tmp_path / "c")
+    (tmp_path / "c/back").symlink_to(tmp_path / "here")
+    found = [path.relative_to(tmp_path / "here").as_posix() for path in image_paths([tmp_path / "here"])]
+    assert found == ["a.png", "deep/b.PNG", "link/a.png"]

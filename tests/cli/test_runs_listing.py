@@ -93,11 +93,7 @@ def test_curves_of_runs_are_drawn_in_the_same_charts(runs: Path, tmp_path: Path,
     folders, page = ["runs/long-name-of-a-run", "runs/[b]"], tmp_path / "new" / "curves.html"
     cli.shows("runs", "compare", *folders, "--page", page)
     text = page.read_text(encoding="utf-8")
-    names = re.findall("<h2>(.*?)</h2>", text)
-    assert names == [
-        "Validation accuracy", "Validation cross entropy", "Training loss", "Learning rate", "Norm of the gradients",
-        "Relative update of the weights", "Images per second",
-    ]  # fmt: skip
+    assert {"Validation accuracy", "Training loss", "Learning rate"} <= {*re.findall("<h2>(.*?)</h2>", text)}
     for section in text.split("<section>")[1:]:
         assert all(section.count(f"<title>{folder}</title>") == 1 for folder in folders), "a line for each run"
     (loss,) = (event for event in read_journal(Path("runs/[b]/journal.jsonl")) if event["event"] == "step")

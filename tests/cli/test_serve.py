@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.make import encode, wait_for
 from tests.serving.conftest import make_bundle
-from tests.serving.running import Running, encoded
+from tests.serving.running import Running
 from vitrail.cli import main
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import load_bundle, weights_sha256
@@ -72,7 +73,7 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Running, l
 
 
 def picture(draws: np.random.Generator) -> bytes:
-    return encoded(draws.integers(0, 256, (int(draws.integers(5, 60)), 41, 3), dtype=np.uint8), "JPEG")
+    return encode(draws.integers(0, 256, (int(draws.integers(5, 60)), 41, 3), dtype=np.uint8), "JPEG")
 
 
 @pytest.mark.slow
@@ -244,13 +245,6 @@ def events(lines: list[str], name: str) -> int:
     return sum(f'"event": "{name}"' in line for line in lines)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_a_thousand_connections_at_once(slow_model: Path) -> None:
     images = [picture(np.random.default_rng(seed)) for seed in range(8)]
@@ -279,8 +273,8 @@ def memory(process: int) -> float:
 def test_ten_thousand_mutated_requests(model: Path) -> None:
     """No request crashes or stops the server, whatever it contains, and the memory stays bounded."""
     draws = random.Random(0)
-    image = encoded(np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8))
-    jpeg = encoded(np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8), "JPEG")
+    pixels = np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8)
+    image, jpeg = (encode(pixels, kind) for kind in ("PNG", "JPEG"))
     with started(str(model), "--receive-seconds", "0.2") as (process, server, lines):
         seeds = list(seed_requests(image, jpeg))
         for seed in seeds:

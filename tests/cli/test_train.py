@@ -23,15 +23,8 @@ from vitrail.training.log import read_journal
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 
-TINY = [
-    "--steps", "3", "--width", "16", "--depth", "1", "--heads", "2", "--mlp-width", "16", "--device", "cpu",
-    "--evaluations", "1", "--checkpoints", "1", "--threads", "1",
-]  # fmt: skip
-
-
-def run(*words: str) -> int:
-    """Return the exit code of `vitrail train WORDS`."""
-    return main(["train", *words])
+SHORT = ["--steps", "3", "--device", "cpu", "--evaluations", "1", "--checkpoints", "1", "--threads", "1"]
+TINY = [*SHORT, "--width", "16", "--depth", "1", "--heads", "2", "--mlp-width", "16"]
 
 
 def test_a_folder_of_colours_is_learned_shown_and_used(
@@ -40,11 +33,10 @@ def test_a_folder_of_colours_is_learned_shown_and_used(
     monkeypatch.setenv("COLUMNS", "200")
     more = ["--steps", "30", "--image-size", "16", "24", "--learning-rate", "0.003", "--batch-size", "12"]
     place = "runs/my [red] run"
-    assert run("--data", str(colour_folder), "--run", place, *TINY[2:], *more) == 0
+    assert main(["train", "--data", str(colour_folder), "--run", place, *TINY[2:], *more]) == 0
     shown = capsys.readouterr().out
-    assert "has no validation split" in shown and "validation accuracy" in shown
-    assert "; training accuracy " in shown and "(last training steps, with augmentation)" in shown
-    assert "waiting for data" in shown and "first step after" in shown and "peak memory" in shown
+    for text in ("has no validation split", "validation accuracy", "; training accuracy ", "waiting for data"):
+        assert text in shown
     assert f"vitrail predict '{place}/model' '{place}/examples'" in shown
     description = json.loads((here / place / "model/model.json").read_text())
     assert description["classes"] == ["blue", "green", "red"]
@@ -62,8 +54,7 @@ def test_a_network_is_pre_trained_without_labels_and_used(
     words = ["--data", str(colour_folder), "--image-size", "16", "24", "--batch-size", "12", *TINY]
     fractions = ["--corrupt-fraction", "0.4", "--mask-fraction", "0.7", "--swap-fraction", "0.2"]
     shown = cli.shows("train", "--task", "masked-patches", "--patch-target", "colours", *fractions, *words)
-    assert "validation patch loss" in shown and "images, without a head: 3 steps" in shown
-    assert "vitrail finetune runs/colours/model --data DIR" in shown and "A few held-out images" not in shown
+    assert "validation patch loss" in shown and "vitrail finetune runs/colours/model --data DIR" in shown
     assert read_record(here / "runs/colours").config.task == MaskedPatches(
         patch_target="colours", corrupt_fraction=0.4, mask_fraction=0.7, swap_fraction=0.2
     )
@@ -79,16 +70,14 @@ def test_a_network_is_pre_trained_without_labels_and_used(
 
 @pytest.mark.slow
 def test_a_model_decides_what_images_are_like_unless_told(
-    model: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, colour_folder: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    short = [word for name, value in zip(TINY[::2], TINY[1::2], strict=True) if name not in SIZES
-             for word in (name, value)]  # fmt: skip
-    words = ["--init", str(model), "--data", str(colour_folder), *short, "--validation-share", "0.2"]
-    assert run(*words, "--run", str(tmp_path / "as-it-is"), "--lora-rank", "2", "--lora-on", "query", "up") == 0
-    shown = capsys.readouterr().out.replace("\n", " ")
+    words = ["train", "--init", model, "--data", colour_folder, *SHORT, "--validation-share", "0.2"]
+    shown = cli.shows(*words, "--run", tmp_path / "as-it-is", "--lora-rank", "2", "--lora-on", "query", "up")
+    shown = shown.replace("\n", " ")
     assert "the new head has 3 classes; its weights start at zero" in shown and "of them trained" in shown
-    more = ["--image-size", "32", "48", "--std", "0.5", "--train-blocks", "1", "--average", "0.9", "--patience", "1"]
-    assert run(*words, "--run", str(tmp_path / "other"), *more) == 0
+    more = ["--image-size", "32", "48", "--std", "0.5", "--train-blocks", "1", "--average", "0.9"]
+    cli.shows(*words, "--run", tmp_path / "other", *more)
     of_model, first, second = (
         json.loads((folder / "model.json").read_text())
         for folder in (model, tmp_path / "as-it-is" / "model", tmp_path / "other" / "model")
@@ -98,9 +87,6 @@ def test_a_model_decides_what_images_are_like_unless_told(
     assert changed == {"image_size", "std"} and second["preprocess"]["image_size"] == [32, 48]
     record = json.loads((tmp_path / "other" / "run.json").read_text())
     assert record["config"]["start"]["train_blocks"] == 1 and record["config"]["model"]["variant"] is None
-
-
-SIZES = ("--width", "--depth", "--heads", "--mlp-width")
 
 
 @pytest.mark.slow
@@ -176,20 +162,17 @@ def test_help_shows_the_values_of_the_recipe_and_the_settings_of_the_task(cli: C
 
 
 def test_a_plan_is_printed_and_nothing_is_trained(
-    colour_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    colour_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    words = ["folder", "--data", str(colour_folder), "--variant", "ViT-S/16", "--image-size", "96", "128"]
+    words = ["train", "folder", "--data", colour_folder, "--variant", "ViT-S/16", "--image-size", "96", "128"]
     words += ["--batch-size", "1024", "--shard", "hybrid", "--plan"]
-    assert run(*words, "1", "8", "64") == 0
-    shown = capsys.readouterr().out
-    assert "counts" not in shown
+    shown = cli.shows(*words, "1", "8", "64")
     assert "ViT-S/16, " in shown and "1,024 images per step, on H100 SXM GPUs with 80 GB, 8 per machine" in shown
     columns = {line.split("  ")[0].strip(): line.split()[1:] for line in shown.splitlines() if "  " in line}
-    assert columns["GPUs"] == ["1", "8", "64"]
-    assert "sharded by machine" in shown and "images/s" in columns
-    assert run(*words, "8", "--optimizer", "sgd", "--momentum-format", "bfloat16") == 0
-    assert "the run with --momentum-format bfloat16 needs less" in capsys.readouterr().out
+    assert columns["GPUs"] == ["1", "8", "64"] and "sharded by machine" in shown and "images/s" in columns
+    shown = cli.shows(*words, "8", "--optimizer", "sgd", "--momentum-format", "bfloat16")
+    assert "the run with --momentum-format bfloat16 needs less" in shown
     assert [path.name for path in here.iterdir()] == ["colours"]
 
 

@@ -1,4 +1,4 @@
-"""Data that tests of several modules share: trees of files, IDX files, an empty cache, and a source in memory."""
+"""Data that tests of several modules share: trees of files, IDX files, and an empty cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.make import MemorySource, idx_bytes
+from tests.make import idx_bytes
 
 
 @pytest.fixture
@@ -65,9 +65,3 @@ def idx_folder(tmp_path: Path, write_idx: Callable[..., Path]) -> Callable[..., 
         return root
 
     return make
-
-
-@pytest.fixture(scope="session")
-def memory_source() -> type[MemorySource]:
-    """Return the class of sources in memory."""
-    return MemorySource

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.make import keys_of, orientation
+from tests.make import MemorySource, keys_of, orientation
 from vitrail.cli import main
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.convert import AnnotationFormat, convert
-from vitrail.data.objects import IGNORED, Objects, Runs, drawn
+from vitrail.data.objects import Objects, Runs, drawn
 from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Targets
@@ -197,12 +197,6 @@ def test_objects_that_stand_twice_are_named(tmp_path: Path) -> None:
         assert [fault.text.rpartition(": ")[2] for fault in faults if fault.kind == "repeated-box"] == lines
 
 
-def test_a_file_of_coco_has_no_splits_to_choose(tmp_path: Path) -> None:
-    coco(tmp_path)
-    with pytest.raises(DataError, match="--splits"):
-        open_data(f"{tmp_path}/_annotations.coco.json?train=a&test=b", validation_share=0.0)
-
-
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
     """Runs, compressed and as a list, and a polygon, against masks by pycocotools."""
@@ -229,21 +223,15 @@ def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
     np.testing.assert_array_equal(target.mask(2, (40, 60)), tools.decode(tools.frPyObjects([polygon], 40, 60)[0]) > 0)
 
 
-def test_a_picture_beside_the_file_of_coco_is_meant_before_one_in_a_folder(tmp_path: Path) -> None:
-    for split in ("train", "valid"):
-        coco(tmp_path / split)
-        picture(tmp_path / split / "more/a.png")
-    assert keys_of(opened(tmp_path).train) == ["train/a.png", "train/b.png"]
-
-
 def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
-    """A labelling program wrote paths of its own storage, and splits have files of the same name."""
+    """A labelling program wrote paths of its own storage, and splits and their folders have files of the same name."""
     for split in ("train", "valid"):
+        picture(tmp_path / split / "more/b.png")
         values = coco(tmp_path / split)
         values["images"][0]["file_name"] = "upload\\1f\\a.png"
         (tmp_path / split / "_annotations.coco.json").write_text(json.dumps(values))
     splits = opened(tmp_path)
-    assert splits.train.key(0) == "train/a.png" and splits.validation.key(0) == "valid/a.png"
+    assert keys_of(splits.train) == ["train/a.png", "train/b.png"] and splits.validation.key(0) == "valid/a.png"
     coco(tmp_path / "other")
     (tmp_path / "other/a.png").unlink()
     for split in ("train", "valid"):
@@ -272,6 +260,7 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: (masks(root, BLANK), (root / "classes.txt").write_bytes(b"\xe9\n")), "as UTF-8"),
         (lambda root: (yolo(root), listed(root, "a", "two\none\n"), listed(root, "b", "one\n")), "different classes"),
         (lambda root: (voc(root, voc_object(1, 2, 3, 4)), main_list(root, "train", "gone\n")), "no list in ImageSets"),
+        (lambda root: [picture(root / f"{folder}/a.jpg") for folder in ("images", "masks")], "masks are PNG, because"),
         (lambda root: yolo(root, names=("a",), nc=3), "states nc: 3"),
         (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
         (lambda root: yolo(root, train="elsewhere"), "'elsewhere' is neither a folder"),
@@ -304,38 +293,24 @@ def test_a_size_that_is_not_stated_is_read_from_the_picture(tmp_path: Path) -> N
 
 
 def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:
-    for name in "abcd":
+    for name in ("photo 1", "photo 0", "c", "d"):
         voc(tmp_path, voc_object(1, 2, 30, 20) + voc_object(5, 5, 9, 9, "other"), name)
     picture(tmp_path / "JPEGImages/alone.png")
-    lists = tmp_path / "ImageSets/Main"
-    lists.mkdir(parents=True)
-    for name, pictures in (
-        ("train", "a\nb\n"),
-        ("val", "c\n"),
-        ("trainval", "a\nb\nc\n"),
-        ("cell_train", "a 1\nb -1\n"),
-    ):
-        (lists / f"{name}.txt").write_text(pictures)
+    (tmp_path / "Annotations/._photo 1.xml").write_bytes(b"\0\5")
+    main_list(tmp_path, "train", "photo 1\nphoto 0\n")
+    main_list(tmp_path, "val", "c\n")
+    main_list(tmp_path, "trainval", "photo 1\nphoto 0\nc\n")
+    main_list(tmp_path, "cell_train", "photo 1  1\nphoto 0 -1\n")
     splits = opened(tmp_path)
-    assert [len(splits.train), len(splits.validation)] == [2, 1] and splits.classes == ("cell", "other")
+    assert keys_of(splits.train) == ["JPEGImages/photo 1.png", "JPEGImages/photo 0.png"]
+    assert keys_of(splits.validation) == ["JPEGImages/c.png"] and splits.classes == ("cell", "other")
     notes = "\n".join(splits.notes)
     assert "d.png, which no split contains" in notes and "alone.png" in notes
-    (lists / "val.txt").write_text("b\n")
-    with pytest.raises(DataError, match="training must not see"):
-        opened(tmp_path)
-
-
-def test_names_with_blanks_divide_pictures_too(tmp_path: Path) -> None:
-    for name in ("photo 1", "photo 0"):
-        voc(tmp_path, voc_object(1, 2, 30, 20), name)
-    main_list(tmp_path, "train", "photo 1\n")
-    main_list(tmp_path, "val", "photo 0\n")
-    main_list(tmp_path, "cell_train", "photo 1  1\nphoto 0 -1\n")
-    (tmp_path / "Annotations/._photo 1.xml").write_bytes(b"\0\5")
-    splits = opened(tmp_path)
-    assert splits.validation.key(0) == "JPEGImages/photo 0.png"
     with pytest.raises(DataError, match="nothing named elsewhere, which is chosen as the validation split"):
         open_data(f"{tmp_path}?train=train&validation=elsewhere", validation_share=0.0)
+    main_list(tmp_path, "val", "photo 0\n")
+    with pytest.raises(DataError, match="training must not see"):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -358,13 +333,6 @@ def test_masks_lie_beside_any_folder_of_images(tmp_path: Path, images: str, fold
         (tmp_path / "classes.txt").write_text("sky\nroad\n")
         picture(tmp_path / f"{folder}/c.png")
         assert set(opened(tmp_path).classes) == {other, "masks"}
-
-
-def test_masks_that_are_not_png_are_named(tmp_path: Path) -> None:
-    for folder in ("images", "masks"):
-        picture(tmp_path / f"{folder}/a.jpg")
-    with pytest.raises(DataError, match="masks are PNG, because other formats"):
-        opened(tmp_path)
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])
@@ -415,9 +383,6 @@ def test_held_out_splits_that_a_description_names_and_nobody_exported_are_skippe
     splits = opened(tmp_path)
     words = "the validation split '../valid/images' has no images, so it is skipped"
     assert splits.validation is None and any(words in note for note in splits.notes)
-    (tmp_path / "data.yaml").write_text("train: ../elsewhere\nval: ../train/images\nnc: 1\nnames: [cell]\n")
-    with pytest.raises(DataError, match="elsewhere' is neither a folder"):
-        opened(tmp_path)
 
 
 def test_folders_called_mask_below_images_hold_pictures(tmp_path: Path) -> None:
@@ -487,6 +452,7 @@ def test_yolo_reads_boxes_polygons_lists_and_pictures_without_labels(tmp_path: P
         (np.full((40, 60, 2), (1, 0), np.uint8), "sky\nroad\n", "is in colour"),
         (np.zeros((41, 60), np.uint8), "sky\nroad\n", "60 x 41 pixels .* has 60 x 40"),
         (np.full((40, 60, 3), 9, np.uint8), "sky 1 2 3\nroad 9 9 8\n", r"colour \(9, 9, 9\) at column 0, row 0"),
+        (np.zeros((40, 60, 4), np.uint8), "sky 255 255 255\nroad 0 0 0\n", "has transparent pixels"),
     ],
 )
 def test_masks_that_do_not_fit_are_findings(tmp_path: Path, values: Any, names: str, words: str) -> None:
@@ -499,18 +465,6 @@ def test_masks_that_do_not_fit_are_findings(tmp_path: Path, values: Any, names: 
         target.indices((40, 60))
 
 
-def test_transparent_pixels_of_coloured_masks_are_refused(tmp_path: Path) -> None:
-    pixels = np.full((9, 8, 4), 255, np.uint8)
-    masks(tmp_path, pixels, "sky 255 255 255\nroad 0 0 0\n")
-    target = opened(tmp_path).train.target(0)
-    assert not target.indices().any()
-    pixels[3, 4] = 0
-    masks(tmp_path, pixels, "sky 255 255 255\nroad 0 0 0\n")
-    target = opened(tmp_path).train.target(0)
-    with pytest.raises(UndecodableImage, match="has transparent pixels"):
-        target.indices()
-
-
 def test_classes_of_boxes_that_differ_in_case_are_noted(tmp_path: Path) -> None:
     yolo(tmp_path, names=("dog", "Dog"))
     assert any("differ only in case or spaces: 'dog' and 'Dog'" in note for note in opened(tmp_path).notes)
@@ -520,7 +474,8 @@ def test_masks_hold_numbers_or_colours_and_ignored_values(tmp_path: Path) -> Non
     values = np.array([[0, 1, 2, 255]] * 40, np.uint8).repeat(15, axis=1)
     masks(tmp_path / "a", values, "sky\nvoid\nroad\n")
     colours = np.array([[9, 9, 9], [0, 200, 0], [1, 2, 3], [4, 4, 4]], np.uint8)[[0, 1, 2, 3]]
-    pixels = np.broadcast_to(colours[None].repeat(15, axis=1), (40, 60, 3)).copy()
+    opaque = np.full((40, 60, 1), 255, np.uint8)
+    pixels = np.dstack([np.broadcast_to(colours[None].repeat(15, axis=1), (40, 60, 3)), opaque])
     masks(tmp_path / "b", pixels, "sky 9 9 9\nroad: 0,200,0\ntree #1, 2, 3\nvoid(4, 4, 4)\n")
     expected = {("a", ""): [0, 255, 1, 255], ("a", "none"): [0, 1, 2, 255], ("a", "0"): [255, 0, 1, 255],
                 ("b", ""): [0, 1, 2, 255], ("b", "road"): [0, 255, 1, 2]}  # fmt: skip
@@ -688,29 +643,10 @@ def objects(draw: st.DrawFn, size: tuple[int, int]) -> Objects:
     return Objects.of(labels, found, crowd=crowd, size=size, **more)
 
 
-class Drawn:
-    """Pictures in memory, as a source of the user's own has them."""
-
-    classes = ("a cell", "b", "ç")
-    target_kind = "boxes"
-
-    def __init__(self, targets: Sequence[Objects]) -> None:
-        self.targets = targets
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def key(self, index: int) -> str:
-        return f"{index % 2}/p{index // 2}.png"
-
-    def target(self, index: int) -> Objects:
-        return self.targets[index]
-
-    def __getitem__(self, index: int) -> Any:
-        from vitrail.data.source import Sample
-
-        height, width = self.targets[index].size
-        return Sample(self.key(index), np.full((height, width, 3), index, np.uint8), self.targets[index])
+def in_memory(targets: Sequence[Objects]) -> MemorySource:
+    images = [np.full((*target.size, 3), index, np.uint8) for index, target in enumerate(targets)]
+    keys = [f"{index % 2}/p{index // 2}.png" for index in range(len(targets))]
+    return MemorySource(images, labels=targets, keys=keys, classes=("a cell", "b", "ç"))
 
 
 @pytest.mark.slow
@@ -722,14 +658,14 @@ def test_objects_are_the_same_after_they_were_written_and_read(
     first = Objects.of([2], [(0.1, 0.2, 0.9, 0.8)], size=SIZES[0])
     targets = [first, *(data.draw(objects(size)) for size in SIZES)]
     folder = tmp_path_factory.mktemp("written") / "data"
-    notes = convert(Splits(Drawn(targets), Drawn([first]), None), folder, to)
+    notes = convert(Splits(in_memory(targets), in_memory([first]), None), folder, to)
     splits = opened(folder)
     order = [splits.train.key(index) for index in range(len(splits.train))]
     assert len(order) == len(targets) and splits.validation is not None
     for index, target in enumerate(targets):
         found = splits.train.target(next(n for n, key in enumerate(order) if f"{index % 2}_p{index // 2}." in key))
         kept = np.ones(len(target), np.bool_) if to == "coco" else ~target.crowd
-        names = [Drawn.classes[label] for label in target.labels[kept]]
+        names = [("a cell", "b", "ç")[label] for label in target.labels[kept]]
         assert [splits.classes[label] for label in found.labels] == names
         height, width = target.size
         boxes = target.boxes[kept] * [width, height, width, height]
@@ -794,7 +730,6 @@ def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
     for ids in ((4, 1, 2), (3, 9, 2)):
         with pytest.raises(DataError):
             Targets.joined([numbered, replace(more, ids=ids)])
-    assert IGNORED == 255
 
 
 def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -815,3 +750,5 @@ def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.Ca
     assert main(["data", "check", f"{tmp_path / 'a'}", "--ignore-label", "3", "--page", "None"]) == 2
     with pytest.raises(ConfigError):
         open_data(f"{tmp_path / 'a'}?splits=x", validation_share=0.0)
+    with pytest.raises(DataError, match="--splits"):
+        open_data(f"{tmp_path / 'a/train/_annotations.coco.json'}?train=a&test=b", validation_share=0.0)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.make import MemorySource, encode
 from vitrail.data.check import duplicates
-from vitrail.data.check.duplicates import RADIUS, alike, find_duplicates, neighbours, same
+from vitrail.data.check.duplicates import RADIUS, alike, find_duplicates, neighbours
 from vitrail.data.check.images import look, look_at_all
 
 
@@ -51,16 +51,6 @@ def test_neighbours_are_those_that_comparing_all_finds(
     assert certain <= pairs <= possible and len(pairs) == len(found.pairs)
     for (one, other), distance in zip(found.pairs.tolist(), found.distances, strict=True):
         assert distance == pytest.approx(apart[one, other], abs=1e-3)
-
-
-@given(values=st.lists(st.integers(0, 6), max_size=40))
-def test_equal_values_are_grouped(values: list[int]) -> None:
-    expected = {
-        value: [place for place, other in enumerate(values) if other == value]
-        for value in values
-        if values.count(value) > 1
-    }
-    assert {values[group[0]]: group.tolist() for group in same(np.array(values, np.uint64))} == expected
 
 
 @pytest.mark.slow

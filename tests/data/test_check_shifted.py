@@ -97,14 +97,6 @@ def test_small_objects_before_a_plain_background_are_not_copies() -> None:
     assert shifted_copies(thumbnails, details).tolist() == []
 
 
-def test_a_picture_matches_itself_and_its_shifts() -> None:
-    _, details = seen([scene(0, 32, 32)])
-    moved = np.roll(details, (3, -5), axis=(1, 2))
-    pairs = np.array([[0, 0], [0, 1], [1, 0]])
-    correlation, busy = detail_correlation(np.concatenate([details, moved]), pairs)
-    assert correlation[0] == pytest.approx(1, abs=1e-4) and (correlation[1:] > 0.9).all() and (busy > 0.2).all()
-
-
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(0, 700), kinds=st.integers(1, 30), noise=st.integers(1, 60))
 def test_the_most_similar_are_those_that_comparing_all_finds(seed: int, count: int, kinds: int, noise: int) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 from vitrail.cli import main
 from vitrail.data.config import DataConfig
 from vitrail.data.pixels.decode import decode, pixel_limit
-from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.errors import UndecodableImage
 
 
 @pytest.fixture
@@ -40,11 +40,6 @@ def test_without_the_setting_the_limit_stays() -> None:
     before = pixel_limit()
     DataConfig(spec="bundled").open()
     assert pixel_limit() == before
-
-
-def test_a_limit_below_one_pixel_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_pixels=0 is less than 1"):
-        DataConfig(max_pixels=0)
 
 
 def test_commands_without_a_run_have_the_option_too(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

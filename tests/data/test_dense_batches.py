@@ -10,59 +10,44 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.make import MemorySource
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch, Loader, Rows, as_batch, collate
 from vitrail.data.objects import IGNORED, Mask, Objects
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample
+from vitrail.data.source import target_kind
 from vitrail.errors import ConfigError
 
 LEVELS = np.array([0, 90, 170, 250], np.uint8)
 """Grey levels of the background and of three classes."""
 
 
-class Scenes:
-    """Pictures of bright rectangles of odd sizes, with boxes or with masks."""
-
-    classes = ("a", "b", "c")
-
-    def __init__(self, kind: str, seed: int, count: int = 4) -> None:
-        random = np.random.default_rng(seed)
-        self.target_kind, self.samples = kind, []
-        for number in range(count):
-            size = int(random.integers(50, 99)), int(random.integers(60, 99))
-            canvas, boxes, labels = np.zeros(size, np.uint8), [], []
-            for label in range(3):  # side by side, so that none covers another
-                left = label * size[1] // 3 + 10
-                right = int(random.integers(left + 4, (label + 1) * size[1] // 3 - 3)) if label < 2 else size[1] - 10
-                left = min(left, right - 4)
-                top = int(random.integers(10, size[0] - 20))
-                bottom = int(random.integers(top + 6, size[0] - 10))
-                if random.uniform() < 0.8:
-                    canvas[top:bottom, left:right] = label + 1
-                    boxes.append([left / size[1], top / size[0], right / size[1], bottom / size[0]])
-                    labels.append(label)
-            target: Any = Objects.of(labels, boxes, size=size)
-            if kind == "mask":
-                target = Mask(str(number), lambda canvas=canvas: canvas, (IGNORED - 256, 0, 1, 2))
-            self.samples.append(Sample(str(number), LEVELS[canvas][..., None].repeat(3, axis=2), target))
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]
-
-    def key(self, index: int) -> str:
-        return self.samples[index].key
-
-    def target(self, index: int) -> Any:
-        return self.samples[index].target
+def scenes(kind: str, seed: int, count: int = 4) -> MemorySource:
+    """Return pictures of bright rectangles of odd sizes, with boxes or with masks."""
+    random, images, targets = np.random.default_rng(seed), [], list[Any]()
+    for number in range(count):
+        size = int(random.integers(50, 99)), int(random.integers(60, 99))
+        canvas, boxes, labels = np.zeros(size, np.uint8), [], []
+        for label in range(3):  # side by side, so that none covers another
+            left = label * size[1] // 3 + 10
+            right = int(random.integers(left + 4, (label + 1) * size[1] // 3 - 3)) if label < 2 else size[1] - 10
+            left = min(left, right - 4)
+            top = int(random.integers(10, size[0] - 20))
+            bottom = int(random.integers(top + 6, size[0] - 10))
+            if random.uniform() < 0.8:
+                canvas[top:bottom, left:right] = label + 1
+                boxes.append([left / size[1], top / size[0], right / size[1], bottom / size[0]])
+                labels.append(label)
+        images.append(LEVELS[canvas][..., None].repeat(3, axis=2))
+        mask = Mask(str(number), lambda canvas=canvas: canvas, (IGNORED - 256, 0, 1, 2))
+        targets.append(mask if kind == "mask" else Objects.of(labels, boxes, size=size))
+    return MemorySource(images, labels=targets, classes=("a", "b", "c"))
 
 
-def batch_of(scenes: Scenes, augment: Augment, preprocess: Preprocess, seed: int) -> Batch:
-    loader = Loader(scenes, preprocess, scenes.target_kind, Rows(augment.crop(seed)), is_training=True)
-    batch = as_batch(collate([loader(index, index) for index in range(len(scenes))]), scenes.target_kind)
+def batch_of(source: MemorySource, augment: Augment, seed: int) -> Batch:
+    kind = target_kind(source)
+    loader = Loader(source, PADDED, kind, Rows(augment.crop(seed)), is_training=True)
+    batch = as_batch(collate([loader(index, index) for index in range(len(source))]), kind)
     return augment(batch, seed=seed, classes=3)
 
 
@@ -79,7 +64,7 @@ PADDED = Preprocess(image_size=(64, 50), resize="pad", pad_value=(0,), interpola
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(list(AUGMENTS)))
 def test_boxes_are_where_their_objects_are(seed: int, name: str) -> None:
-    batch = batch_of(Scenes("boxes", seed), AUGMENTS[name], PADDED, seed)
+    batch = batch_of(scenes("boxes", seed), AUGMENTS[name], seed)
     assert batch.boxes is not None and batch.box_labels is not None and batch.boxes.shape[:2] == batch.box_labels.shape
     for image, boxes, labels in zip(batch.images, batch.boxes, batch.box_labels, strict=True):
         for label in range(3):
@@ -97,7 +82,7 @@ def test_boxes_are_where_their_objects_are(seed: int, name: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(list(AUGMENTS)))
 def test_masks_are_where_their_pixels_are(seed: int, name: str) -> None:
-    batch = batch_of(Scenes("mask", seed), AUGMENTS[name], PADDED, seed)
+    batch = batch_of(scenes("mask", seed), AUGMENTS[name], seed)
     assert batch.masks is not None and batch.masks.shape == (4, 64, 50)
     table = torch.full((256,), IGNORED, dtype=torch.uint8)
     for label in range(3):
@@ -118,9 +103,9 @@ def test_objects_that_are_hardly_seen_are_not_learned_and_crowds_neither() -> No
 
 
 def test_an_annotation_of_another_size_skips_its_picture() -> None:
-    scenes = Scenes("boxes", 0)
-    scenes.samples[1] = Sample("1", np.zeros((7, 9, 3), np.uint8), scenes.samples[1].target)
-    batch = batch_of(scenes, AUGMENTS["none"], PADDED, 0)
+    source: Any = scenes("boxes", 0)
+    source.images[1] = np.zeros((7, 9, 3), np.uint8)
+    batch = batch_of(source, AUGMENTS["none"], 0)
     assert batch.valid.tolist() == [True, False, True, True] and "correct the annotation" in batch.skipped[0].reason
     assert batch.box_labels is not None and (batch.box_labels[1] == -1).all()
     parts = batch.chunks(3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.make import MemorySource, keys_of, targets_of
 from vitrail.data.objects import Objects
 from vitrail.data.source import Source, fingerprint, subset, target_kind
-from vitrail.data.splits import CutMethod, cut, cut_slice, slice_bounds, take, take_per_class
+from vitrail.data.splits import CutMethod, cut, slice_bounds, take, take_per_class
 from vitrail.data.targets import class_indices
 
 labelled_keys = st.lists(
@@ -140,12 +140,6 @@ def test_taking_is_by_keys_and_seed_and_keeps_the_order() -> None:
     assert 2 < len(set(first) & set(keys_of(held_out))) < 20, "a subset is drawn apart from the cut"
 
 
-def test_a_class_that_has_fewer_gives_all_it_has() -> None:
-    source = MemorySource(labels=[0, 0, 0, 0, 0, 1, 1, 2])
-    taken = take_per_class(source, 2)
-    assert sorted(str(taken.target(index)) for index in range(len(taken))) == ["0", "0", "1", "1", "2"]
-
-
 def test_numbers_are_cut_and_taken_by_hash_alone() -> None:
     plain = MemorySource(labels=[None] * 60)
     numbers = MemorySource(labels=[(float(index), 0.5) if index else None for index in range(60)], classes=("a", "b"))
@@ -235,11 +229,6 @@ def test_boxes_are_selected_by_their_classes_and_held_out_by_both_methods(method
     assert len(taken) < 10 and all(sum(label in labels for labels in taken) >= 2 for label in (0, 1))
     texts = MemorySource(labels=[(f"text {number}",) for number in range(40)])
     assert 4 <= len(cut(texts, 0.2, method=method)[1]) <= 20
-
-
-def test_a_slice_holds_out_by_position() -> None:
-    rest, held_out = cut_slice(MemorySource(labels=[0] * 10), 3, 5)
-    assert list(rest.places) == [0, 1, 2, 5, 6, 7, 8, 9] and list(held_out.places) == [3, 4]
 
 
 @pytest.mark.parametrize(

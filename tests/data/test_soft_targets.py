@@ -12,23 +12,12 @@ from torch import Tensor
 
 from tests.tasks.images import Pictures
 from tests.tasks.objectives import small_network
-from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pipeline import Readers, Stage, TrainingBatches, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import (
-    Sample,
-    Samples,
-    fingerprint,
-    has_soft_targets,
-    mixed,
-    samples_of,
-    soft_target_of,
-    subset,
-)
-from vitrail.data.splits import Splits
+from vitrail.data.source import Sample, Samples, has_soft_targets, mixed, soft_target_of, subset
 from vitrail.data.targets import SoftTarget
-from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
+from vitrail.tasks.classification import ClassificationObjective, balanced_weights
 
 CLASSES = ("ant", "bee", "cat")
 SIZE = Preprocess(image_size=(21, 28))
@@ -67,20 +56,13 @@ def expected(source: Samples, index: int) -> np.ndarray:
     return amounts
 
 
-def test_selections_and_mixtures_keep_soft_targets() -> None:
+def test_selections_keep_soft_targets() -> None:
     source = mixture()
-    assert source.classes == (*CLASSES, "dog") and has_soft_targets(source)
-    assert soft_target_of(source, 2) is None
-    np.testing.assert_array_equal(soft_target_of(source, 8), expected(source, 8))
     part = subset(source, [9, 1])
     assert has_soft_targets(part) and soft_target_of(part, 1) is None
     np.testing.assert_array_equal(soft_target_of(part, 0), expected(source, 9))
-    wide = samples_of(Soft(3)).renumbered([0, 1], ("bee", "dog", "elk"))
-    np.testing.assert_array_equal(soft_target_of(wide, 2), np.array([0.2, 0.8, 0], np.float32))
-    assert fingerprint(Soft(3)) != fingerprint(Pictures(3, ("bee", "dog"), (1, 1, 1)))
     unlabelled = mixed([Pictures(2), Soft(2)], [0.5, 0.5])
     assert not has_soft_targets(unlabelled) and soft_target_of(unlabelled, 3) is None
-    assert not has_soft_targets(Pictures(2, CLASSES, (0, 1))), "an ordinary source"
 
 
 @pytest.mark.parametrize("readers", [Readers(0), pytest.param(Readers(1, 1), marks=pytest.mark.slow)])
@@ -137,40 +119,3 @@ def test_the_loss_is_the_formula(smoothing: float, weights: Any) -> None:
     assert 10 < len(losses) == batch.counted.sum() and output.loss.item() == pytest.approx(np.mean(losses), rel=1e-5)
     hits = [probabilities[row].argmax() == label for row, label in enumerate(batch.labels.tolist()) if label >= 0]
     assert output.metrics["accuracy"].item() == pytest.approx(np.mean(hits))
-
-
-def test_mixup_mixes_the_amounts() -> None:
-    batch, source = whole_batch()
-    mixed = Augment(flip=False, mixup=0.5)(batch, seed=0, classes=4)
-    assert mixed.targets is not None and mixed.has_soft_targets
-    own = torch.from_numpy(np.stack([expected(source, index) for index in batch.samples.tolist()]))
-    lost = batch.samples == 5
-    usable = (~lost).roll(-1)
-    for row in range(14):
-        if lost[row]:
-            continue
-        partner = own[(row + 1) % 14]
-        if not usable[row]:
-            torch.testing.assert_close(mixed.targets[row], own[row])
-            continue
-        shares = ((mixed.targets[row] - partner) / (own[row] - partner))[(own[row] - partner).abs() > 1e-6]
-        assert shares.numel() == 0 or (shares.min() > 0.49 and shares.max() - shares.min() < 1e-4)
-    assert torch.equal(mixed.counted, ~lost)
-
-
-@pytest.mark.slow
-def test_a_batch_overfits() -> None:
-    batch, _ = whole_batch()
-    torch.manual_seed(0)
-    network = small_network(num_classes=4)
-    objective: Any = Classification().objective(network, Splits(mixture(), None, None))
-    batch = Batch(**{**vars(batch), "images": SIZE.normalise(batch.images)})
-    optimizer = torch.optim.Adam(objective.parameters(), lr=3e-3)
-    for _ in range(150):
-        optimizer.zero_grad()
-        output = objective(batch)
-        output.loss.backward()
-        optimizer.step()
-    targets = batch.targets[batch.counted].double()
-    entropy = float(-(targets * targets.clamp(min=1e-12).log()).sum(1).mean())
-    assert output.loss.item() < entropy + 0.15, "the least loss is the entropy of the targets"

@@ -8,18 +8,8 @@ import numpy as np
 import pytest
 
 from tests.make import MemorySource, keys_of, targets_of
-from vitrail.data.source import Sample, Source, fingerprint, mixed, samples_of, subset, target_kind
+from vitrail.data.source import Source, fingerprint, mixed, samples_of, subset, target_kind
 from vitrail.testing import check_source
-
-
-def test_subset_gives_the_chosen_samples_in_the_order_given() -> None:
-    images = [np.full((1, 1, 1), value, np.uint8) for value in range(4)]
-    source = MemorySource(images, labels=[3, 2, None, 0], keys=["k0", "k1", "k2", "k3"])
-    part = subset(source, [2, 0])
-    assert len(part) == 2 and part.classes == source.classes
-    assert isinstance(part, Source)
-    assert part[0] == Sample("k2", images[2], None) and part[1] == Sample("k0", images[0], 3)
-    assert keys_of(part) == ["k2", "k0"] and [part.target(0), part.target(1)] == [None, 3]
 
 
 def test_fingerprint_tells_keys_labels_and_order_apart() -> None:

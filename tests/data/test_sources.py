@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.make import keys_of, mix_in, write_tar
+from tests.make import keys_of, mix_in
 from vitrail.data.config import DataConfig
 from vitrail.data.formats import folder, idx
 from vitrail.data.source import Source, samples_of, target_kind
@@ -24,7 +22,6 @@ Trees = Callable[..., Path]
 
 
 def names_of(source: Source | None) -> list[str]:
-    """Return the class name of each sample."""
     assert source is not None
     return [source.classes[source.target(index)] for index in range(len(source))]
 
@@ -38,11 +35,9 @@ def test_class_folders_are_cut_and_the_cut_is_stated(tree: Trees) -> None:
     splits = open_data(str(root), validation_share=0.25)
     assert splits.classes == ("a", "b") and splits.test is None and len(splits.validation) == 30
     assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == many("a", "b", count=60)
-    assert splits.notes == (
-        f"{root}: skipped 1 file without a suffix of an image format",
-        f"data {str(root)!r} has no validation split: 30 of its 120 training images are held out for "
-        "validation (by a hash of their names, 25%)",
-    )
+    skipped, held_out = splits.notes
+    assert skipped == f"{root}: skipped 1 file without a suffix of an image format"
+    assert "has no validation split: 30 of its 120 training images are held out" in held_out and "25%" in held_out
 
 
 @pytest.mark.parametrize("share", [1, -0.1, float("nan"), "0.1"])
@@ -62,13 +57,6 @@ def test_data_is_named_by_a_text_or_a_path_that_is_not_empty(tree: Trees, types_
         open_data(5, validation_share=0)  # type: ignore[arg-type]
 
 
-def test_the_cut_is_the_same_wherever_the_folder_lies(tree: Trees) -> None:
-    here, there = (
-        open_data(str(tree(*many("a", "b"), name=name)), validation_share=0.2) for name in ("here", "other place")
-    )
-    assert keys_of(here.validation) == keys_of(there.validation)
-
-
 def test_a_share_of_0_leaves_no_validation_split(tree: Trees) -> None:
     splits = open_data(str(tree(*many("a", "b"))), validation_share=0.0)
     assert splits.validation is None and splits.test is None and splits.held_out is None and splits.notes == ()
@@ -77,49 +65,11 @@ def test_a_share_of_0_leaves_no_validation_split(tree: Trees) -> None:
     assert splits.held_out == ("validation", splits.validation)
 
 
-@pytest.mark.parametrize(("train", "validation", "test"), [("train", "val", "test"), ("Train", "Validation", "TEST")])
-def test_split_folders_are_found_in_any_case(tree: Trees, train: str, validation: str, test: str) -> None:
-    root = tree(f"{train}/a/1.png", f"{train}/b/2.png", f"{validation}/a/3.png", f"{test}/b/4.png", f"{test}/a/5.png")
-    splits = open_data(str(root), validation_share=0.5)
-    assert keys_of(splits.train) == ["a/1.png", "b/2.png"]
-    assert keys_of(splits.validation) == ["a/3.png"]
-    assert keys_of(splits.test) == ["a/5.png", "b/4.png"]
-    assert splits.notes == () and splits.classes == ("a", "b")
-    assert splits.held_out == ("test", splits.test)
-
-
-def test_validation_is_cut_from_train_when_only_test_is_there(tree: Trees) -> None:
-    root = tree(*many("train/a", "train/b"), "test/a/1.png")
-    splits = open_data(str(root), validation_share=0.5)
-    assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == many("a", "b")
-    assert keys_of(splits.test) == ["a/1.png"]
-    assert len(splits.notes) == 1 and "are held out" in splits.notes[0]
-
-
 def test_other_splits_are_indexed_by_the_training_classes(tree: Trees) -> None:
     root = tree("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png", "val/b/1.png", "test/c/1.png")
     splits = open_data(str(root), validation_share=0.0)
     assert splits.validation.classes == splits.test.classes == ("a", "b", "c")
     assert [splits.validation.target(0), splits.validation.target(1), splits.test.target(0)] == [1, 2, 2]
-
-
-@pytest.mark.parametrize("split", ["test", "val"])
-def test_a_class_that_training_lacks_is_named(tree: Trees, split: str) -> None:
-    root = tree("train/a/1.png", "train/b/1.png", f"{split}/a/1.png", f"{split}/weed/1.png")
-    with pytest.raises(DataError, match=rf"{split} has unknown classes: weed; the known classes are: a, b$"):
-        open_data(str(root), validation_share=0.0)
-
-
-@pytest.mark.parametrize(("one", "other"), [("val", "valid"), ("VAL", "val")])
-def test_two_validation_folders_are_ambiguous(tree: Trees, one: str, other: str) -> None:
-    root = tree("train/a/1.png", "train/b/1.png", f"{other}/a/1.png", f"{one}/a/1.png")
-    with pytest.raises(DataError, match=f"pictures has {one} and {other}, but only one folder can be the validation"):
-        open_data(str(root), validation_share=0.0)
-
-
-def test_splits_without_train_are_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"has a validation and a test split but no training images; .*--splits"):
-        open_data(str(tree("val/a/1.png", "test/a/1.png")), validation_share=0.0)
 
 
 def test_folders_beside_the_splits_are_left_out_and_noted(tree: Trees) -> None:
@@ -151,24 +101,17 @@ def test_archives_beside_class_folders_are_named(tree: Trees) -> None:
     ]
 
 
-def test_ignored_files_are_noted_for_each_split(tree: Trees) -> None:
-    root = tree("train/a/1.png", "train/b/1.png", "train/b/x.txt", "train/b/y.csv", "val/a/1.png", "test/a/1.png")
-    (root / "test/a/notes.md").touch()
-    splits = open_data(str(root), validation_share=0.0)
-    ending = "without a suffix of an image format"
-    assert splits.notes == (
-        f"{root / 'train'}: skipped 2 files {ending}", f"{root / 'test'}: skipped 1 file {ending}"
-    )  # fmt: skip
-
-
-def test_an_empty_folder_is_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"pictures has no class folders, and no train/, val/ or test/"):
-        open_data(str(tree(".hidden/a/1.png")), validation_share=0.1)
-
-
-def test_an_empty_split_is_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"train has no class folders; it needs one folder of images for each class"):
-        open_data(str(tree("train/", "val/a/1.png")), validation_share=0.1)
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (("train/", "val/a/1.png"), r"train has no class folders; it needs one folder of images for each class"),
+        (("train/1.png", "test/1.png"), r"train has images but no class folders; .* add --splits none"),
+        (("a/1.png", "b\udcff/1.png"), "unprintable names"),
+    ],
+)
+def test_folders_without_classes_to_learn_are_refused(tree: Trees, paths: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_data(str(tree(*paths)), validation_share=0.1)
 
 
 def test_a_class_with_the_name_of_a_split_is_named(tree: Trees) -> None:
@@ -176,18 +119,11 @@ def test_a_class_with_the_name_of_a_split_is_named(tree: Trees) -> None:
     with pytest.raises(DataError, match=r"has train beside bus, car, .* splits or classes; .* --splits none"):
         open_data(str(root), validation_share=0.1)
     assert open_data(f"{root}?splits=none", validation_share=0.0).classes == ("bus", "car", "train")
-    with pytest.raises(DataError, match=r"train has images but no class folders; .* add --splits none"):
-        open_data(str(tree("train/1.png", "test/1.png", name="flat")), validation_share=0.1)
 
 
 def test_a_path_that_the_system_refuses_is_named() -> None:
     with pytest.raises(DataError, match=r"data 'x+' cannot be read: File name too long; correct the path"):
         open_data("x" * 300, validation_share=0.1)
-
-
-def test_one_class_is_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"has only one class, 'rose'; classification needs at least two"):
-        open_data(str(tree(*many("rose"))), validation_share=0.1)
 
 
 def test_what_is_harmless_is_a_note(tree: Trees) -> None:
@@ -210,29 +146,18 @@ def test_what_is_a_fault_is_refused_in_one_message(tree: Trees) -> None:
     (root / "test/a/4.png").symlink_to(root / "train/a/1.png")
     with pytest.raises(DataError) as caught:
         open_data(str(root), validation_share=0.0)
-    assert str(caught.value).split("\n") == [
-        f"{root} has val and valid, but only one folder can be the validation split; rename or remove the others, "
-        "or choose the splits: --splits train=NAME,test=NAME",
+    for line, begin in zip(str(caught.value).split("\n"), [
+        f"{root} has val and valid, but only one folder can be the validation split; ",
         f"{root}/val has unknown classes: weed; the known classes are: a, b",
-        f"the training split and the test split share 1 file, such as {root}/train/a/1.png and {root}/test/a/4.png; "
-        "training must not see held-out images, so remove one copy of each",
+        f"the training split and the test split share 1 file, such as {root}/train/a/1.png and {root}/test/a/4.png; ",
         f"{root}/train: skipped 1 class folder without images: weed",
-    ]
+    ], strict=True):  # fmt: skip
+        assert line.startswith(begin)
     splits = open_whole(str(root), tolerant=True).whole
     assert [fault.kind for fault in splits.faults] == [
         "ambiguous-split", "empty-folder", "unknown-class", "shared-files"
     ]  # fmt: skip
     assert splits.validation is None and len(splits.test) == 2 and splits.classes == ("a", "b")
-
-
-def test_one_class_beside_an_empty_folder_names_both(tree: Trees) -> None:
-    root = tree("full/1.png", "bare/notes.txt")
-    with pytest.raises(DataError) as caught:
-        open_data(str(root), validation_share=0.0)
-    assert str(caught.value).split("\n") == [
-        f"data {str(root)!r} has only one class, 'full'; classification needs at least two",
-        f"{root}: skipped 1 class folder without images: bare",
-    ]
 
 
 def test_a_table_with_a_label_only_in_a_held_out_split(tree: Trees) -> None:
@@ -249,13 +174,8 @@ def test_a_table_with_a_label_only_in_a_held_out_split(tree: Trees) -> None:
 @pytest.mark.parametrize(
     ("spec", "hint"),
     [
-        ("bundeld", ", and no data set has this name (nearest: bundled)"),
         ("Fashion-MNIST", ", and no data set has this name (nearest: fashion-mnist)"),
-        (
-            "zzz",
-            ", and no data set has this name (choices: bundled, fashion-mnist, fractals:CLASSES:SAMPLES, "
-            "hf:ORG/NAME, scenes:SAMPLES)",
-        ),
+        ("zzz", ", and no data set has this name (choices: bundled, fashion-mnist, fractals:CLASSES:SAMPLES, "),
         ("flowers/bundeld", ""),
         ("./bundeld", ""),
         ("~no-such-user/flowers", ""),
@@ -267,13 +187,8 @@ def test_a_path_that_does_not_exist_is_named_with_the_nearest_names(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError) as caught:
         open_data(spec, validation_share=0.1)
-    assert str(caught.value) == f"data {spec!r} does not exist: there is no such file or folder{hint}"
-
-
-def test_a_path_that_is_a_file_is_refused(tree: Trees) -> None:
-    path = tree("rose.png") / "rose.png"
-    with pytest.raises(DataError, match=r"rose\.png' has an unknown file format; supported are files of \.csv, "):
-        open_data(str(path), validation_share=0.1)
+    assert str(caught.value).startswith(f"data {spec!r} does not exist: there is no such file or folder{hint}")
+    assert hint or str(caught.value).endswith("folder")
 
 
 def test_a_tilde_is_the_home_folder(tree: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,28 +198,18 @@ def test_a_tilde_is_the_home_folder(tree: Trees, tmp_path: Path, monkeypatch: py
 
 
 def test_a_models_classes_index_the_folders(tree: Trees) -> None:
-    splits = open_data(str(tree("rose/1.png", "daisy/1.png")), validation_share=0.0, classes=("rose", "lily", "daisy"))
+    root = str(tree("rose/1.png", "daisy/1.png"))
+    splits = open_data(root, validation_share=0.0, classes=("rose", "lily", "daisy"))
     assert splits.classes == ("rose", "lily", "daisy")
     assert names_of(splits.train) == ["daisy", "rose"]
-
-
-def test_folders_that_a_model_does_not_know_are_named(tree: Trees) -> None:
     with pytest.raises(DataError, match=r"unknown classes: daisy; the known classes are: rose, lily$"):
-        open_data(str(tree("rose/1.png", "daisy/1.png")), validation_share=0.0, classes=("rose", "lily"))
+        open_data(root, validation_share=0.0, classes=("rose", "lily"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["folders", "table", "shards"])
-def test_a_message_does_not_list_a_thousand_classes(tree: Trees, form: str) -> None:
+def test_a_message_does_not_list_a_thousand_classes(tree: Trees) -> None:
     """Neither those of the model, nor those of the data."""
     known = tuple(f"class {number}, of the model" for number in range(1000))
     root = tree(*(f"n{number:03}/1.png" for number in range(200)))
-    if form == "table":
-        (root / "labels.csv").write_text("path,label\n" + "".join(f"n{n:03}/1.png,n{n:03}\n" for n in range(200)))
-    elif form == "shards":
-        root = root / "all.tar"
-        files = [((f"{n}.png", b"any"), (f"{n}.cls", b"n%03d" % n)) for n in range(200)]
-        write_tar(root, itertools.chain.from_iterable(files))
     with pytest.raises(DataError, match=r"n000.* class 19, of the model.* and 9[08]0 more") as caught:
         open_data(str(root), validation_share=0.0, classes=known)
     assert len(str(caught.value)) < 3000
@@ -316,20 +221,8 @@ def test_idx_folders_have_splits_and_numbered_classes(idx_folder: Callable[..., 
     assert (len(splits.train), len(splits.validation), len(splits.test)) == (4, 2, 1)
     assert splits.classes == splits.validation.classes == splits.test.classes == ("0", "1", "2")
     assert splits.notes == ()
-
-
-def test_idx_folders_without_validation_are_cut(idx_folder: Callable[..., Path]) -> None:
-    splits = open_data(str(idx_folder(train=[0, 1] * 50)), validation_share=0.2)
+    splits = open_data(str(idx_folder(name="cut", train=[0, 1] * 50)), validation_share=0.2)
     assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == sorted(map(str, range(100)))
-    assert f"{len(splits.validation)} of its 100 training images" in splits.notes[0] and "20%" in splits.notes[0]
-
-
-def test_a_label_that_training_lacks_is_named(idx_folder: Callable[..., Path]) -> None:
-    root = idx_folder(train=[0, 1, 1], t10k=[0, 2])
-    with pytest.raises(
-        DataError, match=r"t10k-labels-idx1-ubyte has the label 2, but the 2 classes are numbered from 0"
-    ):
-        open_data(str(root), validation_share=0.0)
 
 
 def test_numbers_of_idx_files_are_matched_with_classes_of_the_same_name(idx_folder: Callable[..., Path]) -> None:
@@ -352,10 +245,10 @@ def test_bundled_is_ten_classes_and_is_cut() -> None:
 
 
 def test_bundled_for_a_model_of_other_classes_is_refused() -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(
+        DataError, match=r"data 'bundled' has the classes T-shirt/top, .*, but the model has cat, dog; "
+    ):
         open_data("bundled", validation_share=0.0, classes=("cat", "dog"))
-    expected = f"data 'bundled' has the classes {', '.join(idx.FASHION_MNIST)}, but the model has cat, dog"
-    assert re.sub(r"\s+", " ", str(caught.value)).startswith(f"{expected}; ")
 
 
 def test_fashion_mnist_is_opened_where_it_is_located(
@@ -368,12 +261,6 @@ def test_fashion_mnist_is_opened_where_it_is_located(
     assert names_of(splits.train) == ["T-shirt/top", "Ankle boot", "Dress"] and names_of(splits.test) == ["Sandal"]
 
 
-def test_a_class_whose_name_cannot_be_written_down_is_refused(tree: Trees) -> None:
-    root = tree("a/1.png", "b\udcff/1.png")
-    with pytest.raises(DataError, match="unprintable names"):
-        open_data(str(root), validation_share=0.1)
-
-
 def test_part_of_the_training_images_is_taken_after_the_cut(tree: Trees) -> None:
     root = str(tree(*many("a", "b", count=50)))
     whole = open_data(root, validation_share=0.2)
@@ -381,9 +268,7 @@ def test_part_of_the_training_images_is_taken_after_the_cut(tree: Trees) -> None
     assert keys_of(count.validation) == keys_of(tenth.validation) == keys_of(whole.validation)
     assert len(count.train) == 50 and len(tenth.train) == round(0.1 * len(whole.train))
     assert set(keys_of(tenth.train)) < set(keys_of(count.train)) < set(keys_of(whole.train))
-    assert count.notes[-1] == (
-        f"50 of {len(whole.train)} training images are used, the same ones in every run with this seed"
-    )
+    assert f"50 of {len(whole.train)} training images are used" in count.notes[-1]
     other = open_data(f"{root}[:50]", validation_share=0.2, subset_seed=1)
     assert keys_of(other.train) != keys_of(count.train) and keys_of(other.validation) == keys_of(whole.validation)
 
@@ -395,7 +280,8 @@ def test_so_many_of_each_class_are_taken(tree: Trees) -> None:
         "13 of 83 training images"
     )
     both = open_data(str(tree(*many("a", "b"), name="both")) + "[:20]", validation_share=0.0, per_class=2)
-    assert len(both.train) == 4
+    assert len(both.train) == 4 and "fewer" not in both.notes[-1]
+    assert splits.notes[-1].endswith("; 1 of the 3 classes have fewer than 5")
 
 
 def test_classes_that_a_part_lacks_are_counted(tree: Trees) -> None:
@@ -423,17 +309,6 @@ def test_a_path_in_brackets_that_exists_is_a_path(tree: Trees) -> None:
 def test_amounts_that_make_no_sense_are_refused(tree: Trees, part: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_data(str(tree(*many("a", "b"))) + part, validation_share=0.0)
-
-
-@pytest.mark.parametrize("how", ["symlink", "hard link"])
-def test_a_file_that_two_splits_share_is_refused(tree: Trees, how: str) -> None:
-    root = tree("train/a/1.png", "train/b/2.png", "val/a/3.png", "test/a/4.png")
-    assert open_data(str(root), validation_share=0.0).test is not None
-    target, link = root / "train/b/2.png", root / "test/a/5.png"
-    link.symlink_to(target) if how == "symlink" else link.hardlink_to(target)
-    message = r"the training split and the test split share 1 file, such as .*train/b/2\.png and .*test/a/5\.png; "
-    with pytest.raises(DataError, match=message):
-        open_data(str(root), validation_share=0.0)
 
 
 def test_open_data_is_cut_again_without_opening_it(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,9 +420,7 @@ def test_class_folders_keep_their_classes_when_none_are_needed(tree: Trees) -> N
     check_classes(splits)
 
 
-def test_a_folder_of_loose_images_says_why_it_is_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"has images but no class folders, so its images have no labels; put the"):
-        open_data(str(tree("a.png", "b.png")), validation_share=0.0)
+def test_a_folder_without_any_image_is_refused(tree: Trees) -> None:
     with pytest.raises(DataError, match=r"pictures2 has no images \(.*\), neither in it nor in its folders"):
         open_data(str(tree("one/a.txt", name="pictures2")), validation_share=0.0, unlabelled=True)
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.make import keys_of
-from vitrail.data.config import DataConfig
+from tests.make import MemorySource, keys_of
 from vitrail.data.formats.fractals import FractalSource
-from vitrail.data.source import Source
 from vitrail.data.splits import SPLITS, Splits, by_split, named_splits, split_names, split_of, with_validation
 from vitrail.errors import ConfigError, DataError
 
@@ -92,14 +88,11 @@ def test_files_that_leave_a_doubt_are_refused(paths: list[str], message: str) ->
         by_split("here", paths)
 
 
-Sources = Callable[..., Source]
-
-
 @pytest.fixture
-def official(memory_source: Sources) -> Splits:
+def official() -> Splits:
     """20 training images and 6 validation images."""
-    train = memory_source(labels=[0, 1] * 10, keys=[f"t{number}" for number in range(20)])
-    return Splits(train, memory_source(labels=[0, 1] * 3, keys=[f"v{number}" for number in range(6)]), None)
+    train = MemorySource(labels=[0, 1] * 10, keys=[f"t{number}" for number in range(20)])
+    return Splits(train, MemorySource(labels=[0, 1] * 3, keys=[f"v{number}" for number in range(6)]), None)
 
 
 def test_a_validation_split_of_the_data_chooses_unless_it_is_told_to_measure(official: Splits) -> None:
@@ -107,19 +100,14 @@ def test_a_validation_split_of_the_data_chooses_unless_it_is_told_to_measure(off
     cut = with_validation(official, "x", 0.1, validation="train")
     assert cut.test is official.validation and cut.validation is not None
     assert len(cut.validation) == 2 and len(cut.train) == 18 and keys_of(cut.validation)[0].startswith("t")
-    assert cut.notes == (
-        "data 'x': 2 of its 20 training images are held out for validation (by a hash of their names, 10%); its own "
-        "validation split is the test split",
-    )
+    assert "2 of its 20 training images" in cut.notes[0] and "validation split is the test split" in cut.notes[0]
     none = with_validation(official, "x", 0.0, validation="train")
     assert (none.train, none.validation, none.test) == (official.train, None, official.validation)
     assert none.notes == ("data 'x': no training image is held out; its own validation split is the test split",)
 
 
-def test_a_validation_split_beside_a_test_split_is_not_used_if_training_images_are_held_out(
-    official: Splits, memory_source: Sources
-) -> None:
-    test = memory_source(labels=[0, 1])
+def test_a_validation_split_beside_a_test_split_is_not_used_if_training_images_are_held_out(official: Splits) -> None:
+    test = MemorySource(labels=[0, 1])
     splits = with_validation(Splits(official.train, official.validation, test), "x", 0.1, validation="train")
     assert splits.test is test and keys_of(splits.validation)[0].startswith("t")
     assert splits.notes[0].endswith("is not used, because the data also has a test split")
@@ -142,12 +130,7 @@ def test_a_source_that_draws_its_samples_keeps_them_all() -> None:
 @pytest.mark.parametrize(
     ("share", "validation", "message"),
     [
-        (
-            0.02, "auto",
-            r"validation_share=0\.02 of 20 training images leaves the validation split of here empty: that is at "
-            r"most half an image; choose 0\.05 to hold out one, or choose 0 to hold out none",
-        ),
-        (0.1, "train[:21]", r"validation='train\[:21\]' has the bound 21, which is beyond the 20 images: here has 20"),
+        (0.02, "auto", r"most half an image; choose 0\.05 to hold out one, or choose 0 to hold out none"),
         (0.1, "train[-21:]", r"which is beyond the 20 images: here has 20 training images; choose positions"),
         (0.1, "train[5:5]", r"validation='train\[5:5\]' holds out none of 20 images: here has 20 training images"),
         (0.1, "train[:]", r"holds out all 20 training images of here; leave some to learn from, such as with train"),
@@ -160,26 +143,18 @@ def test_a_validation_split_that_would_be_empty_or_hold_all_is_refused(
         with_validation(Splits(official.train, None, None, title="here"), "x", share, validation=validation)
 
 
-def test_classes_of_one_image_each_cannot_be_held_out(memory_source: Sources) -> None:
-    source = memory_source(labels=[0, 1, 2, 3])
+def test_classes_of_one_image_each_cannot_be_held_out() -> None:
+    source = MemorySource(labels=[0, 1, 2, 3])
     for share in (0.5, 0.1):
         with pytest.raises(DataError, match=r"each of its classes has only one training image, which is learned from;"):
             with_validation(Splits(source, None, None), "x", share)
     assert len(with_validation(Splits(source, None, None), "x", 0.5, method="threshold").validation or ()) == 0
 
 
-@pytest.mark.parametrize("text", ["val", "train[10", "train[a:]", "train[1.5:]", "test[1:]", "[1:2]", ""])
-def test_a_malformed_slice_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not auto, train or a slice of the training images; write a slice"):
-        DataConfig(validation=text)
-
-
-def test_a_slice_of_images_in_the_order_of_their_classes_is_refused(memory_source: Sources) -> None:
-    sorted_by_class = memory_source(labels=[0] * 10 + [1] * 10 + [2], classes=("oak", "elm", "fir"))
+def test_a_slice_of_images_in_the_order_of_their_classes_is_refused() -> None:
+    sorted_by_class = MemorySource(labels=[0] * 10 + [1] * 10 + [2], classes=("oak", "elm", "fir"))
     with pytest.raises(
-        DataError,
-        match=r"validation='train\[-12:\]' holds out all images of 1 class of the data, such as elm: the images are in "
-        r"the order of their classes; hold out a fraction .*, with validation='train' and validation_share=0\.57",
+        DataError, match=r"all images of 1 class of the data, such as elm: .* and validation_share=0\.57"
     ):
         with_validation(Splits(sorted_by_class, None, None), "x", 0.1, validation="train[-12:]")
     splits = with_validation(Splits(sorted_by_class, None, None), "x", 0.1, validation="train[-2:]")

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from sklearn import metrics as reference
 from torch import Tensor, nn
 
 from tests.evaluation.memory import MemorySource
-from tests.make import targets_of
 from vitrail.data.batch import Skipped
-from vitrail.data.formats.folder import read_folder
-from vitrail.data.pipeline import Readers, evaluation_batches
+from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.linear import linear_probe
@@ -27,7 +22,7 @@ from vitrail.evaluation.head import ByRegression
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.tasks.classification import Accuracy, ClassificationObjective
+from vitrail.tasks.classification import Accuracy
 from vitrail.tasks.regression import NumberErrors
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
@@ -123,29 +118,6 @@ def test_it_measures_in_float32_what_was_trained_in_bf16(tiny: Callable[..., Tra
     finally:
         handle.remove()
     assert kinds == {True: {torch.bfloat16}, False: {torch.float32}}
-
-
-def test_it_agrees_with_predict(colour_folder: Path) -> None:
-    preprocess = Preprocess(image_size=(14, 14), channels=3, resize="crop", interpolation="bicubic")
-    bundle = Bundle(make_network(channels=3), ("blue", "green", "red"), preprocess)
-    Image.new("CMYK", (40, 20), (10, 200, 30, 40)).save(colour_folder / "red" / "99.jpg")
-    source = read_folder(colour_folder).samples
-    predictions = bundle.predict([colour_folder / source.key(index) for index in range(len(source))], batch_size=5)
-    result = Accuracy()(Outputs(bundle, batch_size=8), source, source)
-    truth = [source.classes[target] for target in targets_of(source)]
-    assert len(truth) == 37
-    assert result["accuracy"] == sum(item.label == name for item, name in zip(predictions, truth, strict=True)) / 37
-    surprise = -sum(math.log(dict(item.ranking)[name]) for item, name in zip(predictions, truth, strict=True)) / 37
-    assert result["cross_entropy"] == pytest.approx(surprise, abs=1e-5)
-
-
-def test_it_says_the_cross_entropy_that_training_minimises() -> None:
-    network, source = make_network(), Pictures(20)
-    (batch,) = evaluation_batches(source, PREPROCESS, batch_size=20)
-    output = ClassificationObjective(network)(replace(batch, images=PREPROCESS.normalise(batch.images)))
-    result = measured(network, source)
-    assert result["cross_entropy"] == pytest.approx(output.loss.item(), rel=1e-6)
-    assert result["accuracy"] == pytest.approx(output.metrics["accuracy"].item())
 
 
 class Tagged(Pictures):

@@ -30,11 +30,9 @@ from vitrail.experiments.accuracy import (
     Curve,
     CurvePoint,
     check_environments,
-    final_accuracies,
     first_at,
     measure_recipe,
     optimizer_flops,
-    peer_entries,
     reached,
     write_images,
 )
@@ -76,12 +74,6 @@ def test_a_curve_has_a_point_for_each_evaluation(measured: Curve) -> None:
     assert all(0 <= point.accuracy <= 1 for point in measured.points)
     assert (measured.steps, measured.own_steps, measured.batch_size) == (12, 12, 8)
     assert measured.epochs == 12 * 8 / 36 and measured.test_accuracy is None and measured.precision == "float32"
-
-
-@pytest.mark.slow
-def test_operations_are_those_of_the_closed_form(measured: Curve) -> None:
-    config = tiny().model.resolve(num_classes=3, image_size=(8, 16), channels=1)
-    assert measured.points[1].flops == 8 * 8 * config.training_flops()
 
 
 @pytest.mark.slow
@@ -210,23 +202,10 @@ def test_no_ratio_to_an_entry_that_does_not_reach_the_target() -> None:
     assert theirs["flops_ratio_is_bound"] is None
 
 
-def test_accuracies_of_the_finished_models() -> None:
-    validation, test = final_accuracies(CURVES["ours"])
-    assert (validation.low, validation.high) == (0.7, 0.9) and validation.median == pytest.approx(0.8) and test is None
-    _, test = final_accuracies({0: result((1, 0.5), test=0.4)})
-    assert test is not None and test.median == 0.4
-
-
-def test_names_of_libraries_and_of_their_entries() -> None:
-    assert peer_entries(["timm"]) == ("timm-defaults", "timm-small") and peer_entries([]) == ()
-    assert peer_entries(["timm-small", "timm"]) == ("timm-small", "timm-defaults")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("environments", "message"),
     [
-        ({}, r"--against timm: torchvision is not installed for .*pip install --no-deps"),
         ({"timm": str(shutil.which("false"))}, "--against timm: it printed nothing"),
         ({"tim": sys.executable}, "environment: unknown library 'tim'; nearest: timm"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,10 +124,3 @@ def test_nothing_is_taken_if_nothing_is_faster(images: Images, monkeypatch: pyte
     assert {trial["result"] for trial in found.trials[1:]} == {"not faster"} and found.is_complete
     stopped = search(bundle, images, keep=0.01, seconds=0.0, batch_size=2)
     assert len(stopped.trials) == 1 and not stopped.is_complete
-
-
-@pytest.mark.slow
-def test_models_of_every_precision_are_timed() -> None:
-    bundle = model()
-    smaller = with_reduction(replace(bundle, precision="bf16"), TokenReduction(tokens=2))
-    assert all(0 < seconds < 60 for seconds in search_module._seconds([bundle, smaller], 4))

@@ -15,7 +15,7 @@ import pytest
 
 from vitrail.errors import RunError, VitrailError
 from vitrail.experiments.accuracy import AccuracyCell, Curve, CurvePoint
-from vitrail.experiments.runner import Pool, differences, experiment, read_cell, read_result, write_result
+from vitrail.experiments.runner import Pool, experiment, read_cell, read_result, write_result
 
 CELL = AccuracyCell(entry="demo", seed=1, settings={"sizes": (3, 4)}, budget=2.5, evaluations=2, device="cpu")
 
@@ -140,14 +140,6 @@ time.sleep(99)
     with pytest.raises(ProcessLookupError):
         os.kill(int((folder / "pid").read_text()), 0)
     assert read_result(folder, Curve) is None
-
-
-def test_differences_are_told_by_the_names_of_settings() -> None:
-    before = {"run": {"steps": 4, "seed": 0}, "fingerprint": "f", "kept": [1]}
-    now = {"run": {"steps": 5, "seed": 0}, "fingerprint": "g", "kept": [1], "more": True}
-    assert differences(before, now) == [
-        "steps was 4 and is 5", "the images, labels or splits have changed", "more was None and is True",
-    ]  # fmt: skip
 
 
 def test_the_folder_of_an_experiment_is_held_by_one_process(tmp_path: Path) -> None:

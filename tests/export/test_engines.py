@@ -14,12 +14,13 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import vitrail
+from tests.cli.conftest import Cli
 from tests.make import dense_bundle, make_bundle, small_config
 from tests.serving.conftest import make_samples
 from vitrail import with_engine
-from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.export import engines
@@ -228,14 +229,8 @@ def test_a_saved_or_pickled_model_has_no_engine(model: Bundle, tmp_path: Path) -
 
 
 def test_the_command(model: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from PIL import Image
-
-    model.save(tmp_path / "model")
     Image.fromarray(pictures()[0]).save(tmp_path / "one.png")
-    answers = []
-    for engine in ("torch", "openvino"):
-        assert main(["predict", str(tmp_path / "model"), str(tmp_path / "one.png"), "--json", "--engine", engine]) == 0
-        answers.append(json.loads(capsys.readouterr().out))
-    assert answers[1]["probabilities"] == pytest.approx(answers[0]["probabilities"], abs=1e-5)
-    assert main(["predict", str(tmp_path / "model"), str(tmp_path / "one.png"), "--engine", "tensorrt"]) == 2
-    assert "openvino" in capsys.readouterr().err
+    cli = Cli(capsys, "predict", model.save(tmp_path / "model"), tmp_path / "one.png", "--engine")
+    first, second = (cli.json(engine)["probabilities"] for engine in ("torch", "openvino"))
+    assert second == pytest.approx(first, abs=1e-5)
+    assert "openvino" in cli.refuses("tensorrt")

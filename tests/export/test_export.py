@@ -36,18 +36,12 @@ from vitrail.weights.bundle import Bundle
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["pt2", "onnx", "openvino"])
-def test_an_exported_file_predicts_like_the_model(
-    to: str, bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]
+def test_an_exported_file_records_what_its_training_held_out(
+    bundle: Bundle, samples: list[Sample], tmp_path: Path
 ) -> None:
-    file = load(exported(to))
-    images = [sample.image for sample in samples]
-    assert file.classes == CLASSES and bundle.provenance.items() <= file.provenance.items()
-    for size in (1, 2, 5):
-        expected, found = (one.predict(images, batch_size=size) for one in (bundle, file))
-        for wanted, got in zip(expected, found, strict=True):
-            assert got.label == wanted.label
-            assert got.probability == pytest.approx(wanted.probability, abs=1e-5)
+    known = {"data": "flowers", "validation_share": 0.3, "initial": {"data": "photos"}}
+    export(replace(bundle, provenance=known), tmp_path / "known.pt2", "pt2", samples)
+    assert known.items() <= load(tmp_path / "known.pt2").provenance.items()
 
 
 @pytest.mark.slow
@@ -238,10 +232,11 @@ def triton_config(folder: Path) -> Any:
     return config
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, samples: list[Sample], bundle: Bundle) -> None:
     with pytest.raises(ConfigError, match="opset=7 is not one of 20, 23"):
         export(bundle, tmp_path / "a.onnx", "onnx", samples, opset=7)
-    (tmp_path / "a.onnx").touch()
+    assert export(bundle, tmp_path / "a.onnx", "onnx", samples, opset=23).parity.agreement == 1.0
     with pytest.raises(DestinationError, match="exists already"):
         export(bundle, tmp_path / "a.onnx", "onnx", samples)
     headless = replace(bundle, network=bundle.network.with_head(0), classes=())
@@ -252,8 +247,12 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, samples: list[Sample
 SCRIPT = """
 import sys
 from pathlib import Path
+from tests.export.test_int8 import exporter
 from tests.serving.conftest import make_bundle, make_samples
 from vitrail.export.export import export
+integers = exporter(make_bundle())
+integers.write(Path(sys.argv[1]) / "int8.onnx", "onnx", "int8")
+integers.write(Path(sys.argv[1]) / "int8", "triton", "int8")
 for to in ("pt2", "onnx", "openvino"):
     name = "flowers.xml" if to == "openvino" else f"flowers.{to}"
     export(make_bundle(), Path(sys.argv[1]) / name, to, make_samples())
@@ -265,6 +264,8 @@ def test_the_bytes_are_reproducible(exported: Callable[[str], Path], tmp_path: P
     subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True)
     for to in ("pt2", "onnx", "openvino"):
         assert (tmp_path / exported(to).name).read_bytes() == exported(to).read_bytes()
+    for written in (tmp_path / "int8.onnx", tmp_path / "int8" / "1" / "model.onnx"):
+        assert written.read_bytes() == exported("onnx-int8").read_bytes()
 
 
 def vit(**fields: Any) -> Any:
@@ -326,7 +327,8 @@ def test_every_network_round_trips(name: str, to: str, tmp_path: Path) -> None:
         assert export(bundle, path, to, make_samples(), contents=contents).parity.relative < 1e-3
         files[contents] = load(path)
     images = [sample.image for sample in make_samples(3)]
-    for found, expected in zip(files["logits"].predict(images), bundle.predict(images), strict=True):
+    assert files["logits"].classes == bundle.classes
+    for found, expected in zip(files["logits"].predict(images, batch_size=2), bundle.predict(images), strict=True):
         if isinstance(expected, NumberPrediction):
             assert found.values == pytest.approx(expected.values, rel=1e-3, abs=1e-3)
         else:
@@ -343,11 +345,6 @@ def with_adapters() -> Bundle:
             if ".adapter." in name:
                 parameter.add_(0.2)
     return replace(bundle, network=merged(bundle.network))
-
-
-@pytest.mark.slow
-def test_newer_operators(tmp_path: Path, bundle: Bundle, samples: list[Sample]) -> None:
-    assert export(bundle, tmp_path / "a.onnx", "onnx", samples, opset=23).parity.agreement == 1.0
 
 
 ANY_SIZE = """
@@ -420,9 +417,3 @@ def test_a_network_that_exceeds_the_limit_with_its_graph_only_is_refused(
     with pytest.raises(ConfigError, match="exceeds the 2 GB of one ONNX file; use to='pt2'"):
         Exporter(bundle, samples).write(tmp_path / "big.onnx", "onnx")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf")])
-def test_a_tolerance_that_accepts_everything_or_nothing_is_refused(tolerance: float, bundle: Bundle) -> None:
-    with pytest.raises(ConfigError, match="tolerance"):
-        Exporter(bundle, [], tolerance=tolerance)

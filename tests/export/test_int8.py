@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -108,24 +106,6 @@ def test_a_file_that_loses_too_much_accuracy_fails_and_is_deleted(bundle: Bundle
     with pytest.raises(DataError, match="no image has a label"):
         Exporter(bundle, unlabelled, int8=Int8(make_samples())).write(tmp_path / "a.onnx", "onnx", "int8")
     assert list(tmp_path.iterdir()) == []
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from tests.serving.conftest import make_bundle
-from tests.export.test_int8 import exporter
-made = exporter(make_bundle())
-made.write(Path(sys.argv[1]) / "flowers.onnx", "onnx", "int8")
-made.write(Path(sys.argv[1]) / "flowers", "triton", "int8")
-"""
-
-
-@pytest.mark.slow
-def test_the_bytes_are_reproducible(int8_file: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True)
-    for written in (tmp_path / "flowers.onnx", tmp_path / "flowers" / "1" / "model.onnx"):
-        assert written.read_bytes() == int8_file.read_bytes()
 
 
 @pytest.mark.slow

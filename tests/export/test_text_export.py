@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cli.conftest import Cli
 from tests.serving.conftest import make_bundle
 from tests.words import bert_of_bees, model_with_words, text_config, tokenizer_of_bees
 from vitrail import load
-from vitrail.cli import main
 from vitrail.errors import BundleError, ConfigError, DestinationError, VitrailError
 from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.export.export import Exporter, export
@@ -169,24 +169,17 @@ def test_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    folder = str(model.save(tmp_path / "bees"))
-    command = ["export", folder, "--to", "pt2"]
+    cli = Cli(capsys)
+    command = ["export", model.save(tmp_path / "bees"), "--to", "pt2", "--output"]
     for words, message in (
-        (["--output", "text"], "--output: 'text'"),
-        (["--output", "text_embedding", "--resize"], "--resize"),
-        (["--output", "text_embedding", "--image-size", "24", "16"], "--image-size"),
-        (["--output", "text_embedding", "--data", str(colour_folder)], "has no texts"),
-    ):
-        assert main([*command, *words]) == 2
-        assert message in capsys.readouterr().err
-    assert main([*command, "--output", "text_embedding", "--json", "--images", "9"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+        (["text"], "--output: 'text'"), (["text_embedding", "--resize"], "--resize"),
+        (["text_embedding", "--image-size", "24", "16"], "--image-size"),
+        (["text_embedding", "--data", colour_folder], "has no texts"),
+    ):  # fmt: skip
+        assert message in cli.refuses(*command, *words)
+    shown = cli.json(*command, "text_embedding", "--images", "9")
     (written,) = shown["files"]
     assert written["written"] == "bees-text.pt2" and written["parity"]["compared"] == "texts"
-    assert sorted(path.name for path in tmp_path.glob("bees-text*")) == [
-        "bees-text.pt2",
-        "bees-text.pt2.tokenizer.json",
-    ]
+    assert (tmp_path / "bees-text.pt2").exists() and (tmp_path / "bees-text.pt2.tokenizer.json").exists()
     assert "20 times the cosine plus -2" in shown["notes"][-1] and "12 tokens" in shown["notes"][-1]
-    assert main(["predict", "bees-text.pt2", str(next(colour_folder.rglob("*.png")))]) == 2
-    assert "no head" in capsys.readouterr().err
+    assert "no head" in cli.refuses("predict", "bees-text.pt2", next(colour_folder.rglob("*.png")))

@@ -12,9 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from vitrail.models.positions import PositionPlace
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, create, variant_config
 from vitrail.models.vit_config import ViTConfig
+
+PLACES: list[tuple[str, PositionPlace]] = [
+    *((kind, place) for kind in ("none", "learned", "learned-2d", "sincos-2d")
+      for place in ("stem", "every-layer", "shared")),
+    *((kind, place) for kind in ("relative-bias", "relative-bias-class", "relative-keys")
+      for place in ("every-layer", "shared")),
+    ("rotary-2d", "every-layer"),
+]  # fmt: skip
+"""Kinds of positions, and the places where they are used."""
 
 HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
     "no stage": (variant_config("R+ViT-Ti/16", depth=1), [(224, 160), (93, 61)]),
@@ -77,7 +87,6 @@ def small_vit(*, std: float = 0.05, **fields: Any) -> Any:
 
 
 def assert_uniform(weight: Tensor, fan_in: int, fan_out: int) -> None:
-    """Assert that a weight is Xavier uniform."""
     bound = math.sqrt(6 / (fan_in + fan_out))
     assert 0.99 * bound < weight.abs().max() <= bound
     assert weight.mean().abs() < 0.03 * bound

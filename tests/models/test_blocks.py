@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.attention.oracle import config_of, made_network
-from tests.models.networks import assert_lecun, assert_uniform
+from tests.models.networks import assert_uniform
 from tests.models.test_cost import saved_per_image
 from vitrail.bench.step import record
 from vitrail.cli import main
@@ -26,7 +26,6 @@ from vitrail.models.blocks import (
     PostNormBlock,
     StochasticDepth,
     SwiGlu,
-    lecun_normal_,
     make_mlp,
 )
 from vitrail.models.compiled import resolve_compile
@@ -113,14 +112,6 @@ def test_stochastic_depth_drops_whole_branches_and_keeps_the_mean() -> None:
     assert abs(kept.double().mean() - 0.7) < 0.015
     assert abs(layer(torch.ones(20_000, 1, 1)).double().mean() - 1) < 0.02
     assert torch.equal(layer.eval()(branch), branch)
-
-
-@pytest.mark.parametrize("shape", [(4096, 48), (512, 3, 7, 7), (2048, 64, 1, 1)])
-def test_lecun_normal_has_variance_1_over_fan_in_and_no_tails(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    weight = torch.empty(shape)
-    lecun_normal_(weight)
-    assert_lecun(weight)
 
 
 SIZES: dict[str, Any] = {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.make import small_config, vit_fields
+from tests.make import vit_fields
 from tests.models.networks import DROPPED, HYBRIDS, in_turn
 from vitrail.bench.step import OURS, Entry, make_step
 from vitrail.bench.workload import Workload
@@ -42,13 +42,6 @@ from vitrail.training.config import StartConfig
 from vitrail.training.start import choose_weights
 
 DETECTOR: dict[str, Any] = {"head_kind": "detection-tokens", "registers": 5, "positions_cover": "all"}
-
-GMACS = {
-    "ViT-Ti/16": "1.25", "ViT-S/32": "1.14", "ViT-S/16": "4.60", "ViT-M/16": "7.99", "ViT-B/32": "4.41",
-    "ViT-B/16": "17.56", "ViT-B/8": "78.15", "ViT-L/32": "15.38", "ViT-L/16": "61.55", "ViT-So400m/14": "109.9",
-    "ViT-H/14": "167.3", "ViT-g/14": "267.0", "ViT-G/14": "483.7", "ViT-e/14": "990.7",
-}  # fmt: skip
-"""Published GMACs at 224 pixels with 1000 classes. ViT-G/14 has 483.7476. Tables that round 483.75 again have 483.8."""
 
 
 def counted(config: AnyConfig, device: str, batch: int = 1, size: tuple[int, int] | None = None) -> int:
@@ -95,29 +88,6 @@ def trained(config: AnyConfig, size: tuple[int, int] | None = None, blocks: int 
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "gmacs"), [*((name, 224, gmacs) for name, gmacs in GMACS.items()), ("ViT-B/16", 384, "55.5")]
-)
-def test_published_gmacs(name: str, size: int, gmacs: str) -> None:
-    decimals = len(gmacs.partition(".")[2])
-    assert f"{variant_config(name, image_size=size).macs() / 1e9:.{decimals}f}" == gmacs
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"image_size": (21, 35), "patch_size": (3, 7), "channels": 1, "width": 33, "heads": 3, "mlp_width": 17},
-        {"pool": "gap", "head_hidden": 11, "num_classes": 13},
-        {"num_classes": 0},
-        {"num_classes": 0, "head_hidden": 6, "depth": 1},
-    ],
-)
-def test_macs_of_a_forward_pass_on_the_cpu(fields: dict[str, object]) -> None:
-    config = small_config(**fields)
-    assert counted(config, "cpu", batch=3) == 3 * config.macs()
-    assert executed(config, "cpu", batch=3) == 3 * config.inference_flops()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_and_resnets_cost_what_the_modules_do(name: str) -> None:
@@ -128,17 +98,6 @@ def test_hybrids_and_resnets_cost_what_the_modules_do(name: str) -> None:
         assert config.macs(size) == counted(config, "meta", size=size)
         assert config.inference_flops(size) == executed(config, "meta", size=size)
         assert config.training_flops(size) == pytest.approx(trained(config, size), rel=0.01)
-
-
-def test_macs_by_hand() -> None:
-    config = ViTConfig(
-        image_size=(2, 3), patch_size=(1, 1), channels=1, width=2, depth=1, heads=1, mlp_width=5, num_classes=3
-    )
-    stem, tokens = 6 * 1 * 2, 7
-    qkv, scores, mixed, out, mlp = tokens * 2 * 6, tokens * tokens * 2, tokens * tokens * 2, tokens * 2 * 2, 7 * 2 * 10
-    assert config.macs() == stem + qkv + scores + mixed + out + mlp + 2 * 3
-    keys_values, queries, scores, mixed, out, mlp = tokens * 2 * 4, 2 * 2, tokens * 2, tokens * 2, 2 * 2, 2 * 10
-    assert config.inference_flops() == 2 * (stem + keys_values + queries + scores + mixed + out + mlp + 2 * 3)
 
 
 @pytest.mark.slow
@@ -227,19 +186,8 @@ def test_reduced_tokens_cost_what_the_modules_do(fields: dict[str, Any], reducti
 # --- layers
 
 
-@pytest.mark.parametrize(("tokens", "width", "kernel"), [(197, 768, 3), (10, 4, 5), (2, 8, 3), (1, 3, 3)])
+@pytest.mark.parametrize(("tokens", "width", "kernel"), [(12, 8, 3), (10, 4, 5), (2, 8, 3), (1, 3, 3)])
 def test_layer_costs_are_the_table_of_attention_is_all_you_need(tokens: int, width: int, kernel: int) -> None:
-    attention, recurrence, convolution = layer_costs(tokens, width, kernel)
-    assert attention == ("self-attention", 2 * tokens**2 * width, 1, 1)
-    assert recurrence == ("recurrence", tokens * width**2, tokens, tokens)
-    layers = 0
-    while layers * (kernel - 1) < tokens - 1:  # each layer lets a signal go (kernel - 1) / 2 further to both sides
-        layers += 1
-    assert convolution == ("convolution", kernel * tokens * width**2, 1, layers)
-
-
-def test_macs_of_layers_are_counted() -> None:
-    tokens, width, kernel = 12, 8, 3
     attention, recurrence, convolution = layer_costs(tokens, width, kernel)
     x = torch.zeros(1, tokens, width, device="meta")
 
@@ -249,10 +197,15 @@ def test_macs_of_layers_are_counted() -> None:
         return counter.get_total_flops() // 2
 
     weight = torch.zeros(width, width, device="meta")
-    assert products(lambda: (x @ x.transpose(1, 2)) @ x) == attention.macs
-    assert products(lambda: [x[:, i] @ weight for i in range(tokens)]) == recurrence.macs
+    assert attention == ("self-attention", products(lambda: (x @ x.transpose(1, 2)) @ x), 1, 1)
+    steps = products(lambda: [x[:, i] @ weight for i in range(tokens)])
+    assert recurrence == ("recurrence", steps, tokens, tokens)
+    layers = 0
+    while layers * (kernel - 1) < tokens - 1:  # each layer lets a signal go (kernel - 1) / 2 further to both sides
+        layers += 1
     kernels = torch.zeros(width, width, kernel, device="meta")
-    assert products(lambda: F.conv1d(x.transpose(1, 2), kernels, padding=1)) == convolution.macs
+    sums = products(lambda: F.conv1d(x.transpose(1, 2), kernels, padding=kernel // 2))
+    assert convolution == ("convolution", sums, 1, layers)
 
 
 Precision = Literal["float32", "bf16"]
@@ -381,6 +334,7 @@ HELD: dict[str, tuple[AnyConfig, int]] = {
     "convolutions": (variant_config("Conv+ViT-Pico/8", image_size=32, depth=2, num_classes=10), 32),
     "small stages": (variant_config("RPico+ViT-Pico/8", image_size=32, depth=2, num_classes=10), 32),
     "small stages in patches": (variant_config("RPico+ViT-Pico/16", image_size=(32, 48), depth=2, num_classes=10), 32),
+    **{name: (variant_config(name, image_size=(96, 64)), 4) for name in ("BiT-R26x1", "R26+ViT-S/16", "R26+ViT-S/32")},
 }
 
 
@@ -389,16 +343,8 @@ HELD: dict[str, tuple[AnyConfig, int]] = {
 def test_tensors_of_a_training_step(name: str, precision: Precision) -> None:
     config, batch = HELD[name]
     held = held_at_once(config, batch, precision)
-    assert tensor_bytes(config, batch, precision=precision) == pytest.approx(held, rel=0.06)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("name", ["BiT-R26x1", "R26+ViT-S/16", "R26+ViT-S/32"])
-def test_tensors_of_a_step_of_resnets_and_hybrids(name: str, precision: Precision) -> None:
-    config = variant_config(name, image_size=(96, 64))
-    held = held_at_once(config, 4, precision)
-    assert tensor_bytes(config, 4, precision=precision) == pytest.approx(held, rel=0.07)
+    tolerance = 0.07 if "R26" in name else 0.06
+    assert tensor_bytes(config, batch, precision=precision) == pytest.approx(held, rel=tolerance)
 
 
 def test_a_step_holds_weights_moments_images_and_activations() -> None:

@@ -68,14 +68,6 @@ def test_tokens_of_chosen_blocks(fields: dict[str, Any]) -> None:
         assert (found.cls is None) == (fields.get("pool") == "gap")
     if network.config.final_norm == "tokens":
         assert torch.equal(network.norm(last.patches), network.features(images_of()).patches)
-
-
-def test_the_order_is_the_callers_and_none_is_none() -> None:
-    network = randomised(small_config())
-    backward = network.features(images_of(), layers=[2, 1, 0])
-    forward = network.features(images_of(), layers=range(3))
-    for one, two in zip(backward, reversed(forward), strict=True):
-        assert torch.equal(one.patches, two.patches)
     assert network.features(images_of(), layers=()) == ()
 
 
@@ -138,14 +130,6 @@ def test_attention_weights_are_an_independent_softmax() -> None:
                 torch.testing.assert_close(found[image, head].double(), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_looking_costs_no_bits() -> None:
-    network = randomised(small_config())
-    logits = network(images_of())
-    network.attention_weights(images_of())
-    network.features(images_of(), layers=(0,))
-    assert torch.equal(network(images_of()), logits)
-
-
 # --- some patches only
 
 
@@ -191,10 +175,3 @@ def test_a_mask_token_takes_the_place_of_embeddings() -> None:
     assert token.grad.any()
     none = mask_tokens(token, torch.zeros(2, 9, dtype=torch.bool))
     assert torch.equal(network.encode(images, replace=none).patches, network.features(images).patches)
-
-
-def test_embeddings_can_be_replaced_by_those_of_other_patches() -> None:
-    """This is the case of the paper's B.1.2, where a tenth of the masked embeddings are those of other patches."""
-    network = randomised(small_config(positions="none"))
-    turned = network.encode(images_of(), replace=lambda embeddings: embeddings.flip(1))
-    torch.testing.assert_close(turned.patches.flip(1), network.features(images_of()).patches)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-import vitrail
+from tests.models import test_tools
 from vitrail.errors import ConfigError
 from vitrail.models.variants import build
 from vitrail.models.vit import VisionTransformer
@@ -25,29 +25,20 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # of other libraries
 ]
 
-SIZE = (24, 40)
 
-
-def network(**fields: Any) -> VisionTransformer:
-    """Return a network in which every weight matters."""
+def network(kind: str = "full", **fields: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"width": 32, "depth": 2, "heads": 4, "mlp_width": 64}
-    made: Any = vitrail.create("ViT-Pico/8", image_size=SIZE, num_classes=5, **{**sizes, **fields})
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return made
+    return test_tools.network(kind, **fields).train()
 
 
 def batches(count: int = 16) -> DataLoader[tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(1)
     labels = torch.arange(count) % 5
-    images = torch.randn(count, 3, *SIZE, generator=generator) + labels[:, None, None, None]
+    images = torch.randn(count, 3, *test_tools.OWN, generator=generator) + labels[:, None, None, None]
     return DataLoader(TensorDataset(images, labels), batch_size=8)
 
 
 def by_hand(made: nn.Module, epochs: int) -> nn.Module:
-    """Train with plain PyTorch."""
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     made.train()
     for _ in range(epochs):
@@ -62,31 +53,7 @@ def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
 
 
-KINDS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
-    "plain": ("ViT-Pico/8", SIZE, {}),
-    "hybrid": ("Conv+ViT-Pico/8", (32, 48), {}),
-    "bit": ("BiT-Pico", (33, 47), {"width": None, "depth": None, "heads": None, "mlp_width": None}),
-    "windows": ("ViT-Pico/4", SIZE, {"attention": "blocks:size=3:shift=1", "pool": "gap"}),
-    "reversible": ("ViT-Pico/8", SIZE, {"reversible": True, "pool": "gap"}),
-    "sincos": ("ViT-Pico/8", SIZE, {"positions": "sincos-2d", "pool": "map", "dropout": 0.2}),
-}
-
-
-def kind_of(name: str) -> nn.Module:
-    variant, size, fields = KINDS[name]
-    given = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64, **fields}
-    torch.manual_seed(0)
-    return vitrail.create(
-        variant, image_size=size, num_classes=5, **{key: value for key, value in given.items() if value is not None}
-    )
-
-
-def batches_of(name: str) -> DataLoader[tuple[Tensor, ...]]:
-    images = torch.randn(16, 3, *KINDS[name][1], generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(images, torch.arange(16) % 5), batch_size=8)
-
-
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["full", "hybrid", "ResNet of basic units", "blocks", "reversible", "waves"])
 def test_lightning_resumes_averages_and_casts(name: str, tmp_path: Path) -> None:
     """A run that continues from a checkpoint ends as the whole run; the callback's mean is that of the weights."""
     lightning = pytest.importorskip("lightning")
@@ -95,7 +62,7 @@ def test_lightning_resumes_averages_and_casts(name: str, tmp_path: Path) -> None
     class Classifier(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = kind_of(name)
+            self.network = network(name)
             self.losses: list[float] = []
             self.seen: list[dict[str, Tensor]] = []
 
@@ -117,7 +84,7 @@ def test_lightning_resumes_averages_and_casts(name: str, tmp_path: Path) -> None
             max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
             default_root_dir=tmp_path, **settings,
         )  # fmt: skip
-        trainer.fit(module, batches_of(name), ckpt_path=checkpoint)
+        trainer.fit(module, batches(), ckpt_path=checkpoint)
         trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
         return module
 
@@ -134,19 +101,6 @@ def test_lightning_resumes_averages_and_casts(name: str, tmp_path: Path) -> None
     cast = fitted(2, precision="bf16-mixed")
     assert {weight.dtype for weight in cast.network.parameters()} == {torch.float32}
     assert cast.losses == pytest.approx(whole.losses, rel=0.02) and cast.losses != whole.losses
-
-
-def test_accelerate_trains_as_plain_pytorch_does() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator, made = accelerate.Accelerator(cpu=True), network()
-    prepared, optimizer, data = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1), batches())
-    prepared.train()
-    for _ in range(2):
-        for images, labels in data:
-            optimizer.zero_grad()
-            accelerator.backward(F.cross_entropy(prepared(images), labels))
-            optimizer.step()
-    assert_same_weights(accelerator.unwrap_model(prepared), by_hand(network(), 2))
 
 
 @pytest.mark.parametrize(
@@ -203,14 +157,6 @@ def test_opacus_has_the_gradients_of_each_image(fields: dict[str, Any]) -> None:
             torch.testing.assert_close(own.grad_sample[number], weight.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("fields", [{"positions": "relative-bias"}, {"positions_at": "every-layer"}], ids=str)
-def test_opacus_refuses_positions_that_it_cannot_differentiate(fields: dict[str, Any]) -> None:
-    opacus = pytest.importorskip("opacus")
-    private = opacus.GradSampleModule(network(pool="gap", **fields))
-    with pytest.raises(AttributeError, match="detach"):
-        private(next(iter(batches()))[0])
-
-
 def test_torchao_quantises_dense_layers() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     made, images = network(pool="gap").eval(), next(iter(batches()))[0]
@@ -233,6 +179,27 @@ def test_the_hubs_mixin_stores_and_reads(tmp_path: Path) -> None:
     images = next(iter(batches()))[0]
     assert again.config == original.config
     assert torch.equal(again.eval()(images), original.eval()(images))
+
+
+def test_accelerate_trains_as_plain_pytorch_does() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, made = accelerate.Accelerator(cpu=True), network()
+    prepared, optimizer, data = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1), batches())
+    prepared.train()
+    for _ in range(2):
+        for images, labels in data:
+            optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(prepared(images), labels))
+            optimizer.step()
+    assert_same_weights(accelerator.unwrap_model(prepared), by_hand(network(), 2))
+
+
+@pytest.mark.parametrize("fields", [{"positions": "relative-bias"}, {"positions_at": "every-layer"}], ids=str)
+def test_opacus_refuses_positions_that_it_cannot_differentiate(fields: dict[str, Any]) -> None:
+    opacus = pytest.importorskip("opacus")
+    private = opacus.GradSampleModule(network(pool="gap", **fields))
+    with pytest.raises(AttributeError, match="detach"):
+        private(next(iter(batches()))[0])
 
 
 def test_trainer_trains_a_wrapped_network_and_refuses_a_bare_one(tmp_path: Path) -> None:

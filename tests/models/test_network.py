@@ -10,7 +10,7 @@ from torch import nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.network import NetworkConfig
-from vitrail.models.variants import ARCHITECTURES, build, create, variant_config
+from vitrail.models.variants import ARCHITECTURES, create, variant_config
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,6 @@ def test_a_hidden_layer_is_kept_unless_it_is_dropped() -> None:
     assert (config.with_head(3).head_inputs, config.with_head(3, drop_hidden=True).head_inputs) == (11, 192)
     with pytest.raises(ConfigError, match=r"image_size=\(30, 32\) is not a multiple of patch_size=\(16, 16\)"):
         config.with_image_size((30, 32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-R26x1"])
-def test_a_network_is_built_by_its_architecture(name: str) -> None:
-    network = build(variant_config(name, image_size=32, num_classes=2))
-    assert type(network) is ARCHITECTURES[network.config.architecture][1]
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-Pico"])

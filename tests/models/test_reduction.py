@@ -122,15 +122,6 @@ def test_tokens_are_those_of_the_naive_implementation(fields: dict[str, Any], re
     assert lengths == wanted
 
 
-def test_copies_of_a_patch_merge_without_a_change() -> None:
-    """Equal tokens merge exactly, because attention weighs a merged token by its size."""
-    network = randomised(small_config(depth=3, positions="none", image_size=(24, 40))).double().eval()
-    images = torch.randn(2, network.config.channels, 4, 5, dtype=torch.float64).repeat(1, 1, 6, 8)  # 48 equal patches
-    merging = with_reduction(network, TokenReduction(tokens=12))
-    with torch.no_grad():
-        torch.testing.assert_close(merging(images), network(images), rtol=1e-9, atol=1e-12)
-
-
 def with_reduction(network: VisionTransformer, reduction: TokenReduction) -> VisionTransformer:
     other = VisionTransformer(replace(network.config, reduction=reduction)).to(next(network.parameters()).dtype).eval()
     other.load_state_dict(network.state_dict())

@@ -26,7 +26,6 @@ from vitrail.models.resnet import (
     make_root,
 )
 from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, Stem, WeightEps
-from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
 BIT: tuple[float, WeightEps] = (1e-10, "variance")
@@ -84,14 +83,6 @@ def test_filters_are_standardised(eps: tuple[float, WeightEps], kernel: int, str
     torch.testing.assert_close(exact(x.double()), expected, atol=1e-8, rtol=1e-8)
 
 
-def test_weights_themselves_stay_as_they_are() -> None:
-    layer = StandardisedConv(4, 6, 3, eps=BIT)
-    before = layer.weight.clone()
-    layer(torch.randn(1, 4, 5, 5)).sum().backward()
-    assert torch.equal(layer.weight, before) and layer.bias is None
-    assert layer.weight.grad.any()
-
-
 @pytest.mark.parametrize("eps", [BIT, ROOT])
 def test_a_filter_of_equal_weights_is_no_division_by_zero(eps: tuple[float, WeightEps]) -> None:
     layer = StandardisedConv(2, 3, 3, eps=eps)
@@ -112,28 +103,6 @@ def test_frozen_filters_are_standardised_once() -> None:
 
 
 # --- padding
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("kernel", [1, 3, 7])
-def test_same_padding_is_tensorflows(kernel: int, stride: int) -> None:
-    """It has the fewest cells of all paddings for ceil(size / stride) windows, and puts the odd cell at the end."""
-    for height, width in itertools.product(range(1, 13), (1, 2, 5, 12)):
-        x = torch.arange(1.0, height * width + 1).view(1, 1, height, width)
-        padded = _pad_same(x, kernel, stride, value=-5.0)
-        found = []
-        for size, new in ((height, padded.shape[2]), (width, padded.shape[3])):
-            windows = math.ceil(size / stride)
-            fewest = min(
-                total for total in range(2 * kernel) if len(range(0, size + total - kernel + 1, stride)) == windows
-            )
-            # windows may skip the last cells; then nothing is padded or cut
-            assert new == size + fewest
-            found.append((fewest // 2, fewest - fewest // 2))
-        (top, bottom), (left, right) = found
-        expected = torch.full((1, 1, height + top + bottom, width + left + right), -5.0)
-        expected[:, :, top : top + height, left : left + width] = x
-        assert torch.equal(padded, expected)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -305,21 +274,6 @@ def max_pool_over_zeros(x: Tensor) -> Tensor:
     return torch.stack([torch.stack(row, -1) for row in cells], -2)
 
 
-def test_the_pool_sees_zeros() -> None:
-    """If all outputs of the stem are negative, the zeros of the frame win. They would not win with the pool's own
-    padding.
-    """
-    network = ResNet(small_bit(depths=(1,)))
-    seen: list[Tensor] = []
-    network.stages[0][0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    network.stem.register_forward_hook(lambda _, given, result: -1 - result.abs())
-    network(torch.randn(1, 3, 24, 32))
-    (pooled,) = seen
-    assert pooled.shape == (1, 32, 6, 8)
-    assert not pooled[:, :, 0].any() and not pooled[:, :, :, 0].any()  # these windows reach into the frame
-    assert (pooled[:, :, 1:, 1:] <= -1).all()
-
-
 SIZES = [(1, 1), (2, 3), (7, 8), (17, 33), (1, 65)]
 
 
@@ -362,21 +316,6 @@ def test_a_resnet_starts_with_a_head_of_zeros_and_its_bias() -> None:
             assert module.weight.std().item() == pytest.approx(std, rel=0.05)
         if isinstance(module, nn.GroupNorm):
             assert (module.weight == 1).all() and not module.bias.any() and module.num_groups == 32
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((2, 1, 40, 56), "images of shape (2, 1, 40, 56) are not of shape (b, 3, height, width)"),
-        ((2, 3, 0, 56), "an image of 0 x 56 has no pixels; both sides must be at least 1"),
-        ((2, 3, 40, 0), "an image of 40 x 0 has no pixels; both sides must be at least 1"),
-    ],
-)
-def test_images_that_a_resnet_refuses(shape: tuple[int, ...], message: str) -> None:
-    network = ResNet(small_bit())
-    for call in (network, network.features, network.embed):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            call(torch.zeros(shape))
 
 
 # --- the hybrids' root
@@ -424,37 +363,7 @@ def test_units_of_a_root_start_as_their_shortcuts() -> None:
     assert torch.equal(units[1](x), x)
 
 
-def test_a_hybrid_cuts_its_patches_from_the_feature_map() -> None:
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=(48, 80), patch_size=(3, 2), root=RootConfig(depths=(1, 1), width=32), width=12, depth=1, heads=3,
-        mlp_width=8, num_classes=0, positions="none",
-    )  # fmt: skip
-    network = VisionTransformer(config).eval()
-    assert network.root is not None and config.grid == (2, 5) and network.patches.projection.in_features == 6 * 256
-    seen: list[Tensor] = []
-    network.patches.register_forward_hook(lambda _, given, result: seen.extend([given[0], result]))
-    images = torch.randn(2, 3, 48, 80)
-    network(images)
-    cells, tokens = seen
-    torch.testing.assert_close(cells, network.root(images))
-    kernel = network.patches.projection.weight.view(12, 256, 3, 2)
-    expected = F.conv2d(cells, kernel, network.patches.projection.bias, stride=(3, 2))
-    torch.testing.assert_close(tokens, expected.flatten(2).transpose(1, 2), atol=1e-5, rtol=1e-5)
-
-
 # --- configs
-
-
-def test_strides_and_channels() -> None:
-    for depths, stem, stride, channels in (
-        ((), "7x7+pool", 4, 64), ((), "3x3+3x3", 2, 64), ((1,), "7x7+pool", 4, 256), ((1, 1), "7x7+pool", 8, 512),
-        ((1, 1), "3x3+3x3", 4, 512), ((3, 4, 9), "7x7+pool", 16, 1024), ((3, 4, 6, 3), "7x7+pool", 32, 2048),
-    ):  # fmt: skip
-        config = RootConfig(depths=depths, stem=stem)
-        assert (config.stride, config.out_channels) == (stride, channels)
-    assert ResNetConfig().embed_width == 2048 and ResNetConfig(width=192).embed_width == 6144
-    assert ResNetConfig().grid_of(224, 97) == (7, 4)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -490,10 +399,3 @@ BAD_RESNETS: list[tuple[dict[str, Any], str]] = [
 def test_fields_that_do_not_fit(kind: type[RootConfig | ResNetConfig], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match="^" + re.escape(message.format(kind().weight_eps))):
         kind(**fields)
-
-
-@pytest.mark.usefixtures("types_unchecked")
-def test_all_that_does_not_fit_is_named_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        RootConfig(depths=(0,), width=1, weight_eps_on="x")
-    assert len(str(caught.value).splitlines()) == 3

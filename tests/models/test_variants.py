@@ -10,7 +10,7 @@ import torch
 
 from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig, Stem
-from vitrail.models.variants import PUBLISHED, VARIANTS, create, variant_config
+from vitrail.models.variants import VARIANTS, create, variant_config
 from vitrail.models.vit_config import ViTConfig
 
 COUNTS = {
@@ -117,51 +117,9 @@ def test_closed_form_of_networks_without_a_published_count(name: str) -> None:
     assert variant_config(name).parameters() == made(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"),
-    [
-        ("R+ViT-Ti/16", 50), ("R50+ViT-B/16", 197), ("R26+ViT-S/32", 50), ("R26+ViT-B/32", 50), ("R50+ViT-L/32", 50),
-        ("ViT-B/16", 197), ("ViT-H/14", 257),
-    ],
-)  # fmt: skip
-def test_published_lengths_at_224(name: str, tokens: int) -> None:
-    assert vit_config(name).tokens == tokens
-
-
-@pytest.mark.parametrize(
-    ("name", "numbers"),
-    [
-        ("ViT-B/16", (12, 768, 3072, 12)),
-        ("ViT-L/16", (24, 1024, 4096, 16)),
-        ("ViT-H/14", (32, 1280, 5120, 16)),
-        ("ViT-Ti/16", (12, 192, 768, 3)),
-        ("ViT-S/16", (12, 384, 1536, 6)),
-        ("ViT-M/16", (12, 512, 2048, 8)),
-        ("ViT-So400m/14", (27, 1152, 4304, 16)),
-        ("ViT-g/14", (40, 1408, 6144, 16)),
-        ("ViT-G/14", (48, 1664, 8192, 16)),
-        ("ViT-e/14", (56, 1792, 15360, 16)),
-    ],
-)
-def test_depth_width_mlp_and_heads_of_published_sizes(name: str, numbers: tuple[int, ...]) -> None:
-    config = vit_config(name)
-    assert (config.depth, config.width, config.mlp_width, config.heads) == numbers
-    assert config.pool == "cls" and config.norm_eps == 1e-6 and config.activation == "gelu"
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_listed_variants_exist_and_fit_an_image(name: str) -> None:
-    if name.startswith("BiT"):
-        cell = 32 if name.startswith("BiT-R") else 8
-        assert bit_config(name, image_size=(2 * cell, 3 * cell)).grid_of(2 * cell, 3 * cell) == (2, 3)
-        return
-    pixels = 32 if name == "R+ViT-Ti/16" else int(name.rpartition("/")[2])
-    config = vit_config(name, image_size=(2 * pixels, 3 * pixels))
-    assert config.grid == (2, 3)
-    if config.root is None:
-        assert config.patch_size == (pixels, pixels)
-    else:
-        assert config.root.stride * config.patch_size[0] == config.root.stride * config.patch_size[1] == pixels
+def test_heads_of_published_sizes() -> None:
+    heads = {"Ti": 3, "S": 6, "M": 8, "B": 12, "L": 16, "So400m": 16, "H": 16, "g": 16, "G": 16, "e": 16}
+    assert {size: VARIANTS[size].heads for size in heads} == heads
 
 
 @pytest.mark.parametrize(
@@ -170,19 +128,14 @@ def test_listed_variants_exist_and_fit_an_image(name: str) -> None:
         ("RMicro+ViT-Pico/8", (1, 1, 1), 24, "3x3", 1),
         ("RMilli+ViT-Pico/8", (1, 1, 1), 32, "3x3", 1),
         ("R+ViT-Ti/16", (), 64, "7x7+pool", 8),
-        ("R+ViT-B/32", (), 64, "7x7+pool", 16),
         ("Conv+ViT-Pico/8", (), 32, "3x3+3x3", 4),
         ("Conv+ViT-Ti/2", (), 32, "3x3+3x3", 1),
-        ("RPico+ViT-Pico/8", (1, 1, 1), 16, "3x3", 1),
         ("RPico+ViT-Pico/2", (1,), 16, "3x3", 1),
         ("RNano+ViT-Nano/12", (1, 1), 32, "3x3", 3),
         ("RNano+ViT-Nano/48", (1, 1, 1), 32, "3x3", 6),
         ("R26+ViT-S/32", (2, 2, 2, 2), 64, "7x7+pool", 1),
-        ("R26+ViT-B/64", (2, 2, 2, 2), 64, "7x7+pool", 2),
         ("R26+ViT-B/96", (2, 2, 2, 2), 64, "7x7+pool", 3),
         ("R50+ViT-B/16", (3, 4, 9), 64, "7x7+pool", 1),
-        ("R50+ViT-L/32", (3, 4, 6, 3), 64, "7x7+pool", 1),
-        ("R101+ViT-L/16", (3, 4, 26), 64, "7x7+pool", 1),
         ("R152x2+ViT-L/16", (3, 8, 39), 128, "7x7+pool", 1),
         ("R101x3+ViT-L/32", (3, 4, 23, 3), 192, "7x7+pool", 1),
         ("R200x1+ViT-Ti/32", (3, 24, 36, 3), 64, "7x7+pool", 1),
@@ -195,43 +148,14 @@ def test_roots_of_hybrids(name: str, depths: tuple[int, ...], width: int, stem: 
     assert (config.root.norm_eps, config.root.weight_eps, config.root.weight_eps_on) == (1e-6, 1e-5, "deviation")
 
 
-@pytest.mark.parametrize(
-    ("name", "depths", "width"),
-    [
-        ("BiT-R26x1", (2, 2, 2, 2), 64), ("BiT-R50x1", (3, 4, 6, 3), 64), ("BiT-R101x3", (3, 4, 23, 3), 192),
-        ("BiT-R152x4", (3, 8, 36, 3), 256), ("BiT-R200x3", (3, 24, 36, 3), 192), ("BiT-R50x10", (3, 4, 6, 3), 640),
-    ],
-)  # fmt: skip
-def test_depths_and_widths_of_resnets(name: str, depths: tuple[int, ...], width: int) -> None:
-    config = bit_config(name)
-    assert (config.depths, config.width) == (depths, width)
-    assert (config.norm_eps, config.weight_eps, config.weight_eps_on) == (1e-5, 1e-10, "variance")
-
-
-@pytest.mark.parametrize(("name", "width"), [("BiT-Pico", 16), ("BiT-Nano", 32), ("BiT-Micro", 24), ("BiT-Milli", 32)])
-def test_small_resnets(name: str, width: int) -> None:
-    config = bit_config(name)
-    assert (config.width, config.embed_width, config.depths) == (width, 8 * width, (1, 1, 1))
-    assert config.pools == ("-M" in name)
-    assert (config.stem, config.unit, config.norm_groups, config.image_size) == ("3x3", "basic", 1, (224, 224))
-    with pytest.raises(ConfigError, match=r"unknown variant 'Pico'"):
-        create("Pico")
-
-
-def test_fields_replace_those_of_hybrids_and_resnets() -> None:
+def test_fields_replace_those_of_the_variant() -> None:
     config = bit_config("BiT-R50x1", depths=(1, 1), num_classes=3, image_size=(33, 20), channels=1)
     assert (config.depths, config.num_classes, config.image_size, config.channels) == ((1, 1), 3, (33, 20), 1)
     root = RootConfig(depths=(1,), width=32)
     hybrid = vit_config("R50+ViT-B/16", root=root, depth=1, image_size=64)
     assert (hybrid.root, hybrid.depth, hybrid.width, hybrid.grid) == (root, 1, 768, (16, 16))
-
-
-def test_fields_replace_those_of_the_variant() -> None:
-    config = vit_config("ViT-Ti/16x8", image_size=(32, 24))
-    assert config.patch_size == (16, 8) and config.grid == (2, 3), "rows then columns"
-    assert variant_config("ViT-B/16", image_size=64).image_size == (64, 64)
-    config = vit_config("ViT-B/16", depth=2, patch_size=(8, 8), channels=1)
-    assert (config.depth, config.patch_size, config.channels, config.width) == (2, (8, 8), 1, 768)
+    plain = vit_config("ViT-Ti/16x8", image_size=(32, 24))
+    assert plain.patch_size == (16, 8) and plain.grid == (2, 3), "rows then columns"
 
 
 FORM = r"names have the form ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"
@@ -245,24 +169,19 @@ FORM = r"names have the form ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"
         ("ViT-B", FORM + "; nearest: .*ViT-B/"),
         ("ViT-B/0", FORM),
         ("ViT-B/16x", FORM),
-        ("ViT-B/16x0", FORM),
         ("ViT-B/16 ", FORM),
         ("BiT-R50", FORM + "; nearest: .*BiT-R50x1"),
-        ("BiT-R50x0", FORM),
         ("R50+ViT-B/16x8", FORM),
         ("R50x0+ViT-B/16", FORM),
         ("ConvViT-B/8", FORM),
-        ("Conv50+ViT-B/8", FORM),
         ("BiT-R34x1", r"'BiT-R34x1': a ResNet of 34 layers is not in the table; choose from 26, 50, 101, 152, 200"),
         ("R18+ViT-B/32", r"'R18\+ViT-B/32': a ResNet of 18 layers is not in the table; choose from 26, 50, 101"),
         ("R50+ViT-Q/32", r"unknown variant 'R50\+ViT-Q/32': size 'Q' does not exist; nearest: "),
         ("R50+ViT-B/8", r"unknown variant 'R50\+ViT-B/8': a hybrid's patch must be 16, or a multiple of 32"),
-        ("R50+ViT-B/48", r"unknown variant 'R50\+ViT-B/48': a hybrid's patch must be 16, or a multiple of 32"),
         ("R+ViT-B/7", r"unknown variant 'R\+ViT-B/7': the patch of a root without stages must be a multiple of 2"),
-        ("Conv+ViT-B/7", r"'Conv\+ViT-B/7': the patch of a root without stages must be a multiple of 2"),
         ("RPico+ViT-B/7", r"'RPico\+ViT-B/7': the first stage of the root halves the sides, so the patch must be even"),
         ("RTi+ViT-B/8", r"unknown variant 'RTi\+ViT-B/8': names have the form"),
-        ("ViT-b/16", r"size 'b' does not exist; nearest: ViT-B/16"),
+        ("Pico", r"unknown variant 'Pico'"),
         ("resnet", r"unknown variant 'resnet'.*choices: .*ViT-Pico/7.*ViT-e/14"),
         ("", r"unknown variant ''"),
     ],
@@ -273,30 +192,11 @@ def test_unknown_variant_names_the_nearest(name: str, message: str) -> None:
             make(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        ("ViT-B/16", {"num_clases": 10}, r"unknown field 'num_clases' of ViT-B/16; nearest: num_classes"),
-        ("BiT-R50x1", {"num_clases": 3}, r"unknown field 'num_clases' of BiT-R50x1; nearest: num_classes"),
-        ("BiT-R50x1", {"pool": "gap"}, r"unknown field 'pool' of BiT-R50x1; "),
-        ("ViT-B/16", {"image_size": (225, 160)}, r"image_size=\(225, 160\) is not a multiple of patch_size=\(16, 16\)"),
-        (
-            "R50+ViT-B/64",
-            {"image_size": (100, 224)},
-            r"image_size=\(100, 224\) is not a multiple of patch_size=\(2, 2\) .* at 1/32; .*\(128, 256\)",
-        ),
-    ],
-)
-def test_fields_that_do_not_fit_are_named(name: str, fields: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("name", ["ViT-B/16", "BiT-R50x1"])
+def test_fields_that_do_not_exist_are_named(name: str) -> None:
     for make in (create, variant_config):
-        with pytest.raises(ConfigError, match=message):
-            make(name, **fields)
-
-
-@pytest.mark.usefixtures("types_unchecked")
-def test_image_size_of_three_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"image_size=\(1, 2, 3\) is not a pair of whole numbers"):
-        create("ViT-B/16", image_size=(1, 2, 3))
+        with pytest.raises(ConfigError, match=f"unknown field 'num_clases' of {name}; nearest: num_classes"):
+            make(name, num_clases=10)
 
 
 @pytest.mark.usefixtures("types_unchecked")

@@ -100,11 +100,6 @@ def test_fields_of_a_transformer_choose_one() -> None:
         planned(digits, epochs=1.0, depth=2, unit="basic")
 
 
-def test_boxes_hide_parts_of_images_that_are_seen_often() -> None:
-    assert [planned(digits, epochs=epochs).config.augment.erase for epochs in (14.0, 15.0)] == [0.0, 0.5]
-    assert planned(digits).config.augment.erase == 0.5 and planned(digits, steps=3).config.augment.erase == 0.5
-
-
 @pytest.mark.slow
 def test_boxes_are_not_examined_by_a_linear_model(tmp_path: Path) -> None:
     data = make_voc_folder(tmp_path / "data", train=40, validation=0)
@@ -230,19 +225,6 @@ def test_settings_of_the_user_are_kept() -> None:
     assert config.augment.flip and config.images.channels == 3 and config.images.mean == (0.5,)
     assert config.run.batch_size == 5 and config.task.loss == "sigmoid" and config.task.label_smoothing == 0
     assert planned(digits, steps=7).config.run.steps == 7
-
-
-@pytest.mark.slow
-def test_many_or_small_images_get_larger_batches() -> None:
-    for images, explicit, batch_size in (
-        (7_999, {}, 32), (8_000, {}, 128), (8_000, {"variant": "ViT-Pico/8"}, 32),
-        (8_000, {"depth": 2}, 32),  # a network with transformer blocks
-        (8_000, {"image_size": (48, 32)}, 32), (8_000, {"image_size": (24, 31)}, 128), (20_000, {}, 128),
-    ):  # fmt: skip
-        config = planned(digits, images=images, epochs=15.0, **explicit).config
-        assert config.run.batch_size == batch_size
-        assert config.augment.erase == (0.25 if images == 20_000 else 0.5)
-    assert planned(photographs, images=8_000, epochs=1.0).config.run.batch_size == 32
 
 
 def test_colours_are_those_of_the_images_that_can_be_decoded() -> None:

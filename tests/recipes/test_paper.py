@@ -13,7 +13,6 @@ from tests.tasks.books import make_tokenizer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, create
 from vitrail.recipes import PAPER_RECIPES
-from vitrail.recipes.papers import ON_I21K, REGULARISATION, WEIGHT_DECAYS, augreg
 from vitrail.tasks import mask_loss
 from vitrail.tasks.mae import MaeObjective
 from vitrail.tasks.masked_patches import MaskedPatchesObjective
@@ -217,15 +216,6 @@ def test_bit_falls_after_30_60_and_80_epochs() -> None:
     peak = 0.03 * 4096 / 256
     assert rates == pytest.approx([peak, peak, peak / 10, peak / 10, peak / 100, peak / 100, peak / 1e3, peak / 1e3])
     assert schedule(2500) == pytest.approx(peak / 2)
-
-
-def test_augregs_grid_can_be_said() -> None:
-    for rate in REGULARISATION:
-        for decay in WEIGHT_DECAYS:
-            config = augreg("ViT-S/16", "i21k", augmentation="augreg-strong2", weight_decay=decay, regularisation=rate)
-            assert config.model.overrides["dropout"] == config.model.overrides["stochastic_depth"] == rate
-            assert config.optimizer.weight_decay == decay and config.augment.settings.mixup == 0.8
-    assert {row.weight_decay for row in ON_I21K.values()} == set(WEIGHT_DECAYS)
 
 
 def _saved(run: str, classes: int = 0) -> Bundle:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.serving.running import Running, encoded, serving
+from tests.make import CLASSES, encode
+from tests.serving.running import Running, serving
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.export.export import Exporter, export
@@ -22,8 +23,6 @@ from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.answers import Prediction
 from vitrail.weights.bundle import Bundle
-
-CLASSES = ("rose", "tulip", "黒い花 / black")
 
 
 def make_bundle(config: AnyConfig | None = None, *, output: Any = "softmax", **preprocess: Any) -> Bundle:
@@ -96,7 +95,7 @@ def exported(bundle: Bundle, samples: list[Sample], tmp_path_factory: pytest.Tem
 def images() -> list[bytes]:
     """Files of random pictures of odd sizes."""
     draws = np.random.default_rng(7)
-    return [encoded(draws.integers(0, 256, (11 + n, 23 - n, 3), dtype=np.uint8)) for n in range(6)]
+    return [encode(draws.integers(0, 256, (11 + n, 23 - n, 3), dtype=np.uint8), "PNG") for n in range(6)]
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import http.client
-import io
 import json
 import socket
 import threading
@@ -12,9 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from PIL import Image
 
 from vitrail.analysis.images import Overlays
 from vitrail.evaluation.features.index import FeatureIndex
@@ -93,12 +89,6 @@ def serving(bundles: dict[str, Bundle], index: FeatureIndex | None = None, **set
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
-
-
-def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind)
-    return file.getvalue()
 
 
 def data_uri(image: bytes) -> str:

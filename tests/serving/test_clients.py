@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,12 @@ def triton() -> Any:
         return tritonclient.http
 
 
+@pytest.fixture
+def client(triton: Any, server: Running) -> Iterator[Any]:
+    with contextlib.closing(triton.InferenceServerClient(f"127.0.0.1:{server.port}")) as opened:
+        yield opened
+
+
 def test_hugging_face_client_classifies(server: Running, bundle: Bundle, images: list[bytes]) -> None:
     client = InferenceClient(model=server.url, token=None)
     (wanted,) = bundle.predict([images[0]])
@@ -43,35 +51,27 @@ def test_hugging_face_client_extracts_features(
 
 
 @pytest.mark.parametrize("is_binary", [True, False])
-def test_triton_client(triton: Any, server: Running, bundle: Bundle, images: list[bytes], is_binary: bool) -> None:
-    client = triton.InferenceServerClient(f"127.0.0.1:{server.port}")
-    try:
-        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("flowers")
-        about = client.get_model_metadata("flowers")
-        assert about["outputs"][1]["name"] == "probabilities"
-        pixels = np.stack([bundle.preprocess.pixels(image).transpose(1, 2, 0) for image in images[:5]])
-        tensor = triton.InferInput("images", list(pixels.shape), "UINT8")
-        tensor.set_data_from_numpy(pixels, binary_data=is_binary)
-        outputs = [triton.InferRequestedOutput("probabilities", binary_data=is_binary)]
-        answer = client.infer("flowers", [tensor], outputs=outputs, model_version=about["versions"][0])
-        wanted = probabilities(bundle, images[:5])
-        np.testing.assert_allclose(answer.as_numpy("probabilities"), wanted, atol=1e-6)
-        assert answer.get_response()["model_version"] == weights_sha256(bundle.network)
-    finally:
-        client.close()
+def test_triton_client(triton: Any, client: Any, bundle: Bundle, images: list[bytes], is_binary: bool) -> None:
+    assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("flowers")
+    about = client.get_model_metadata("flowers")
+    assert about["outputs"][1]["name"] == "probabilities"
+    pixels = np.stack([bundle.preprocess.pixels(image).transpose(1, 2, 0) for image in images[:5]])
+    tensor = triton.InferInput("images", list(pixels.shape), "UINT8")
+    tensor.set_data_from_numpy(pixels, binary_data=is_binary)
+    outputs = [triton.InferRequestedOutput("probabilities", binary_data=is_binary)]
+    answer = client.infer("flowers", [tensor], outputs=outputs, model_version=about["versions"][0])
+    wanted = probabilities(bundle, images[:5])
+    np.testing.assert_allclose(answer.as_numpy("probabilities"), wanted, atol=1e-6)
+    assert answer.get_response()["model_version"] == weights_sha256(bundle.network)
 
 
-def test_triton_client_sends_files(triton: Any, server: Running, bundle: Bundle, images: list[bytes]) -> None:
-    client = triton.InferenceServerClient(f"127.0.0.1:{server.port}")
-    try:
-        tensor = triton.InferInput("images", [len(images)], "BYTES")
-        tensor.set_data_from_numpy(np.array(images, dtype=np.object_))
-        found = client.infer("flowers", [tensor]).as_numpy("logits")
-        assert [bundle.classes[row.argmax()] for row in found] == [one.label for one in bundle.predict(images)]
-        broken = [*images[:2], images[2][:70]]
-        tensor = triton.InferInput("images", [3], "BYTES")
-        tensor.set_data_from_numpy(np.array(broken, dtype=np.object_))
-        with pytest.raises(Exception, match="image 2 "):
-            client.infer("flowers", [tensor])
-    finally:
-        client.close()
+def test_triton_client_sends_files(triton: Any, client: Any, bundle: Bundle, images: list[bytes]) -> None:
+    tensor = triton.InferInput("images", [len(images)], "BYTES")
+    tensor.set_data_from_numpy(np.array(images, dtype=np.object_))
+    found = client.infer("flowers", [tensor]).as_numpy("logits")
+    assert [bundle.classes[row.argmax()] for row in found] == [one.label for one in bundle.predict(images)]
+    broken = [*images[:2], images[2][:70]]
+    tensor = triton.InferInput("images", [3], "BYTES")
+    tensor.set_data_from_numpy(np.array(broken, dtype=np.object_))
+    with pytest.raises(Exception, match="image 2 "):
+        client.infer("flowers", [tensor])

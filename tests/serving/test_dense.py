@@ -115,28 +115,27 @@ def test_the_inference_protocol_sends_rows(dense_server: Running, dense: dict[st
     np.testing.assert_allclose(np.reshape(answer["data"], expected.shape), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("path", "words"), [
-    ("/predict?model=boxes&top=3", "top"),
-    ("/predict?model=masks&threshold=0.5", "threshold"),
-    ("/predict?model=boxes&threshold=2", "0 to 1"),
-    ("/predict?model=boxes&threshold=nan", "0 to 1"),
-    ("/explain?model=boxes&label=blue", "label"),
+@pytest.mark.parametrize(("path", "parameters", "words"), [
+    ("/predict?model=boxes&top=3", None, "top"),
+    ("/predict?model=masks&threshold=0.5", None, "threshold"),
+    ("/predict?model=boxes&threshold=2", None, "0 to 1"),
+    ("/predict?model=boxes&threshold=nan", None, "0 to 1"),
+    ("/explain?model=boxes&label=blue", None, "label"),
+    ("/?model=boxes", {"top_k": 2}, "top_k"),
+    ("/?model=masks", {"threshold": 0.5}, "threshold"),
+    ("/?model=boxes", {"threshold": True}, "threshold"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(dense_server: Running, images: list[bytes], path: str, words: str) -> None:
-    is_form = path.startswith("/predict")
-    answer = dense_server.ask_form(path, ("a.png", images[0])) if is_form else dense_server.ask("POST", path, images[0])
-    assert answer.status == 400 and words in answer.json["error"]
-
-
-@pytest.mark.parametrize(("model", "name", "value"), [
-    ("boxes", "top_k", 2), ("masks", "threshold", 0.5), ("boxes", "threshold", True),
-])  # fmt: skip
-def test_parameters_that_do_not_fit_are_refused(
-    dense_server: Running, images: list[bytes], model: str, name: str, value: Any
+def test_what_does_not_fit_is_refused(
+    dense_server: Running, images: list[bytes], path: str, parameters: dict[str, Any] | None, words: str
 ) -> None:
-    sent = {"inputs": base64.b64encode(images[0]).decode(), "parameters": {name: value}}
-    answer = dense_server.ask_json(f"/?model={model}", sent)
-    assert answer.status == 400 and name in answer.json["error"]
+    if path.startswith("/predict"):
+        answer = dense_server.ask_form(path, ("a.png", images[0]))
+    elif parameters is None:
+        answer = dense_server.ask("POST", path, images[0])
+    else:
+        text = base64.b64encode(images[0]).decode()
+        answer = dense_server.ask_json(path, {"inputs": text, "parameters": parameters})
+    assert answer.status == 400 and words in answer.json["error"]
 
 
 def test_the_attention_is_shown(dense_server: Running, images: list[bytes]) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.serving.running import Running, encoded, serving
+from tests.make import encode, wait_for
+from tests.serving.running import Running, serving
 from vitrail.errors import ConfigError
 from vitrail.serving.server import open_socket
 from vitrail.serving.settings import ServeSettings
@@ -59,18 +60,11 @@ def held(limited: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     monkeypatch.setattr(batcher, "_run", made)
     yield made
     made.released.set()
-    wait_until(lambda: accepted(limited) == 0)
+    wait_for(lambda: accepted(limited) == 0)
 
 
 def accepted(server: Running) -> int:
     return server.service._accepted
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_the_token(limited: Running, images: list[bytes]) -> None:
@@ -116,7 +110,7 @@ def test_a_full_queue_answers_503(limited: Running, held: Held, images: list[byt
     files = [("a.png", images[0])] * 2
     with ThreadPoolExecutor(2) as clients:
         waiting = [clients.submit(limited.ask_form, "/predict", *files, **TOKEN) for _ in range(2)]
-        wait_until(lambda: accepted(limited) == 4)
+        wait_for(lambda: accepted(limited) == 4)
         answer = limited.ask("POST", "/", images[0], **TOKEN)
         assert answer.status == 503 and answer.headers["retry-after"] == "1"
         assert "more than 4 images wait" in answer.json["error"]
@@ -132,8 +126,8 @@ def test_images_of_a_client_that_has_gone_are_dropped(limited: Running, held: He
         assert held.begun.wait(20)
         with limited.connect() as client:
             client.sendall(HEAD + f"Content-Length: {len(images[1])}\r\n\r\n".encode() + images[1])
-            wait_until(lambda: accepted(limited) == 2)
-        wait_until(lambda: accepted(limited) == 1)
+            wait_for(lambda: accepted(limited) == 2)
+        wait_for(lambda: accepted(limited) == 1)
         held.released.set()
         assert stays.result().status == 200
     assert held.images == 1
@@ -143,7 +137,7 @@ def test_too_many_bodies_answer_503(limited: Running) -> None:
     head = HEAD + b"Content-Length: 9000\r\n\r\n"
     with limited.connect() as first, limited.connect() as second:
         first.sendall(head + b"x" * 8000)
-        wait_until(lambda: limited.metric("vitrail_body_bytes", **TOKEN) == 8000)
+        wait_for(lambda: limited.metric("vitrail_body_bytes", **TOKEN) == 8000)
         second.sendall(head + b"x" * 9000)
         answer = second.recv(1000)
         assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer
@@ -156,11 +150,11 @@ def test_too_many_connections_answer_503(limited: Running) -> None:
     for client in clients:
         client.close()
     assert sorted(answer[9:12] for answer in answers) == [b"408"] * 6 + [b"503"] * 3
-    wait_until(lambda: limited.ask("GET", "/health/ready").status == 200)
+    wait_for(lambda: limited.ask("GET", "/health/ready").status == 200)
 
 
 def test_an_image_of_too_many_pixels(limited: Running) -> None:
-    answer = limited.ask("POST", "/", encoded(np.zeros((20, 51, 3), np.uint8)), **TOKEN)
+    answer = limited.ask("POST", "/", encode(np.zeros((20, 51, 3), np.uint8), "PNG"), **TOKEN)
     assert answer.status == 422
     assert answer.json["error"].startswith("image 0 claims 51 x 20 pixels (width x height); this server accepts 1,000")
 
@@ -203,8 +197,7 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
         ({"max_body": "1GB"}, "max_body=1GB is more than body_memory=256MB"),
         ({"max_body": "huge"}, "max_body"),
         ({"token": "abc\n"}, "token"),
-        ({"allow_host": ("http://a.example",)}, "allow_host='http://a.example' is not the name of a host"),
-        ({"allow_host": ("a.example:80",)}, "is not the name of a host"),
+        ({"allow_host": ("a.example:80",)}, "allow_host='a.example:80' is not the name of a host"),
         ({"allow_host": ("",)}, "is not the name of a host"),
         ({"allow_origin": ("a.example",)}, "allow_origin='a.example' is not an origin"),
         ({"allow_origin": ("https://a.example/",)}, "is not an origin"),
@@ -224,7 +217,6 @@ def raw_deflate(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("coding", "pack"),
     [
-        ("gzip", gzip.compress),
         ("x-GZIP", gzip.compress),
         ("deflate", zlib.compress),
         ("deflate", raw_deflate),
@@ -244,12 +236,8 @@ def test_compressed_bodies(limited: Running, images: list[bytes], coding: str, p
         answer = limited.ask("POST", "/", broken, Content_Encoding=coding, **TOKEN)
         assert answer.status == 400 and answer.json["error"].startswith("Content-Encoding: ")
     assert limited.metric("vitrail_body_bytes", **TOKEN) == 0
-
-
-def test_an_unknown_compression(limited: Running, images: list[bytes]) -> None:
     answer = limited.ask("POST", "/", images[0], Content_Encoding="br", **TOKEN)
     assert answer.status == 415 and "'br'" in answer.json["error"] and "gzip" in answer.headers["accept-encoding"]
-    assert limited.ask("POST", "/", images[0], Content_Encoding="identity", **TOKEN).status == 200
 
 
 @pytest.mark.slow
@@ -263,13 +251,9 @@ def test_names_of_a_server_on_a_loopback_address(bundle: Bundle, images: list[by
                 assert answer.status == 421 and "--allow-host" in answer.json["error"]
             assert server.ask("GET", "/health/ready", Host=host).status == 200
             assert server.ask("GET", "/health", Host=host).json == {"health": True}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"token": "secret"}, {"host": "0.0.0.0"}])
-def test_other_servers_answer_under_every_name(bundle: Bundle, images: list[bytes], settings: dict[str, Any]) -> None:
-    with serving({"flowers": bundle}, **settings) as server:
-        assert server.ask("POST", "/", images[0], Host="flowers.example", **TOKEN).status == 200
+    for settings in ({"token": "secret"}, {"host": "0.0.0.0"}):  # other servers answer under every name
+        with serving({"flowers": bundle}, **settings) as server:
+            assert server.ask("POST", "/", images[0], Host="flowers.example", **TOKEN).status == 200
 
 
 def test_pages_of_other_origins(bundle: Bundle, images: list[bytes]) -> None:

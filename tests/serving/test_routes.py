@@ -20,8 +20,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.make import encode
 from tests.serving.conftest import make_bundle
-from tests.serving.running import Running, data_uri, encoded, serving
+from tests.serving.running import Running, data_uri, serving
 from vitrail import load
 from vitrail.errors import BundleError
 from vitrail.models.variants import variant_config
@@ -147,6 +148,10 @@ def test_metadata_and_probes(server: Running, bundle: Bundle) -> None:
     assert server.ask("GET", f"/v2/models/flowers/versions/{version}/ready").json["ready"] is True
     assert server.ask("GET", "/v2/models/flowers/versions/1/ready").status == 404
     assert server.ask("GET", "/v2").json["name"] == "vitrail"
+    listed = server.ask("GET", "/v1/models").json
+    assert [one["id"] for one in listed["data"]] == ["flowers", "numbers", "features"]
+    assert server.ask("GET", "/v1/models/numbers").json == listed["data"][1]
+    assert server.ask("GET", "/v1/models/birds").status == 404
     for path in ("/health/live", "/health/ready", "/health/startup", "/v2/health/live", "/v2/health/ready"):
         assert server.ask("GET", path).status == 200
 
@@ -190,7 +195,7 @@ def test_explanations(server: Running, bundle: Bundle, images: list[bytes]) -> N
     ],
 )
 def test_an_explanation_that_is_refused(server: Running, query: str, size: int, status: int, words: str) -> None:
-    image = encoded(np.zeros((size, 7, 3), np.uint8)) if size else b"no image"
+    image = encode(np.zeros((size, 7, 3), np.uint8), "PNG") if size else b"no image"
     answer = server.ask("POST", f"/explain?{query}", image)
     assert answer.status == status and words in answer.json["error"]
 
@@ -251,14 +256,12 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
          "'x' does not exist; choose from logits, probabilities, embedding"),
         ("/v2/models/flowers/infer", [], "not a request of the Open Inference Protocol"),
         ("/", {"inputs": "é"}, "inputs: the image is not base64"),
-        ("/", {"inputs": None}, "inputs: this must be the text of one image in base64 and is missing"),
         ("/", {"inputs": ["eA=="]}, "inputs: this must be the text of one image in base64"),
         ("/", {"inputs": "https://example.org/a.png"}, "inputs: no URL is fetched"),
         ("/?model=flowers&model=numbers", {"inputs": ""}, "model: the address gives it more than once"),
         ("/v2/models/flowers/infer", {"inputs": [TENSOR], "parameters": {"binary_data_output": "false"}},
          "binary_data_output: 'false' is not true or false"),
         ("/", {"inputs": "data:;base64," * 100_000}, "inputs: the image is not base64"),
-        ("/", {"inputs": "", "parameters": {"top_k": -1}}, "top_k: -1 is not a number of classes"),
         ("/", {"inputs": "", "parameters": {"top_k": True}}, "top_k: True is not a number of classes"),
         ("/", {"inputs": "", "parameters": {"function_to_apply": "tanh"}}, "'tanh' is not one of softmax, sigmoid"),
         ("/", {"inputs": "", "parameters": {"threshold": 0.5}}, "threshold: the server does not act on this name"),
@@ -279,7 +282,6 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
          {"inputs": [TENSOR], "outputs": [{"name": "logits", "parameters": {"classification": 2}}]},
          "classification: the server does not act on this name"),
         ("/", ["x"], "must be a JSON object"),
-        ("/v1/embeddings", {"input": "http://127.0.0.1/a.png"}, "no URL is fetched"),
         ("/v1/embeddings", {"input": "file:///etc/passwd"}, "no URL is fetched"),
         ("/v1/embeddings", {"input": []}, "has no images"),
         ("/v1/embeddings", {"input": "data:,x"}, "must be in base64"),
@@ -353,13 +355,6 @@ def test_spellings_of_base64(server: Running, images: list[bytes], extra: int) -
         tensor = {"name": "images", "shape": [1], "datatype": "BYTES", "data": [text]}
         assert infer(server, {"inputs": [tensor]}).status == 200
     assert server.ask_json("/", {"inputs": usual.rstrip("=")[:-1] + "*"}).status == 400
-
-
-def test_the_models_in_the_shape_of_openai(server: Running) -> None:
-    listed = server.ask("GET", "/v1/models").json
-    assert [one["id"] for one in listed["data"]] == ["flowers", "numbers", "features"]
-    assert server.ask("GET", "/v1/models/numbers").json == listed["data"][1]
-    assert server.ask("GET", "/v1/models/birds").status == 404
 
 
 def test_the_description_holds_for_every_path(server: Running, images: list[bytes]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.make import make_idx_folder
 from tests.studies.measured import cell_result
 from vitrail.data.formats import idx
-from vitrail.errors import DataError, RunError
+from vitrail.errors import RunError
 from vitrail.experiments.runner import read_cell, write_result
 from vitrail.files import write_json
 from vitrail.studies.cell import DEVICE, CellResult, StudyCell, make_cell, measure_cell
@@ -126,13 +126,6 @@ def make(folder: Path, cell: StudyCell) -> CellResult:
     result = measure_cell(folder / cell.name, cell)
     write_result(folder / cell.name, result)
     return result
-
-
-@pytest.mark.slow
-def test_data_without_a_test_split_is_refused(tmp_path: Path) -> None:
-    config = tiny().override(data="fractals:2:20", channels=1)
-    with pytest.raises(DataError, match=r"data 'fractals:2:20' has no test split to measure a cell on"):
-        make(tmp_path, cell_of(config))
 
 
 @pytest.mark.slow

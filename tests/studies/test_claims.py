@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -19,9 +18,7 @@ from vitrail.studies.claims import (
     Results,
     estimate,
     frontier,
-    log_x_at,
     paired,
-    power_law,
     student_t,
 )
 
@@ -176,6 +173,16 @@ def test_a_ratio_that_is_not_certain_is_not_shown(points: list[PointResult], evi
     assert found.outcome == "not shown" and evidence in found.evidence[0]
 
 
+def test_no_claim_about_compute_leaves_out_a_seed_that_diverged() -> None:
+    good, bad = arm("vit", law(3.0)), arm("bit", law(1.0))
+    bad[1] = measured("bit", [0.7, 0.7, None], x=COMPUTE[1], label="middle")
+    results = Results([*good, *bad])
+    for claim in (PowerLawFit("falls", "bit"), LessCompute("less", "vit", "bit"), LessCompute("less", "bit", "vit")):
+        found = claim.check(results)
+        assert found.outcome == "not shown" and found.evidence == ("bit at middle diverged with 1 of 3 seeds",)
+    assert PowerLawFit("falls", "vit").check(results).outcome == "shown"
+
+
 @pytest.mark.parametrize("level", [0.5, 0.05, 0.001])
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 101])
 def test_quantiles_are_those_of_students_t(freedom: int, level: float) -> None:
@@ -191,25 +198,8 @@ def test_an_estimate_is_that_of_a_t_test() -> None:
     assert found.count == 4
 
 
-def test_one_seed_has_no_interval() -> None:
-    found = estimate([0.5])
-    assert (found.mean, found.low, found.high) == (0.5, -math.inf, math.inf) and math.isnan(found.deviation)
-    assert student_t(0) == math.inf
-
-
 def test_differences_are_paired_by_seed() -> None:
     found = paired({0: 0.5, 1: 0.75, 2: 0.25}, {1: 0.5, 2: 0.0, 3: 0.9})
     assert found is not None and (found.mean, found.deviation, found.count) == (0.25, 0.0, 2)
     assert (found.low, found.high) == (0.25, 0.25)
     assert paired({0: 1.0}, {1: 1.0}) is None
-
-
-def test_a_power_law_is_found_again() -> None:
-    law = power_law([(x, 3 * x**-0.25) for x in (10.0, 100.0, 5000.0)])
-    assert law is not None and law.slope == pytest.approx(-0.25)
-    assert log_x_at(law, 1.0) == pytest.approx(math.log(81.0))
-
-
-@pytest.mark.parametrize("points", [[], [(1.0, 2.0)], [(4.0, 2.0), (4.0, 3.0)], [(1.0, 1.0), (-1.0, 2.0), (0.0, 1.0)]])
-def test_a_power_law_needs_two_places(points: list[tuple[float, float]]) -> None:
-    assert power_law(points) is None

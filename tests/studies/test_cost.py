@@ -71,8 +71,3 @@ def test_the_forecast_divides_by_the_jobs(monkeypatch: pytest.MonkeyPatch) -> No
     assert forecast(cost, jobs=1, threads=1, device=CPU) == 4 * 7.0
     assert forecast(cost, jobs=2, threads=1, device=CPU) == 2 * 7.0
     assert forecast(cost, jobs=9, threads=1, device=CPU) == 7.0  # one cell is not divided
-
-
-@pytest.mark.slow
-def test_the_speed_of_a_network_is_measured() -> None:
-    assert forecast(of(1), jobs=1, threads=1, device=CPU) > 6.0

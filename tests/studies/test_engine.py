@@ -130,14 +130,8 @@ def test_a_folder_of_another_study_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "study"
     hold(run_of(folder))
     hold(run_of(folder, seeds=(5,)))  # more seeds and other arms belong to the same study
-    other = StudyRun(
-        study=HEAD, settings=Settings(scale="default", fingerprint="g"), points=ARMS, seeds=(0,), folder=folder
-    )
-    message = (
-        r"holds a study with other settings: scale was 'quick' and is 'default'; the images, labels or splits have "
-        r"changed\. Give the same settings to continue, or choose another --out"
-    )
-    with pytest.raises(RunError, match=message):
+    other = StudyRun(study=HEAD, settings=Settings(fingerprint="g"), points=ARMS, seeds=(0,), folder=folder)
+    with pytest.raises(RunError, match="scale was 'quick' and is 'default'; the images, labels or splits have changed"):
         hold(other)
     (folder / "study.json").write_text("{")
     with pytest.raises(RunError, match=r"study\.json is damaged"):

@@ -16,7 +16,7 @@ from vitrail.analysis.charts import standalone
 from vitrail.report.page import is_our_page
 from vitrail.studies.claims import Results, TuningTrial
 from vitrail.studies.engine import StudyRun
-from vitrail.studies.page import arms_chart, edge_notes, lines_chart, write_study
+from vitrail.studies.page import arms_chart, lines_chart, write_study
 from vitrail.studies.questions.head import HEAD
 from vitrail.studies.study import Settings
 
@@ -82,12 +82,6 @@ def test_the_page_tells_the_trials_of_stages_apart(folder: Path, tmp_path: Path)
     assert "<td>mean</td><td>2</td><td>0.0005</td><td>50.00</td><td>chosen</td>" in page
 
 
-def test_a_rate_inside_the_grid_needs_no_note() -> None:
-    trials = [replace(trial, chosen=trial.rate == 1.5e-3) for trial in RESULTS.trials]
-    assert edge_notes(Results([], trials)) == []
-    assert edge_notes(Results([], trials[1:])) == []  # two rates are only edges
-
-
 def titles(chart: str) -> list[str]:
     root = ElementTree.fromstring(standalone(chart))
     return [element.text or "" for element in root.iter() if element.tag.endswith("title")]
@@ -102,17 +96,6 @@ def test_every_seed_and_mean_is_a_dot() -> None:
         "two, seed 0: 70.00%", "two: 70.00% with one seed",
     ]  # fmt: skip
     assert ">diverged<" in chart
-
-
-def test_lines_are_in_the_order_of_x() -> None:
-    points = [
-        measured("vit", (0.8, 0.82), x=900.0, label="900"), measured("vit", (0.5, 0.5), x=90.0, label="90"),
-        measured("bit", (0.6,), x=90.0, label="90"),
-    ]  # fmt: skip
-    chart = lines_chart(Results(points), "accuracy", "accuracy", "training images")
-    assert [title.partition(", 95 %")[0] for title in titles(chart)] == [
-        "vit at 90: mean 50.00%", "vit at 900: mean 81.00%", "bit at 90: 60.00% with one seed",
-    ]  # fmt: skip
 
 
 def test_without_a_finished_point_there_is_no_figure() -> None:

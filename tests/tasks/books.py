@@ -1,4 +1,4 @@
-"""Codebooks of tests. Processes of tests import this module, so it does not import pytest."""
+"""Codebooks and tokenizers of tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from tests.tasks.images import Pictures
 from tests.tasks.objectives import small_network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
-from vitrail.processes.group import join_processes
 from vitrail.tasks.codebook import Codebook
 from vitrail.tasks.tokenizer import Tokenizer
 from vitrail.tasks.vqvae import VqVae
-
-__all__ = ["make", "make_tokenizer", "updated"]
 
 
 def make(size: int, width: int, *, whole: bool = False) -> Codebook:
@@ -24,21 +21,6 @@ def make(size: int, width: int, *, whole: bool = False) -> Codebook:
         book.codes.copy_(torch.randint(-4, 5, (size, width)))
         book.sums.copy_(book.codes)
     return book
-
-
-def updated(parts: int) -> dict[str, list[float]]:
-    """Return the state of a codebook after three steps, in which each process has its part of the batch."""
-    processes, book = join_processes(), make(8, 3)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        vectors = torch.randint(-4, 5, (8, 5, 3), generator=generator).float()
-        order = torch.rand(8, generator=generator, dtype=torch.float64)
-        share = slice(processes.rank * 8 // processes.world, (processes.rank + 1) * 8 // processes.world)
-        for own, rank in zip(vectors[share].chunk(parts), order[share].chunk(parts), strict=True):
-            book(own, torch.ones(len(own), dtype=torch.bool))
-            book.offer(own[:, 0], rank)
-        book.update(processes, decay=0.6, restart_below=0.5)
-    return {name: tensor.flatten().tolist() for name, tensor in book.state_dict().items()}
 
 
 def make_tokenizer(

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.several import in_processes
-from tests.tasks.books import make, updated
+from tests.tasks.books import make
 from vitrail.processes.group import Processes
 from vitrail.tasks.codebook import perplexity
 
@@ -134,14 +133,3 @@ def test_perplexity_counts_codes_that_are_used_equally() -> None:
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     assert perplexity(torch.tensor([1.0, 3.0, 0.0])).item() == pytest.approx(math.exp(entropy))
     assert perplexity(torch.zeros(4)).item() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "parts"), [(2, 2), (4, 1)])
-def test_several_processes_have_the_codes_of_one(world: int, parts: int) -> None:
-    alone = updated(1)
-    assert alone["codes"] != make(8, 3).codes.flatten().tolist()
-    for one in in_processes(world, updated, parts):
-        assert one.error is None
-        for name, numbers in alone.items():
-            assert one.result[name] == pytest.approx(numbers, abs=1e-5)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.tasks.images import Pictures
+from tests.tasks.images import Pictures, batch_of, images_of
+from tests.tasks.objectives import small_network
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
@@ -67,6 +69,57 @@ def test_networks_that_a_task_cannot_train_are_refused(task: str) -> None:
     if task in ("simclr", "moco", "dino", "vqvae"):
         with pytest.raises(ConfigError, match=f"head_hidden=8 is a layer that task='{task}' does not train"):
             made(task).check_network(variant_config("ViT-Pico/7", image_size=28, num_classes=0, head_hidden=8))
+
+
+BOTH_HEADS: dict[str, Any] = {"pool": "cls+dist", "registers": 1, "positions_cover": "all"}
+UNFIT: list[tuple[str, dict[str, Any], str, dict[str, Any], str]] = [
+    *(
+        (task, {}, variant, fields, message.replace("NAME", task).replace("HIDDEN", hidden))
+        for task, hidden in (("mae", "removed"), ("masked-patches", "corrupted"))
+        for variant, fields, message in (
+            ("BiT-R50x1", {}, "task='NAME' hides the embeddings of patches, which a ResNet does not have"),
+            ("Conv+ViT-Pico/8", {}, "the tokens of a hybrid do, so that the neighbours of a HIDDEN patch"),
+            ("R50+ViT-B/16", {}, "task='NAME' needs patches that do not overlap"),
+            ("ViT-Pico/8", {"positions": "none"}, "needs positions, .* distinguishes HIDDEN patches, .*'learned'"),
+            ("ViT-Pico/8", {"patch_dropout": 0.25}, "patch_dropout=0.25 removes patches that task='NAME'"),
+            ("ViT-Pico/8", {"pool": "map"}, "pool='map' has weights that task='NAME' does not train"),
+            ("ViT-Pico/8", {"projection": 9}, "projection=9 is a matrix that task='NAME' does not train"),
+            ("ViT-Pico/8", {"head_hidden": 9}, "head_hidden=9 is a layer that task='NAME' does not train"),
+        )
+    ),
+    ("mae", {}, "ViT-Pico/8", {"attention": "axial"}, "attention='axial' needs the whole grid of patches, but task"),
+    ("mae", {"decoder_heads": 5}, "ViT-Pico/8", {}, "decoder_width=.* with decoder_heads=5 does not work, because"),
+    ("mae", {"decoder_width": 6, "decoder_heads": 1}, "ViT-Pico/8", {}, "decoder_width=6 .* be divisible by 4"),
+    ("vqvae", {}, "BiT-Pico", {}, "needs one encoded vector for each patch of pixels, which a ResNet does not have"),
+    ("vqvae", {}, "Conv+ViT-Pico/8", {}, "which a hybrid does not have"),
+    ("vqvae", {}, "ViT-Pico/8", {"patch_dropout": 0.5}, "patch_dropout=0.5 removes patches that task='vqvae'"),
+    ("vqvae", {}, "ViT-Pico/8", {"pool": "map"}, "pool='map' has weights that task='vqvae' does not train"),
+    ("vqvae", {"decoder_width": 10}, "ViT-Pico/8", {"heads": 4}, "decoder_width=10 with decoder_heads=4 does not wo"),
+    ("distillation", {}, "ViT-Pico/8", {**BOTH_HEADS, "final_norm": "pooled"}, "final_norm='pooled' mixes the class"),
+    ("distillation", {}, "ViT-Pico/8", {**BOTH_HEADS, "head_hidden": 8}, "head_hidden=8 mixes the class token with"),
+    ("dino", {"patch_weight": 0.7}, "BiT-Pico", {}, "patch_weight=0.7 needs the class token"),
+    ("dino", {"patch_weight": 0.7}, "ViT-Pico/8", {"pool": "gap"}, "patch_weight=0.7 needs the class token"),
+    ("dino", {"patch_weight": 0.7}, "ViT-Pico/8", {"patch_dropout": 0.5}, "patch_weight=0.7 needs the class token"),
+    ("dino", {"patch_weight": 0.7}, "ViT-Pico/8", {"projection": 8}, "patch_weight=0.7 needs the class token"),
+    ("dino", {"local_size": (16, 13)}, "ViT-Pico/8", {}, r"local_size=\(16, 13\) does not fit the network: .*13.*"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "settings", "variant", "fields", "message"), UNFIT)
+def test_networks_that_do_not_fit_are_refused(
+    task: str, settings: dict[str, Any], variant: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(task, **settings).check_network(variant_config(variant, image_size=(32, 48), num_classes=0, **fields))
+
+
+@pytest.mark.parametrize("task", ["simclr", "moco", "dino"])
+def test_resnets_are_compared_too(task: str) -> None:
+    small = {"prototypes": 24, "projection_hidden": 20} if task == "dino" else {}
+    objective: Any = made(task, **small).objective(small_network("BiT-Pico"), SPLITS)
+    batch = batch_of(images_of(6))
+    objective(replace(batch, samples=batch.samples // 2, views=batch.samples % 2)).loss.backward()
+    assert all(weight.grad.isfinite().all() for weight in objective.parameters() if weight.requires_grad)
 
 
 @pytest.mark.parametrize("task", ["simclr", "dino"])

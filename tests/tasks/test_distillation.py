@@ -189,28 +189,9 @@ def test_the_cost_of_a_step_counts_the_teacher(teacher: Callable[..., str]) -> N
     [
         ({"classes": ("ant", "bee", "dog")}, r"it lacks cat, and it also has dog; choose a teacher"),
         ({"classes": (*CLASSES, "dog")}, r"classes than .*: it also has dog; choose"),
-        ({"output": "sigmoid"}, r"has the outputs 'sigmoid', but a teacher needs probabilities that add up to 1"),
     ],
 )
 def test_unfit_teachers_are_refused(made: dict[str, Any], message: str, teacher: Callable[..., str]) -> None:
     task = Distillation(teacher=teacher(**made))
     with pytest.raises(ConfigError, match=message):
         task.check_data(DATA)
-
-
-def test_images_with_several_labels_are_refused() -> None:
-    with pytest.raises(ConfigError, match="images with several labels, which the task distillation cannot learn"):
-        Distillation().check_data(Splits(Pictures(3, CLASSES, [(0, 1)]), None, None))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"final_norm": "pooled"}, "final_norm='pooled' mixes the class token with the distillation token"),
-        ({"head_hidden": 8}, "head_hidden=8 mixes the class token with the distillation token"),
-    ],
-)
-def test_layers_that_mix_the_two_tokens_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Distillation().check_network(variant_config("ViT-Pico/7", image_size=28, **TOKEN, **fields))
-    Distillation().check_network(variant_config("ViT-Pico/7", image_size=28, **fields))

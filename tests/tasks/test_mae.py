@@ -12,8 +12,6 @@ from torch import Tensor
 from tests.tasks.images import batch_of, images_of
 from tests.tasks.objectives import check_parts, pixels_of, small_network
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import ConfigError
-from vitrail.models.variants import variant_config
 from vitrail.tasks.mae import Mae, MaeObjective, patch_pixels
 from vitrail.tasks.patches import draw_order
 
@@ -182,26 +180,3 @@ def test_networks_of_all_kinds_are_trained_at_any_size(fields: dict[str, Any]) -
         objective(batch_of(images_of(2, size=size))).loss.backward()
     assert all(weight.grad.isfinite().all() for weight in objective.decoder.parameters())
     assert objective.network.blocks[0].mlp.up.weight.grad.abs().max() > 0
-
-
-def test_the_decoder_is_the_papers_or_lighter_for_narrow_networks() -> None:
-    for variant, sizes in (
-        ("ViT-L/16", (512, 8, 16)), ("ViT-B/16", (512, 8, 16)), ("ViT-S/16", (192, 2, 6)), ("ViT-Ti/16", (96, 2, 3)),
-    ):  # fmt: skip
-        decoder = Mae().decoder_of(variant_config(variant))
-        assert (decoder.width, decoder.depth, decoder.heads) == sizes and decoder.mlp_width == 4 * decoder.width
-    chosen = Mae(decoder_width=64, decoder_depth=1, decoder_heads=8).decoder_of(variant_config("ViT-L/16"))
-    assert (chosen.width, chosen.depth, chosen.heads) == (64, 1, 8)
-
-
-@pytest.mark.parametrize(
-    ("variant", "fields", "task", "message"),
-    [
-        ("ViT-Pico/8", {"attention": "axial"}, {}, "attention='axial' needs the whole grid of patches, but task='mae'"),
-        ("ViT-Pico/8", {}, {"decoder_heads": 5}, "decoder_width=.* with decoder_heads=5 does not work, because"),
-        ("ViT-Pico/8", {}, {"decoder_width": 6, "decoder_heads": 1}, "decoder_width=6 .* must be divisible by 4"),
-    ],
-)
-def test_unfit_networks_are_refused(variant: str, fields: dict[str, Any], task: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Mae(**task).check_network(variant_config(variant, image_size=32, **fields))

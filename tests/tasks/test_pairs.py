@@ -217,9 +217,7 @@ def test_a_trained_pair_finds_its_texts_and_continues_as_initial_model(tmp_path:
                 "early_patch_dropout": {"early_patch_dropout": ("0.5:0.4",)},
             }.items()
         ),
-        ({"mixup": 0.5}, "mixup=0.5 mixes the labels"),
         ({"task": "siglip", "initial_bias": None}, "the sigmoid loss needs a bias"),
-        ({"vocabulary": 100}, "vocabulary=100"),
     ],
 )
 def test_unfit_settings_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.tasks.images import Labels
 from vitrail.data.source import mixed
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError
 from vitrail.tasks.classification import Classification
-from vitrail.tasks.task import drawn_samples, mean_of_counted
+from vitrail.tasks.task import drawn_samples
 
 ONE, SEVERAL = Splits(Labels(0, 2, 1), None, None), Splits(Labels((0, 1), (), (2,)), None, None)
 
@@ -29,8 +28,6 @@ def test_data_that_the_task_cannot_learn_is_refused() -> None:
         Classification(select="mean_average_precision").check_data(ONE)
     with pytest.raises(ConfigError, match="has images with several labels, which loss='softmax' cannot learn"):
         Classification().check_data(SEVERAL)
-    with pytest.raises(DataError, match="the data has no labels; classification needs a label for each image"):
-        Classification().check_data(Splits(Labels(None, None, classes=()), None, None))
 
 
 def test_a_summary_has_the_metrics_that_describe_the_model() -> None:
@@ -43,9 +40,3 @@ def test_samples_of_a_mixture_are_drawn_by_its_fractions() -> None:
     few, many = Labels(0, 1), Labels(0, 1, 2, 2)
     assert dict(drawn_samples(few)) == {0: 0.5, 1: 0.5}
     assert dict(drawn_samples(mixed([few, many], [0.2, 0.8]))) == {0: 0.1, 1: 0.1, 2: 0.2, 3: 0.2, 4: 0.2, 5: 0.2}
-
-
-def test_the_mean_is_of_counted_samples() -> None:
-    values = torch.tensor([1.0, 5.0, 3.0])
-    assert mean_of_counted(values, torch.tensor([True, False, True])).item() == 2
-    assert mean_of_counted(values, torch.zeros(3, dtype=torch.bool)).item() == 0

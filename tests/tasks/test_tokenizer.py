@@ -122,15 +122,11 @@ def test_facts_are_those_of_the_newest_files(tmp_path: Path) -> None:
     assert tokenizer_facts(str(folder)).coder.codes == 9
 
 
-def test_only_a_network_with_as_many_patches_fits(tmp_path: Path) -> None:
+def test_a_network_with_as_many_patches_fits(tmp_path: Path) -> None:
     folder = str(make_tokenizer().save(tmp_path / "model"))
     for variant, size in (("ViT-Pico/7", (21, 28)), ("ViT-Pico/14", (42, 56)), ("ViT-Pico/16x8", (48, 32))):
         check_grid(folder, variant_config(variant, image_size=size))
-    message = (
-        r"tokenizer='.*model' has tokens of 3 x 4 patches \(each 7 x 7 of 21 x 28 pixels\), but the network has 4 x 3 "
-        r"patches \(each 7 x 7 of 28 x 21 pixels\); train a tokenizer with the same number of patches"
-    )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"has tokens of 3 x 4 patches .* but the network has 4 x 3 patches"):
         check_grid(folder, variant_config("ViT-Pico/7", image_size=(28, 21)))
 
 

@@ -13,9 +13,7 @@ from tests.tasks.images import Pictures, batch_of, images_of
 from tests.tasks.objectives import check_parts, small_network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.variants import variant_config
 from vitrail.processes.group import Processes
 from vitrail.tasks.codebook import join_patches
 from vitrail.tasks.task import Position
@@ -121,27 +119,3 @@ def test_the_use_of_codes_is_measured() -> None:
     errors = (bundle.restored(tokens) - images).square().mean()
     assert found["reconstruction_loss"] == pytest.approx(errors.item(), rel=1e-5)
     assert task.texts(found)[1].startswith("perplexity ")
-
-
-def test_pictures_show_images_and_what_is_restored() -> None:
-    objective = make_objective()
-    bundle = objective.task.bundle(objective, (), Preprocess(image_size=(21, 28)), {})
-    (table,) = objective.task.pictures(objective, bundle, SPLITS.train)
-    assert table.title == "Images restored from tokens" and len(table.rows) == 8
-    image, restored = table.rows[0]
-    assert image.image.size == restored.image.size == (28, 21) and "different tokens" in restored.lines[1]
-
-
-@pytest.mark.parametrize(
-    ("variant", "fields", "message"),
-    [
-        ("BiT-Pico", {}, "needs one encoded vector for each patch of pixels, which a ResNet does not have; choose"),
-        ("Conv+ViT-Pico/8", {}, "which a hybrid does not have"),
-        ("ViT-Pico/8", {"patch_dropout": 0.5}, "patch_dropout=0.5 removes patches that task='vqvae'"),
-        ("ViT-Pico/8", {"pool": "map"}, "pool='map' has weights that task='vqvae' does not train"),
-        ("ViT-Pico/8", {"heads": 4}, "decoder_width=10 with decoder_heads=4 does not work"),
-    ],
-)
-def test_unfit_networks_are_refused(variant: str, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        VqVae(decoder_width=10).check_network(variant_config(variant, image_size=(32, 48), num_classes=0, **fields))

@@ -73,22 +73,8 @@ def test_the_faster_turn_of_each_choice_counts() -> None:
     assert chosen(0.5, 0.75, 0.625, 0.25) == (0, [3, 0, 3, 0], {3: 0.5, 0: 0.25})
 
 
-def test_a_gain_below_two_percent_keeps_the_threads() -> None:
-    assert (chosen(0.5, 0.4901, 0.5, 0.5)[0], chosen(0.5, 0.4899, 0.5, 0.5)[0]) == (3, 0)
-
-
 def test_steps_are_compared_by_their_cost() -> None:
     assert chosen(1.0, 0.75, 1.0, 0.75, works=(4.0, 1.0, 4.0, 1.0))[::2] == (3, {3: 0.25, 0: 0.75})
-
-
-def test_a_turn_lasts_long_enough() -> None:
-    used: list[int] = []
-    trials = ReaderTrials((2, 0), used.append)
-    for _ in range(trials.SKIPPED + 9):
-        trials.add(0.1)
-    assert used == [2]
-    trials.add(0.2)
-    assert used == [2, 0]
 
 
 def weights_of(run: Path) -> bytes:

@@ -24,14 +24,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.training.jobs import Make
 from vitrail.bench.step import record
-from vitrail.models.linear.dense import ONEDNN, Linear
+from vitrail.models.linear.dense import ONEDNN
 from vitrail.models.predictor import Predictor
 from vitrail.training import loop
 from vitrail.training.config import TrainConfig
@@ -261,32 +260,3 @@ def test_numbers_that_are_waited_for_count_as_reads() -> None:
         torch.equal(x, x + 1)
 
     assert count(step).reads == {"_local_scalar_dense": 2, "index": 1, "nonzero": 1, "equal": 1}
-
-
-def test_what_left_the_budget_is_named() -> None:
-    before = Figures(Counter(mm=90, bmm=10), Counter(add=60, clone=40), Counter(), Counter(clone=4000))
-    entry = before.to_plain()
-    assert problems(entry, before) == []
-    assert problems(entry, Figures(before.flops, Counter(add=60, clone=36), Counter(), Counter(clone=3900))) == []
-    more = Figures(Counter(mm=91, bmm=10), Counter(add=59, clone=42), Counter(item=1), Counter(clone=4000, cat=1))
-    listed = [
-        "flops grew from 100 to 101: mm 90 -> 91",
-        "kernels grew from 100 to 101: clone 40 -> 42, add 60 -> 59",
-        "reads grew from 0 to 1: item 0 -> 1",
-        "copied_bytes grew from 4,000 to 4,001: cat 0 -> 1",
-    ]
-    assert problems(entry, more) == listed
-    assert problems({**entry, "torch": "1.0"}, more) == listed[::2], "other versions of PyTorch have other kernels"
-    less = Figures(Counter(mm=89, bmm=10), Counter(add=60, clone=34), Counter(), Counter(clone=3799))
-    assert [line.partition(" from")[0] for line in problems(entry, less)] == [
-        "flops fell", "kernels fell", "copied_bytes fell"
-    ]  # fmt: skip
-
-
-@pytest.mark.skipif(not ONEDNN, reason="this build of torch has no dense layer of oneDNN")
-def test_a_kept_gelu_is_caught(measure: Callable[[str], Figures], monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "train class token bf16"
-    before = measure(name)
-    monkeypatch.setattr(Linear, "after_gelu", lambda layer, hidden, approximate: layer(F.gelu(hidden)))
-    (listed,) = problems(before.to_plain(), measure(name))
-    assert listed.startswith("kept_bytes grew from") and "bfloat16 6x13x96" in listed

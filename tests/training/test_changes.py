@@ -20,12 +20,6 @@ from vitrail.training.run import changed_config, finished, resume, train
 RUN = Path("runs/photos")
 
 
-def test_a_free_setting_and_an_equal_one_need_no_leave(small: Make) -> None:
-    config = small(RUN)
-    changed, differences = changed_config(RUN, config, {"threads": 0, "precision": "float32", "track": ""})
-    assert changed == config.override(threads=0) and differences == {"threads": (2, 0)}
-
-
 def test_each_difference_is_named(small: Make) -> None:
     config = small(RUN, data="photos")
     wanted = {"precision": "bf16", "data": "moved", "seed": 3, "threads": 1, "accumulation": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.variants import variant_config
 from vitrail.training import clock as clock_module
-from vitrail.training.clock import SmoothedRate, TimeLeft, Timing
+from vitrail.training.clock import TimeLeft, Timing
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.job import Job, Phase
 from vitrail.training.log import Log
@@ -118,24 +117,6 @@ def test_a_run_without_steps_has_no_speed(clock: Clock) -> None:
     assert made().summary() == {**dict.fromkeys(SUMMARY, 0.0), "seconds": 2.0}
 
 
-def test_the_start_up_is_dropped_when_more_is_known() -> None:
-    rate = SmoothedRate()
-    assert rate.add(10, 20.0) == 0.5
-    assert rate.add(300, 3.0) == 100
-    assert rate.add(300, 3.0) == pytest.approx(100)
-
-
-def test_a_lasting_change_is_shown_after_minutes() -> None:
-    rate = SmoothedRate()
-    rate.add(1, 1.0)
-    for _ in range(300):
-        rate.add(600, 6.0)
-    for _ in range(10):
-        shown = rate.add(300, 6.0)
-    # A geometric sum: after a minute, exp(-1) of the weight is on what was before.
-    assert shown == pytest.approx(50 + 50 * math.exp(-1))
-
-
 def left_of(steps: int, evaluations: int = 0, checkpoints: int = 1, **fields: Any) -> TimeLeft:
     """Return the forecast of a run with batches of 20 images."""
     config = TrainConfig().override(
@@ -172,26 +153,6 @@ def measured() -> Iterator[Any]:
     clock_module._measured.cache_clear()
     yield clock_module._measured
     clock_module._measured.cache_clear()
-
-
-def test_the_fastest_product_counts(monkeypatch: pytest.MonkeyPatch, measured: Any) -> None:
-    clock, sides = [0.0], list[int]()
-    times = {256: (0.001, 0.004), 512: (0.0015, 0.001), 1024: (0.006, 0.005)}
-
-    def seconds(multiply: Any, left: torch.Tensor, right: torch.Tensor) -> float:
-        assert left.dtype == right.dtype == torch.bfloat16 and not torch.is_grad_enabled()
-        sides.append(len(left))
-        clock[0] += 1 / 128
-        return times[len(left)][0 if multiply is torch.mm else 1]
-
-    monkeypatch.setattr(clock_module, "_seconds", seconds)
-    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(clock_module, "_kernels", lambda precision, device: [torch.mm, torch.matmul])
-    found = clock_module.product_limit("bf16", CPU)
-    assert found == 2 * 1024**3 / 0.005
-    assert sides == [256] * 4 + [512] * 2 + [1024] * 2, "two calls that are not counted, then 40 ms"
-    assert clock_module.product_limit("bf16", CPU) == found and len(sides) == 8
-    assert clock_module.product_limit("bf16", CPU, again=True) == found and len(sides) == 16
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

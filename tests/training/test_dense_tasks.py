@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from tests.make import make_voc_folder
 from tests.several import command
 from tests.training import ranks
 from tests.training.curves import values_of
 from tests.training.jobs import results_of
-from vitrail.errors import ConfigError
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import resume, train
@@ -118,13 +116,6 @@ def test_settings_that_do_not_fit_are_refused_before_any_file_is_written(
     code, _, errors = command("train", "folder", *options, *given, "--resize", "pad")
     assert code == 2 and REFUSED[words] in errors and "Traceback" not in errors, errors
     assert not run.exists()
-
-
-def test_a_network_of_the_users_own_is_refused(drawn: Path, tmp_path: Path) -> None:
-    config = config_of(drawn, tmp_path / "run", **dict.fromkeys(SHAPE))
-    with pytest.raises(ConfigError, match="head_kind"):
-        train(config, network=nn.Sequential(nn.Flatten(), nn.Linear(3 * 40 * 56, 2)))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ METRICS = {
     "loss": 1.25, "accuracy": 0.5, "images_per_second": 894.4, "learning_rate": 5.17e-4,
     "memory_bytes": 1.5 * 2**30, "waiting_share": 0.04,
 }  # fmt: skip
-RESULT = {"best": False, "accuracy": 0.5, "cross_entropy": 1.25, "images": 40.0, "skipped": 0.0}
 
 
 class Screen:
@@ -72,16 +71,3 @@ def test_a_narrow_terminal_shows_what_is_most_important(
     texts = ("step 1,000/1,200", "loss 1.250", "accuracy 50.0%", "2:03:04 left", "waiting", "images/s", "products")
     assert [one in screen.text for one in texts] == [number < shown for number in range(len(texts))]
     assert "…" not in screen.text
-
-
-def test_evaluations_show_training_beside_validation_and_count_skipped_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(monkeypatch)
-    display = screen.begin()
-    display.evaluated(10, RESULT, {})
-    display.evaluated(20, RESULT | {"best": True}, {"accuracy": 0.75, "loss": 0.9})
-    display.evaluated(30, RESULT | {"skipped": 2.0}, {})
-    assert screen.lines == [
-        "step 10: validation accuracy 50.00% on 40 images",
-        "step 20: validation accuracy 50.00% on 40 images; training accuracy 75.00%  (best so far)",
-        "step 30: validation accuracy 50.00% on 40 images (2 skipped)",
-    ]

@@ -61,14 +61,6 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
         assert [event["step"] for event in read_journal(path)] == [1]
 
 
-def test_lines_without_an_event_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    Log(path=path).tell("step", step=1)
-    with path.open("a") as file:
-        file.write('5\nnull\n[1]\n{}\n"event"\n')
-    assert [event["step"] for event in read_journal(path)] == [1]
-
-
 def test_the_time_of_an_event_is_no_metric(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     Log(path=path).tell("evaluation", step=1, split="validation", images=8, kept=True, accuracy=0.5)
@@ -80,12 +72,12 @@ def test_a_place_that_cannot_be_written_is_a_save_error(tmp_path: Path) -> None:
         Log(path=tmp_path / "missing" / "journal.jsonl").tell("started", step=0)
 
 
-def test_an_event_after_a_torn_line_is_not_lost(tmp_path: Path) -> None:
+def test_an_event_after_a_torn_line_is_not_lost_and_lines_without_an_event_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     log = Log(path=path)
     log.tell("step", step=1, loss=2.0)
     with path.open("ab") as file:
-        file.write('{"event": "skipped", "key": "é'.encode()[:-1])
+        file.write('5\nnull\n[1]\n{}\n"event"\n{"event": "skipped", "key": "é'.encode()[:-1])
     log.tell("resumed", step=0)
     assert [event["event"] for event in read_journal(path)] == ["resumed"]
 

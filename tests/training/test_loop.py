@@ -201,13 +201,6 @@ def test_each_group_has_its_own_share_of_the_schedule(make: Callable[..., Any]) 
         assert rates == [job.schedule(step) * 0.5**layer for layer in (3, 2, 1, 0)], "two blocks between stem and head"
 
 
-def test_gradients_are_gone_after_a_step(make: Callable[..., Any]) -> None:
-    state, job = make()
-    figures = train_step(job, state, next(state.batches))
-    assert all(parameter.grad is None for parameter in state.objective.parameters())
-    assert not any(value.requires_grad for value in figures.values())
-
-
 def test_the_batch_is_augmented_by_epoch_and_sample(make: Callable[..., Any]) -> None:
     state, job = make(flip=True, shift=3)
     seen: list[Tensor] = []

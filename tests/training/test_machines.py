@@ -7,14 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.training.curves import curve, difference
-from vitrail.training.checkpoint import Checkpoints
 
 HOSTS = {"one": "10.77.31.1", "two": "10.77.31.2"}
 COMMAND = (
@@ -80,26 +78,6 @@ def test_two_machines_of_two_processes_train_as_one_process_does(
     assert [process.returncode for process in processes] == [0] * 4, outputs
     assert [bool(output) for output, _ in outputs] == [True, False, False, False], "the first process prints"
     assert len(curve(tmp_path / "four")) == 12 and difference(tmp_path / "one", tmp_path / "four") < 2e-6
-
-
-@pytest.mark.slow
-def test_a_cut_cable_ends_all_with_the_names_of_those_behind_it(
-    hosts: dict[str, str], three_splits: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    words = ("--data", str(three_splits), "--steps", "100000", "--checkpoints", "5000", "--evaluations", "1")
-    processes = started(hosts, *words, "--run", str(run), "--process-timeout", "8s")
-    while not Checkpoints(run / "checkpoints").steps():
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.1)
-    ip("-n", hosts["two"], "link", "set", "cable", "down").check_returncode()
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert all(process.returncode == 1 for process in processes), errors
-    assert "process 2 and 3 of 4 ended, or its machine cannot be reached" in errors[0]
-    newest = Checkpoints(run / "checkpoints").steps()[0]
-    resumed = [*COMMAND[:4], "--resume", str(run), "--max-time", "1s"]
-    ended = subprocess.run(resumed, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert ended.returncode == 75 and f"continuing after step {newest:,}" in ended.stdout
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from vitrail.training import update_rules as muon
 from vitrail.training.config import StartConfig
 from vitrail.training.optimizer import OptimizerConfig, make_optimizer
 from vitrail.training.start import choose_weights
-from vitrail.training.update_rules import Muon, orthogonalised, stacks_of
+from vitrail.training.update_rules import orthogonalised, stacks_of
 
 SIZES: dict[str, Any] = {"image_size": (14, 21), "num_classes": 3, "width": 12, "depth": 2, "heads": 2, "mlp_width": 20}
 
@@ -106,23 +106,6 @@ def test_other_weights_take_the_steps_of_adam(coupled: bool) -> None:
     assert same == set(updated["muon"]) - matrices and len(matrices) == 8
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this version of torch has no Muon")
-@pytest.mark.parametrize("shape", [(24, 24), (18, 40), (40, 18)], ids=str)
-def test_steps_of_one_matrix_are_those_of_torch(shape: tuple[int, int]) -> None:
-    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, shape[0] * shape[1]).reshape(shape)) for _ in range(2))
-    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
-    group = {"params": [ours], **settings}
-    own = Muon([group], {id(ours): (1, *shape)}, momentum=0.95, products=torch.bfloat16, lr=0.01)
-    reference = torch.optim.Muon([theirs], momentum=0.95, adjust_lr_fn="match_rms_adamw", **settings)
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(4):
-        ours.grad = torch.randn(shape, generator=generator)
-        theirs.grad = ours.grad.clone()
-        own.step()
-        reference.step()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * 0.01 * 0.01)
-
-
 @pytest.mark.parametrize(("fields", "expected"), [
     ({}, {"attention.qkv": (3, 12, 12), "attention.out": (1, 12, 12), "mlp.up": (1, 20, 12), "mlp.down": (1, 12, 20)}),
     ({"activation": "swiglu", "pool": "map", "head_hidden": 5},
@@ -135,26 +118,15 @@ def test_the_matrices_of_blocks_are_chosen(fields: dict[str, Any], expected: dic
     assert found == {f"blocks.{block}.{path}.weight": stack for block in (0, 1) for path, stack in expected.items()}
 
 
-def test_convolutions_of_residual_units_are_matrices() -> None:
-    network = create("BiT-R26x1", image_size=64, width=32, num_classes=3)
-    stacks = stacks_of(network)
-    found = {name: stacks[id(weight)] for name, weight in network.named_parameters() if id(weight) in stacks}
-    kernels = {name for name, weight in network.named_parameters() if weight.ndim == 4}
-    assert len(found) == len(kernels) - 1  # all but the stem
-    for name, stack in found.items():
-        weight = network.get_parameter(name)
-        assert stack == (1, weight.shape[0], weight[0].numel())
-    given(network, 1)
-    make_optimizer(network, OptimizerConfig(kind="muon")).step()
-
-
 @pytest.mark.parametrize("fields", [{}, {"root": RootConfig(depths=(1,), width=32)}], ids=["small", "published"])
 def test_residual_units_below_the_blocks_of_a_hybrid_are_matrices(fields: dict[str, Any]) -> None:
     network = create("RPico+ViT-Pico/8", image_size=(16, 24), width=12, depth=1, heads=3, mlp_width=20, **fields)
     stacks = stacks_of(ClassificationObjective(network))
-    found = {name for name, weight in network.named_parameters() if id(weight) in stacks}
+    found = {name: stacks[id(weight)] for name, weight in network.named_parameters() if id(weight) in stacks}
     inside = ("root.stages.", "blocks.")
-    assert found == {name for name, one in network.named_parameters() if one.ndim > 1 and name.startswith(inside)}
+    assert {*found} == {name for name, one in network.named_parameters() if one.ndim > 1 and name.startswith(inside)}
+    kernels = {name: weight for name, weight in network.named_parameters() if name in found and weight.ndim == 4}
+    assert kernels and all(found[name] == (1, len(one), one[0].numel()) for name, one in kernels.items())
 
 
 def test_the_factors_of_an_adapter_are_matrices_of_their_own() -> None:

@@ -215,14 +215,21 @@ def test_what_is_no_plain_module_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("init", "m"), ("layer_decay", 0.9), ("compile", "on"), ("precision", "float8"), ("probe", "knn")],
+    [
+        ("init", "m"),
+        ("layer_decay", 0.9),
+        ("compile", "on"),
+        ("precision", "float8"),
+        ("probe", "knn"),
+        ("early_image_size", ("6:0.5",)),
+    ],
 )
 def test_settings_that_need_a_network_of_the_package_are_refused(
     name: str, value: Any, config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitrail.training.run.open_initial", lambda start: None)
     monkeypatch.setattr("vitrail.training.job.resolve_precision", lambda precision, device: precision)
-    rule = rf"^{name}={value!r} cannot be combined with network=\.\.\.; {name} works only for networks that are built"
+    rule = rf"^{name}.* cannot be combined with network=\.\.\.; \w+ works only for networks that are built"
     with pytest.raises(ConfigError, match=rule):
         train(config(**{name: value}), data=Stripes(), network=seeded())
 
@@ -240,6 +247,7 @@ BROKEN: list[tuple[Any, str]] = [
     (changed(classes=["dark", "light"]), "classes must be a tuple of names, not ['dark', 'light']"),
     (changed(classes=("dark", "dark")), "classes must be different names"),
     (changed(count=0), "a source must have at least one sample"),
+    ([1, 2], "a source must have classes"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
     (changed(target=lambda self, index: 7), "target(0) is 7, but the targets of this source must be None or an index"),
     (changed(target=lambda self, index: (0, 2)), "target(0) is (0, 2), but the targets of this source must be None or"),
@@ -253,7 +261,7 @@ BROKEN: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("source", "rule"), BROKEN, ids=[rule[:30] for _, rule in BROKEN])
 def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=f"^data: Stripes breaks a rule of its contract: .*{re.escape(rule)}"):
+    with pytest.raises(ConfigError, match=rf"^data: \w+ breaks a rule of its contract: .*{re.escape(rule)}"):
         check_source(source)
 
 
@@ -303,11 +311,6 @@ def test_data_with_boxes_or_masks_is_a_source(make: Callable[[Path], Path], tmp_
     other = changed(classes=("one",), target=lambda self, index: source.target(1), target_kind=target_kind(source))
     with pytest.raises(ConfigError, match=r"target\(\d+\) is .* indices from"):
         check_source(other)
-
-
-def test_an_object_that_is_no_source_is_refused(config: Make, types_unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=r"^data: list breaks a rule of its contract: a source must have classes"):
-        train(config(**SIZES), data=[1, 2])  # type: ignore[arg-type]
 
 
 def test_a_source_of_broken_images_can_be_checked(tmp_path: Path) -> None:

@@ -67,14 +67,6 @@ def test_a_pilot_has_the_epochs_of_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert few.validation is None and few.test is None
 
 
-def test_a_pilot_has_at_least_the_images_of_a_second_and_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake(monkeypatch)
-    training_speeds([small(batch_size=16)], Splits(Made(900), None, None), 2.0, 1e6)
-    assert (calls[1][0], len(calls[1][1].train)) == (12, 100)
-    training_speeds([small(batch_size=128)], Splits(Made(900), None, None), 20.0, 1e6)
-    assert (calls[3][0], len(calls[3][1].train)) == (15, 128)
-
-
 def test_each_config_has_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake(monkeypatch)
     configs = [small(), small(threads=0)]

@@ -251,13 +251,16 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_and_any_number_resum
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["none", "full"])
-def test_checkpoints_that_are_written_in_the_background_are_those_of_a_run_that_waits(
-    shard: str, three_splits: Path, tmp_path: Path
+@pytest.mark.parametrize(("shard", "in_background"), [("none", False), ("none", True), ("full", True)])
+def test_resuming_the_same_number_of_processes_changes_no_bit_and_neither_do_checkpoints_in_the_background(
+    shard: str, in_background: bool, three_splits: Path, tmp_path: Path
 ) -> None:
-    fields = {"optimizer": "adamw", "learning_rate": 1e-4, "checkpoints": 6, "average": 0.9, "shard": shard}
+    fields = {
+        "optimizer": "adamw", "learning_rate": 1e-4, "checkpoints": 6, "average": 0.9, "shard": shard, "dropout": 0.2,
+        "stochastic_depth": 0.3, "mixup": 0.3,
+    }  # fmt: skip
     in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "straight", **fields))
-    config = ranks.config_of(three_splits, tmp_path / "run", background_checkpoints=True, **fields)
+    config = ranks.config_of(three_splits, tmp_path / "run", background_checkpoints=in_background, **fields)
     results_of(2, ranks.trained_and_stopped, config, 1, 5)
     results_of(2, ranks.resumed, tmp_path / "run")
     assert curve(tmp_path / "straight") == curve(tmp_path / "run")
@@ -267,15 +270,6 @@ def test_checkpoints_that_are_written_in_the_background_are_those_of_a_run_that_
         for name in ("straight", "run")
     ]
     assert states[0] == states[1] and len(states[0]) == (2 if shard == "full" else 1)
-
-
-@pytest.mark.slow
-def test_resuming_the_same_number_of_processes_changes_no_bit(three_splits: Path, tmp_path: Path) -> None:
-    fields = {"dropout": 0.2, "stochastic_depth": 0.3, "optimizer": "adamw", "mixup": 0.3}
-    results_of(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "straight", **fields))
-    results_of(2, ranks.trained_and_stopped, ranks.config_of(three_splits, tmp_path / "run", **fields), 1, 5)
-    results_of(2, ranks.resumed, tmp_path / "run")
-    assert curve(tmp_path / "straight") == curve(tmp_path / "run")
     assert same_weights(*(tmp_path / run / "model" / "model.safetensors" for run in ("straight", "run")))
 
 
@@ -305,15 +299,6 @@ def test_a_hanging_process_ends_the_others_within_the_time_out(three_splits: Pat
 
 
 @pytest.mark.slow
-def test_a_value_that_is_not_finite_in_one_process_stops_all(three_splits: Path, tmp_path: Path) -> None:
-    found = in_processes(2, ranks.diverging, ranks.config_of(three_splits, tmp_path / "run"), 1, 6)
-    for one in found:
-        assert isinstance(one.error, NonFiniteLoss) and "loss is nan at step 7" in str(one.error)
-    assert [one.is_reported for one in found] == [False, True]
-    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "fields", "left_out"), [
     (2, {"on_non_finite": "skip", "accumulation": 2}, [6]),
     (4, {"on_non_finite": "rollback", "rollback_skips": 2, "average": 0.9}, [5, 6]),
@@ -337,14 +322,19 @@ def test_a_fault_in_one_process_moves_no_weight_of_any(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "fields"), [(0, {}), (1, {"shard": "full"})], ids=str)
-def test_a_disk_that_is_full_for_one_process_ends_all(
-    rank: int, fields: dict[str, Any], three_splits: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("fault", "rank", "fields", "error", "message"), [
+    (ranks.diverging, 1, {}, NonFiniteLoss, "loss is nan at step 7"),
+    (ranks.on_a_full_disk, 0, {}, SaveError, "checkpoints/step-8"),
+    (ranks.on_a_full_disk, 1, {"shard": "full"}, SaveError, "checkpoints/step-8"),
+])  # fmt: skip
+def test_a_loss_that_is_not_finite_or_a_full_disk_of_one_process_ends_all(
+    fault: Callable[..., None], rank: int, fields: dict[str, Any], error: type[Exception], message: str,
+    three_splits: Path, tmp_path: Path,
+) -> None:  # fmt: skip
     config = ranks.config_of(three_splits, tmp_path / "run", keep="last", **fields)
-    found = in_processes(2, ranks.on_a_full_disk, config, rank, 6)
+    found = in_processes(2, fault, config, rank, 6)
     for one in found:
-        assert isinstance(one.error, SaveError) and "checkpoints/step-8" in str(one.error)
+        assert isinstance(one.error, error) and message in str(one.error)
     assert [one.is_reported for one in found] == [False, True]
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
 

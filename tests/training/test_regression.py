@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from tests.training.jobs import Make
-from vitrail.errors import DataError
 from vitrail.training.run import train
 from vitrail.weights.load import load
 
@@ -47,8 +46,3 @@ def test_a_run_learns_numbers_in_the_units_of_the_data_and_is_trained_further(
     short = {"run": str(tmp_path / "again"), "steps": 1, "learning_rate": 1e-9, "evaluations": 1}
     second = train(config.override(init=str(first.folder), **of_model, **short))
     assert second.metrics["validation_r2"] == pytest.approx(first.metrics["validation_r2"], abs=1e-3)
-
-
-def test_classes_are_not_numbers(folder_config: Make, colour_folder: Path) -> None:
-    with pytest.raises(DataError, match="numbers"):
-        train(folder_config(colour_folder, task="regression", numbers=("age",)))

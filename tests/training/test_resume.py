@@ -75,15 +75,6 @@ def test_stopping_changes_no_bit_of_other_configs(
 
 
 @pytest.mark.slow
-def test_checkpoints_in_the_background_change_no_bit(
-    small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
-) -> None:
-    run = run_with_stops(small(tmp_path / "run", background_checkpoints=True), (5, 18))
-    assert outcome(run) == straight
-    assert steps_of(run, "checkpoint") == [5, 8, 16, 18, 24]
-
-
-@pytest.mark.slow
 def test_stopping_changes_no_bit_of_a_run_by_onednn(
     small: Make, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,18 +108,6 @@ def test_a_signal_within_an_evaluation_or_a_save_changes_no_bit(
         train(small(run), log=Log(Signalling()))
     resume(run)
     assert outcome(run) == straight
-
-
-@pytest.mark.slow
-def test_a_crash_goes_back_to_the_newest_checkpoint(
-    small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    with pytest.raises(MemoryError):
-        train(small(run), log=Log(CrashAt(15)))
-    assert steps_of(run)[-1] == 15
-    resume(run)
-    assert steps_of(run, "resumed") == [8] and outcome(run) == straight
 
 
 @pytest.mark.slow

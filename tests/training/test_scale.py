@@ -52,15 +52,6 @@ def test_checkpointed_activations_take_less_memory_and_a_third_more_computing() 
     assert saved.flops == pytest.approx(4 / 3 * usual.flops, rel=0.01)
 
 
-def test_gradients_that_are_sent_need_memory_when_activations_are_free() -> None:
-    many, few = (next(iter(scale_plans(config(batch_size=size), NETWORK, (1024,)))) for size in (65536, 1024))
-    assert many.bucket_bytes == few.bucket_bytes == WEIGHTS
-    assert many.memory_bytes == many.state_bytes + many.whole_bytes + many.activation_bytes
-    assert few.memory_bytes == few.state_bytes + WEIGHTS
-    (sharded,) = scale_plans(config(shard="full"), NETWORK, (1024,))
-    assert sharded.bucket_bytes == 0
-
-
 def test_numbers_that_cannot_be_are_named() -> None:
     for number, message in (
         (0, "plan=0 is not"),

@@ -134,18 +134,6 @@ def test_a_schedule_that_does_not_fit_into_the_run_is_named(settings: dict[str, 
         OptimizerConfig(**kind, **settings).schedule_of(RUN)
 
 
-def test_the_longest_warmup_is_the_whole_run() -> None:
-    schedule = OptimizerConfig(learning_rate=0.5, warmup="300 steps").schedule_of(RUN)
-    assert schedule(149) == pytest.approx(0.25) and schedule(299) == 0.5
-
-
-def test_points_and_factors_of_a_staircase() -> None:
-    config = OptimizerConfig(schedule="staircase", stair_at=(1 / 3, 2 / 3, 8 / 9), base_batch_size=256)
-    schedule = config.schedule_of(RunLength(steps=900, batch_size=64, images=640))
-    assert schedule.boundaries == (300, 600, 800) and schedule.factors == pytest.approx((0.1, 0.01, 0.001))
-    assert schedule.peak == 1e-3 / 4
-
-
 @given(arguments)
 def test_every_schedule_rises_to_the_peak_and_then_never_rises(arguments: dict[str, Any]) -> None:
     schedule = Schedule(**arguments)
@@ -155,12 +143,6 @@ def test_every_schedule_rises_to_the_peak_and_then_never_rises(arguments: dict[s
     assert all(first < second for first, second in pairwise(rising))
     assert all(first * (1 + 1e-12) >= second for first, second in pairwise(falling))
     assert falling[0] == pytest.approx(schedule.peak)
-
-
-def test_stairs_of_a_short_run_may_fall_together() -> None:
-    config = OptimizerConfig(schedule="staircase", stair_at=(0.4, 0.6, 0.8), warmup=0.0, learning_rate=1.0)
-    assert [config.schedule_of(RunLength(3, 20, 1000))(step) for step in range(3)] == pytest.approx([1, 0.1, 0.001])
-    assert config.schedule_of(RunLength(1, 20, 1000))(0) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "constant", "rsqrt"])

@@ -15,12 +15,11 @@ from tests.training.jobs import Make
 from vitrail.data.augment.draws import tensorflow_crop
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import DataError
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch
 from vitrail.training import build as assembly
 from vitrail.training.build import make_network, make_state
-from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
 
 
@@ -35,11 +34,6 @@ def test_training_crops_as_the_original_code(small: Make, tmp_path: Path) -> Non
         assert isinstance(image, np.ndarray)
         box = tensorflow_crop(5, 0, place, *image.shape[:2], area=(0.05, 1.0))
         assert np.array_equal(batch.images[row].numpy(), images.pixels(image, box))
-
-
-def test_the_original_crop_excludes_averaging_while_decoding() -> None:
-    with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
-        TrainConfig().override(preset="augreg-light1", scaled_decode=True)
 
 
 @pytest.mark.parametrize(

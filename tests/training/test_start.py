@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import vitrail.training.run as run_module
-from tests.listening import Display
 from tests.make import make_bundle
 from tests.training.jobs import CrashAt, Initial, Make, Outcome, train_until
 from vitrail.errors import ConfigError, RunError
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.detection import Detection
-from vitrail.training.after_step import Run
 from vitrail.training.build import make_bundle as make_bundle_of
 from vitrail.training.build import make_network, make_state
 from vitrail.training.config import StartConfig
@@ -27,44 +23,9 @@ from vitrail.training.job import prepare
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 from vitrail.training.start import Origin, choose_weights, fitted, network_from
-from vitrail.training.state import TrainState
 from vitrail.weights.load import load
 
 COLOURS = ("blue", "green", "red")
-ONE_STEP = {"steps": 1, "evaluations": 1}
-"""Settings of a run whose beginning matters."""
-
-
-@pytest.fixture
-def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-    """A list of the initial weights of each run."""
-    seen: list[dict[str, Tensor]] = []
-    real = run_module.fit
-
-    def fit(run: Run, state: TrainState) -> None:
-        seen.append({name: tensor.clone() for name, tensor in state.objective.network.state_dict().items()})
-        real(run, state)
-
-    monkeypatch.setattr(run_module, "fit", fit)
-    return seen
-
-
-@pytest.mark.slow
-def test_other_classes_get_a_head_of_zeros(
-    initial: Initial, from_model: Make, colour_folder: Path, beginnings: list[dict[str, Tensor]]
-) -> None:
-    model = initial(head_hidden=6)
-    notes = Display()
-    result = train(from_model(model, colour_folder, **ONE_STEP), log=Log(notes))
-    before, (begun,) = load(model).network.state_dict(), beginnings
-    assert begun["head.weight"].shape == (3, 16) and not begun["head.weight"].any() and not begun["head.bias"].any()
-    assert set(begun) == set(before) - {"head_hidden.weight", "head_hidden.bias"}
-    for name, tensor in begun.items():
-        assert name.startswith("head") or torch.equal(tensor, before[name]), name
-    assert "the new head has 3 classes; its weights start at zero" in notes.notes
-    assert notes.said[-1].startswith(f"{model} with ") and "trained" not in notes.said[-1]
-    assert result.bundle.classes == COLOURS and result.bundle.network.config.head_hidden == 0
-    assert load(result.folder).preprocess == from_model(model, colour_folder).images
 
 
 def test_a_run_says_if_its_model_learned_from_the_validation_images(
@@ -165,16 +126,6 @@ def test_fewer_tokens_than_those_of_a_model_are_refused(initial: Initial) -> Non
     overrides = {"head_kind": "detection-tokens", "registers": 3}
     with pytest.raises(ConfigError, match="registers=3 is less than the 4 of the model"):
         fitted(bundle.network.config, "given", bundle.preprocess, overrides, 3, Detection())
-
-
-@pytest.mark.slow
-def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: Make, colour_folder: Path) -> None:
-    fields = {"dropout": 0.25, "stochastic_depth": 0.5, "patch_dropout": 0.3}
-    config = load(train(from_model(initial(), colour_folder, **ONE_STEP, **fields)).folder).network.config
-    assert {name: getattr(config, name) for name in fields} == fields
-    second = from_model(initial(dropout=0.125), colour_folder, name="second", run=None, **ONE_STEP)
-    kept = load(train(second).folder)
-    assert kept.network.config.dropout == 0.125, "the model's own"
 
 
 @pytest.mark.slow

@@ -108,21 +108,6 @@ def test_labels_are_not_needed_but_probes_measure_by_them(masked: Make, colour_f
         train(masked("probed", probe="knn", **fields))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"early_patch_dropout": ("0.5:0.5",)}, "patch_dropout=0.5 removes patches"),
-        ({"corrupt_fraction": 0.03}, r"corrupt_fraction=0.03 of 16 patches \(4 x 4\) leaves no corrupted patch"),
-    ],
-)
-def test_a_run_that_cannot_work_leaves_no_folder(
-    masked: Make, fields: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        prepare(masked("none", **fields))
-    assert not (tmp_path / "none").exists()
-
-
 TOKENIZER: dict[str, Any] = {
     "task": "vqvae", "codes": 24, "code_width": 6, "decoder_width": 8, "decoder_depth": 1, "restart_below": 0.3,
     "code_decay": 0.8,

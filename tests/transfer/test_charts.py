@@ -1,37 +1,27 @@
-"""Tests of charts by reading their SVG: they show the given values, and nothing lies outside the picture."""
+"""Tests of charts by reading their SVG: they show the given values, and names in them are text."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-import unicodedata
-from collections.abc import Iterator
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markupsafe import Markup
 
 from vitrail.report.charts import (
-    BOLD_DIGIT_WIDTH,
-    DIGIT_WIDTH,
-    INVERT_ABOVE,
     MAX_DOTS,
-    STYLE,
     Chart,
     Series,
     confusion_matrix,
     line_chart,
     reliability_diagram,
     scatter_plot,
-    shorten,
 )
-from vitrail.report.page import PACKAGE, environment
-
-PAGE_STYLE = (PACKAGE / "report" / "page.css").read_text(encoding="utf-8")
+from vitrail.report.page import environment
 
 AWKWARD = st.sampled_from([math.nan, math.inf, -math.inf])
 EVIL = "</title><script>alert('1 & 2')</script>\u202e\x00"
@@ -65,42 +55,6 @@ class Drawing:
             (float(one.attrib["cx"]), float(one.attrib["cy"]), float(one.attrib["r"]))
             for one in self.all("circle", css)
         ]
-
-    def corners(self) -> Iterator[tuple[float, float]]:
-        """Return points that enclose everything drawn. A letter is as wide as `DIGIT_WIDTH`."""
-        for path in self.all("path"):
-            x = y = 0.0
-            for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", path.attrib["d"]):
-                given = [float(number) for number in numbers.split()]
-                if command in "ML":
-                    x, y = given
-                elif command in "Hh":
-                    x = given[0] if command == "H" else x + given[0]
-                else:
-                    assert command in "Vv"
-                    y = given[0] if command == "V" else y + given[0]
-                yield x, y
-        for circle in self.all("circle"):
-            x, y, radius = (float(circle.attrib[name]) for name in ("cx", "cy", "r"))
-            yield from ((x - radius, y - radius), (x + radius, y + radius))
-        for box in self.all("rect"):
-            x, y, width, height = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
-            yield from ((x, y), (x + width, y + height))
-        for text in self.all("text"):
-            shown = (text.text or "") + "".join(child.tail or "" for child in text)
-            letters = sum(2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in shown)
-            strong = "strong" in text.get("class", "")
-            size = float(text.get("font-size", 11)) / 11
-            length = letters * (BOLD_DIGIT_WIDTH if strong else DIGIT_WIDTH) * size
-            x, y = float(text.attrib["x"]), float(text.attrib["y"])
-            begin = {"start": 0.0, "middle": -length / 2, "end": -length}[text.get("text-anchor", "start")]
-            turn = math.radians(float((text.get("transform") or "rotate(0").removeprefix("rotate(").split()[0]))
-            for along, up in itertools.product((begin, begin + length), (-8 * size, 2 * size)):
-                yield x + along * math.cos(turn) - up * math.sin(turn), y + along * math.sin(turn) + up * math.cos(turn)
-
-    def check_inside(self) -> None:
-        for x, y in self.corners():
-            assert -0.01 <= x <= self.width + 0.01 and -0.01 <= y <= self.height + 0.01, (x, y)
 
     def scale(self, anchor: str) -> tuple[float, float]:
         """Return the value at 0 pixels and the value of a pixel, from the first and the last label of an axis.
@@ -145,7 +99,6 @@ def test_lines_are_what_was_given(
         assert chart == ""
         return
     drawing = Drawing(chart)
-    drawing.check_inside()
     (_, across), (_, up) = drawing.scale("middle"), drawing.scale("end")
     for one, css in zip(series, ("one", "two"), strict=False):
         pieces = drawing.path(f"line {css}")
@@ -162,26 +115,12 @@ def test_lines_are_what_was_given(
         alone = [piece for piece in expected if len(piece) == 1]
         few = len(one.finite) <= MAX_DOTS
         assert len(drawing.dots(f"dot {css}")) == (len(one.finite) if few else len(alone))
-    if zero:
-        left, pixel = drawing.scale("end")
-        bottom = max(y for _, y in drawing.corners() if y < drawing.height - 35)
-        assert left + bottom * pixel <= 1e-9 or min(value for _, value in every) > 0
-
-
-@pytest.mark.parametrize("points", [[(7.0, 0.5)], [(0.0, 0.0)], [(float(step), 100.0) for step in range(1, 6)]])
-def test_one_point_and_a_constant_are_seen_within_the_bounds(points: list[tuple[float, float]]) -> None:
-    drawing = Drawing(line_chart([Series("x", points)], label="x", unit="%", bounds=(0.0, 100.0)))
-    drawing.check_inside()
-    dots = [dot[:2] for dot in drawing.dots("dot one")]
-    assert values_of(drawing, dots) == [pytest.approx(point, abs=0.1) for point in points]
-    assert not any(float(text.removesuffix("%")) > 100 for text in drawing.texts() if text.endswith("%"))
 
 
 @pytest.mark.parametrize("step", [0, 1, 99, 100])
 def test_a_mark_stands_at_its_point(step: int) -> None:
     points = [(float(at), 80 + at / 10) for at in range(101)]
     drawing = Drawing(line_chart([Series("x", points)], label="x", unit="%", mark=(points[step], "best, saved")))
-    drawing.check_inside()
     ((x, y, _),) = drawing.dots("dot")
     assert values_of(drawing, [(x, y)]) == [pytest.approx(points[step], abs=0.05)]
     assert "best, saved" in drawing.texts()
@@ -209,7 +148,6 @@ def test_a_reliability_diagram_has_a_dot_for_each_bin(
     before: list[tuple[float, float, int]], after: list[tuple[float, float, int]] | None
 ) -> None:
     drawing = Drawing(reliability_diagram(before, after, label="x"))
-    drawing.check_inside()
     drawn = [("one", before)] if after is None else [("two", before), ("one", after)]
     assert len(drawing.dots("dot")) == len(before) + len(after or ())
     for css, filled in drawn:
@@ -250,7 +188,6 @@ def matrices(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[str]]:
 def test_a_heat_map_has_each_count_in_its_place(made: tuple[list[tuple[int, int, int]], list[str]]) -> None:
     cells, names = made
     drawing = Drawing(confusion_matrix(cells, names, label="x"))
-    drawing.check_inside()
     assert drawing.width <= 990, "it fits the page"
     boxes = drawing.all("rect", "heat")
     assert len(boxes) == len(cells)
@@ -267,9 +204,7 @@ def test_a_heat_map_has_each_count_in_its_place(made: tuple[list[tuple[int, int,
         share = count / sum(other for at, _, other in cells if at == row)
         strength = float(box.attrib["fill-opacity"])
         assert strength == pytest.approx(0.05 + 0.95 * share, abs=1e-3)
-        assert ("on" in text.attrib["class"].split()) == (0.05 + 0.95 * share > INVERT_ABOVE)
         assert text.text == (f"{count:,}" if count < 10_000 else f"{count / 1000:.0f}k")
-        assert 0.6 * len(text.text) * float(text.attrib["font-size"]) <= width
 
 
 def test_a_heat_map_names_rows_and_columns() -> None:
@@ -295,7 +230,6 @@ def test_a_heat_map_names_rows_and_columns() -> None:
 def test_a_scatter_plot_has_a_dot_for_each_sample(points: list[tuple[float, float]]) -> None:
     titles = [f"{EVIL} {number}" for number in range(len(points))]
     drawing = Drawing(scatter_plot(points, titles, label="x"))
-    drawing.check_inside()
     dots = drawing.dots("dot sample")
     (_, pixel), (_, vertical) = drawing.scale("middle"), drawing.scale("end")
     assert pixel == pytest.approx(-vertical, rel=1e-3), "both axes have one scale"
@@ -304,42 +238,3 @@ def test_a_scatter_plot_has_a_dot_for_each_sample(points: list[tuple[float, floa
     ((start, end),) = drawing.path("ideal")
     assert end[0] - start[0] == pytest.approx(start[1] - end[1], abs=0.02), "the diagonal is at 45 degrees"
     assert [title.text for title in drawing.all("title")][-1] == f"{SHOWN} {len(points) - 1}"
-
-
-def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    """Return the ratio of the luminances of two colours, as WCAG 2 defines it."""
-    shares = np.array([a, b]) / 255
-    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
-    dark, light = sorted(linear @ [0.2126, 0.7152, 0.0722])
-    return (light + 0.05) / (dark + 0.05)
-
-
-def colour(style: str, name: str) -> tuple[float, ...]:
-    found = re.search(rf"{name}: #(\w\w)(\w\w)(\w\w);", style)
-    return tuple(int(part, 16) for part in found.groups())
-
-
-@pytest.mark.parametrize(("half", "canvas", "text"), [(0, (255,) * 3, (0,) * 3), (1, (18,) * 3, (255,) * 3)])
-def test_all_can_be_read_in_light_and_in_dark(half: int, canvas: tuple[int, ...], text: tuple[int, ...]) -> None:
-    """Canvas and CanvasText have Chromium's colours. WCAG 2 demands a contrast of 4.5 for text and 3 for lines."""
-    heat, other = colour(STYLE.split("@media")[half], "--heat"), tuple(255 - part for part in text)
-    for percent in range(5, 101):
-        strength = percent / 100
-        shade = tuple(strength * a + (1 - strength) * b for a, b in zip(heat, canvas, strict=True))
-        assert contrast(shade, other if strength > INVERT_ABOVE else text) >= 4.5, percent
-    page = PAGE_STYLE.split("@media")[half]
-    assert contrast(colour(page, "--dim"), canvas) >= 4.5
-    for name in ("--note", "--warning"):
-        assert contrast(colour(page, name), canvas) >= 3
-
-
-@given(st.text(st.characters(exclude_categories=["C", "Zs", "Zl", "Zp"])), st.integers(3, 30))
-def test_shortened_names_fit(name: str, most: int) -> None:
-    found = shorten(name, most)
-    assert sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in found) <= most
-    assert found.isprintable()
-    if "…" in found and "…" not in name:
-        begin, _, end = found.partition("…")
-        assert name.startswith(begin) and name.endswith(end)
-    else:
-        assert found == name

@@ -45,13 +45,6 @@ def test_each_number_has_its_errors_in_its_own_units(two: RegressionReport) -> N
     assert headline(two) == ("mean R² 0.671", "")
 
 
-def test_intervals_are_shown() -> None:
-    found = regression_report(made([[1], [2], [4]], [[1], [2], [5]], ("age",)), bootstrap=50)
-    r2 = found.metrics["r2"]
-    row = ("age: R²", f"{r2.value:.3f}", f"{r2.low:.3f} to {r2.high:.3f}")
-    assert number_rows(found)[0] == row and headline(found) == (f"R² {row[1]}", row[2])
-
-
 def test_a_number_that_is_never_known_has_no_metrics() -> None:
     found = regression_report(made([[1, np.nan], [2, np.nan]], [[1, 0], [2, 0]]), bootstrap=0)
     assert number_rows(found)[-1] == ("<b>weight</b>: no image has a known number", "-", "-")

@@ -27,11 +27,9 @@ from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.optimizer import OptimizerName
-from vitrail.training.page import MAX_POINTS, HeldOutExample
 from vitrail.training.run import train
 from vitrail.transfer.report import write_report
 from vitrail.transfer.trials import Tried
-from vitrail.weights.answers import Prediction
 from vitrail.weights.bundle import Bundle
 
 EVIL = "<script>alert('1 & 2')<"
@@ -137,24 +135,6 @@ def measured() -> ClassificationReport:
     return report(Predictions(logits, labels, ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20)
 
 
-def test_it_begins_with_errors_and_then_with_examples_that_are_right(
-    run: MakeRun, measured: ClassificationReport, source: Source, tmp_path: Path
-) -> None:
-    folder, bundle = run()
-    Image.new("L", (8, 8)).save(tmp_path / "one.png")
-    examples = [
-        HeldOutExample(tmp_path / "one.png", ("<b>",), Prediction(label, 0.75, ((label, 0.75),)))
-        for label in ("a", "<b>")
-    ]
-    text = write_report(folder, bundle, source, "test", measured, examples=examples).read_text()
-    top = text[text.index("<h2>Held-out images") : text.index("<table")]
-    captions = re.findall(r"<figcaption>(.*?)</figcaption>", top)
-    assert [one.split("<br>")[:2] for one in captions] == [
-        ["true: b", "predicted: a"], ["true: &lt;b&gt;", "predicted: &lt;b&gt;"],
-    ]  # fmt: skip
-    assert captions[1].endswith("<br>75.0%")
-
-
 def step(number: int, loss: float, rate: float = 1e-3) -> tuple[str, dict[str, Any]]:
     return "step", {"step": number, "loss": loss, "learning_rate": rate, "images_per_second": 1.0}
 
@@ -232,14 +212,6 @@ def test_every_optimizer_has_a_name(written: Write, kind: str) -> None:
     assert settings_in(written(optimizer=kind))["optimizer"].lower().startswith(kind)
 
 
-def test_what_is_off_is_left_out(written: Write) -> None:
-    text = written(flip=False, keep="last", validation_share=0.0, evaluations=0, split="test")
-    found = settings_in(text)
-    assert found["augmentation"] == "none"
-    assert not {"averaging", "label smoothing", "class weights", "saved weights", "stopped early", "time"} & {*found}
-    assert not [words for words in ("Training curves", "best weights", "skipped", "<h2>Next steps") if words in text]
-
-
 @pytest.mark.parametrize(
     ("kept", "linear_head", "shown"),
     [(0, True, "is the linear model of the frozen features"), (0, False, "has the initial weights"), (9, True, None)],
@@ -283,24 +255,6 @@ def test_averaged_weights_come_first(written: Write) -> None:
     assert '<span class="legend one">averaged</span> <span class="legend two">trained</span>' in accuracy
     assert "averaged weights: 33.33 at step 50, 66.67 at step 100." in accuracy
     assert ">best, saved: 33.33%</text>" in accuracy
-
-
-def test_without_a_measurement_of_the_kept_step_none_is_marked(written: Write) -> None:
-    events = [evaluation(50, 0.5), evaluation(100, 0.6)]
-    assert "mark" not in charts_in(written(events, kept=37))["Validation accuracy"]
-
-
-def test_long_runs_are_averaged(written: Write) -> None:
-    events = [step(number, float(number % 2)) for number in range(5 * MAX_POINTS)]
-    loss = charts_in(written(events))["Training loss"]
-    assert loss.startswith(", means of 5 reports<") and corners(loss) == MAX_POINTS
-    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", loss.partition('class="line')[2])]
-    assert 0 < max(heights) - min(heights) < 50, "0 and 1 in turn are about a half"
-
-
-def test_a_resumed_run_is_shown_as_it_counts(written: Write) -> None:
-    events = [step(10, 5.0), step(20, 9.0), ("resumed", {"step": 10}), step(20, 3.0)]
-    assert "5 at step 10, 3 at step 20." in charts_in(written(events))["Training loss"]
 
 
 def skipped(key: str) -> tuple[str, dict[str, Any]]:

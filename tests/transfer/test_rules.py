@@ -91,23 +91,11 @@ def test_steps_and_rate_follow_the_given_batch_size() -> None:
     assert config.optimizer.learning_rate == pytest.approx(2 * usual.optimizer.learning_rate, rel=0.05)
 
 
-def test_wide_networks_learn_slowly() -> None:
-    rates = [ruled(facts(), name).config.optimizer.learning_rate for name in ("ViT-Ti/16", "ViT-B/16", "BiT-R50x1")]
-    assert rates == [0.00028, 3.5e-05, 3e-05]
-
-
 @pytest.mark.parametrize("chosen", [{"train_blocks": 0}, {"lora_rank": 8}])
 def test_where_few_weights_move_they_move_faster(chosen: dict[str, int]) -> None:
     config, usual = ruled(facts(), **chosen).config, ruled(facts()).config
     assert config.optimizer.learning_rate > usual.optimizer.learning_rate
     assert config.optimizer.layer_decay == 1 > usual.optimizer.layer_decay
-
-
-def test_several_labels_are_questions_of_their_own() -> None:
-    config = ruled(facts(30_000, targets="classes")).config
-    assert (config.task.loss, config.task.label_smoothing, config.augment.mixup) == ("sigmoid", 0.0, None)
-    config = ruled(facts(), loss="sigmoid").config
-    assert (config.task.loss, config.task.label_smoothing) == ("sigmoid", 0.0)
 
 
 @pytest.mark.parametrize(

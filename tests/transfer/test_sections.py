@@ -81,12 +81,6 @@ def test_the_summary_and_the_headline_have_intervals_if_there_are_any() -> None:
     assert summary_rows(without)[0] == ("accuracy", "50.00%", "-") and headline(without) == ("50.00% accuracy", "")
 
 
-def test_the_summary_of_several_labels() -> None:
-    found = report(several(), bootstrap=0)
-    assert ("all labels right", "75.00%", "-") in summary_rows(found)
-    assert headline(found)[0] == "75.00% all labels right"
-
-
 def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Table) -> None:
     guesses = [(0, 0)] * 6 + [(0, 1)] * 2 + [(1, 0)] * 3 + [(1, 1)] + [(2, 0)] * 2 + [(3, 3)]
     text = section("confusion", sections.confusion(report(made(guesses), bootstrap=0)))
@@ -104,21 +98,6 @@ def test_classes_that_nothing_is_or_was_taken_for_have_no_row() -> None:
     text = section("confusion", sections.confusion(report(made([(2, 2), (30, 2)], 50), bootstrap=0)))
     assert re.findall(r"<title>(class \d+)</title>", text) == ["class 2", "class 2", "class 30", "class 30"]
     assert "class 30 → class 2: 1 of 1 (100.0%)" in text
-
-
-@pytest.mark.parametrize(("classes", "pairs"), [(40, 10), (41, 40)])
-def test_many_classes_have_no_matrix(classes: int, pairs: int, table_of: Table) -> None:
-    guesses = [(number, (number + more) % classes) for number in range(classes) for more in (0, 1)]
-    text = section("confusion", sections.confusion(report(made(guesses, classes), bootstrap=0)))
-    assert ("<svg" in text) == (classes == 40) and len(table_of(text)) == pairs + 1
-
-
-def test_a_model_without_mistakes(read_page: Callable[[str], Any]) -> None:
-    found = report(made([(0, 0), (1, 1)]), bootstrap=0)
-    text = section("confusion", sections.confusion(found)) + section("errors", sections.mistakes(found, pictures({})))
-    page = read_page(text)
-    assert "No image was predicted as another class." in page.text and "All predictions are right." in page.text
-    assert "table" not in page.names and page.names.count("rect") == 2
 
 
 def test_of_several_labels_there_is_neither_matrix_nor_calibration() -> None:

@@ -184,14 +184,6 @@ def test_a_folder_named_by_data_comes_first(bundle: Bundle, file: Path, tmp_path
     assert far.reason is None and far.metrics["images"] + far.metrics["training_images"] == 60
 
 
-@pytest.mark.slow
-def test_a_suite_that_is_run_again_takes_features_from_the_cache(bundle: Bundle, file: Path, tmp_path: Path) -> None:
-    notes: list[str] = []
-    outputs = [Outputs(bundle, cache=tmp_path / "cache", on_note=hear) for hear in (list[str]().append, notes.append)]
-    first, again = (run_suite(each, read_suite(file)) for each in outputs)
-    assert first == again and sum("read from the cache" in note for note in notes) == 4
-
-
 def test_tasks_of_numbers_are_measured_by_r2(bundle: Bundle, brightness: Path, tmp_path: Path) -> None:
     path = tmp_path / "numbers.toml"
     task = f'name = "grey"\ngroup = "numbers"\ndata = "{brightness}"\nnumbers = ["brightness"]'

@@ -28,10 +28,8 @@ from torch.nn.utils import prune
 
 import vitrail
 from tests.make import assert_close, assert_same, dense_bundle, encode, make_bundle
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
-from vitrail.models.predictor import Predictor
-from vitrail.models.variants import build, create
+from vitrail.models.variants import build
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.answers import NumberPrediction, Prediction, rank
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
@@ -85,7 +83,10 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path, fields: dict[str, Any])
     bundle = make_bundle(**fields)
     path = bundle.save(tmp_path / "out")
     assert path == tmp_path / "out" and sorted(snapshot(path)) == ["model.json", "model.safetensors"]
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
     loaded = load_bundle(path, device="cpu")
+    assert torch.equal(torch.get_rng_state(), before), "loading draws no random numbers"
     assert_same(bundle, loaded)
     for name in ("classes", "preprocess", "output", "precision", "metrics", "provenance"):
         assert getattr(loaded, name) == getattr(bundle, name), name
@@ -98,18 +99,7 @@ def test_the_same_model_gives_the_same_bytes_in_plain_safetensors(bundle: Bundle
     assert set(load_file(saved / "model.safetensors")) == set(bundle.network.state_dict())
     description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
     assert description["classes"] == ["rose", "tulip", "黒い花 / black"] and description["format"] == 2
-
-
-def test_all_files_have_the_same_permissions(saved: Path) -> None:
-    assert len({file.stat().st_mode for file in saved.iterdir()}) == 1
-
-
-def test_loading_draws_no_random_numbers(saved: Path) -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    loaded = load_bundle(saved, device="cpu")
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not any(parameter.is_meta for parameter in loaded.network.parameters())
+    assert len({file.stat().st_mode for file in saved.iterdir()}) == 1, "all files have the same permissions"
 
 
 @pytest.mark.parametrize("count", [255, 256])
@@ -121,7 +111,7 @@ def test_masks_of_too_many_classes_are_refused(count: int) -> None:
         Bundle(network, names, made.preprocess, output="mask")
 
 
-def test_fields_that_a_file_lacks_take_their_defaults(saved: Path, bundle: Bundle) -> None:
+def test_fields_that_a_file_lacks_take_their_defaults_and_unknown_ones_are_named(saved: Path, bundle: Bundle) -> None:
     description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
     for name in ("output", "precision", "metrics", "provenance"):
         del description[name]
@@ -133,12 +123,9 @@ def test_fields_that_a_file_lacks_take_their_defaults(saved: Path, bundle: Bundl
     assert (loaded.output, loaded.precision, loaded.metrics) == ("softmax", "float32", {})
     assert (loaded.provenance, loaded.notes) == ({}, ())
     assert loaded.network.config == bundle.network.config and loaded.preprocess == bundle.preprocess
-
-
-def test_unknown_fields_at_the_top_are_ignored_with_a_note(saved: Path) -> None:
     rewrite(saved, extra=1, another={"deep": None})
     (note,) = load_bundle(saved, device="cpu").notes
-    assert note == f"{saved / 'model.json'}: unknown fields are ignored: another, extra"
+    assert "unknown fields are ignored: another, extra" in note
 
 
 @pytest.mark.parametrize("output", ["softmax", "sigmoid"])
@@ -195,46 +182,24 @@ def test_a_ranking_of_few_classes_makes_no_list_of_all() -> None:
     assert [prediction.label for prediction in predictions] == [str(int(row.argmax())) for row in probabilities]
 
 
-@pytest.mark.parametrize("top", [0, 4, -1])
-def test_a_ranking_out_of_range(bundle: Bundle, top: int) -> None:
-    with pytest.raises(ConfigError, match=f"^top={top} is out of range, because this model has 3 classes$"):
-        bundle.predict(images(1), top=top)
-
-
-def test_unknown_choices_are_refused(bundle: Bundle, types_unchecked: None) -> None:
-    for precision in ("nonsense", "bfloat16", "float8"):
-        with pytest.raises(ConfigError, match="precision"):
-            Predictor(bundle.network, cast(Any, precision))
-        with pytest.raises(ConfigError, match="precision"):
-            bundle.predict([np.zeros((4, 4, 3), np.uint8)], precision=cast(Any, precision))
-    with pytest.raises(ConfigError, match="undecodable='skip' is not one of 'raise', 'return'"):
-        bundle.predict([b"no image"], undecodable=cast(Any, "skip"))
-    with pytest.raises(ConfigError, match="engine='tensorrt' is not one of 'auto'"):
-        vitrail.with_engine(bundle, cast(Any, "tensorrt"))
-    with pytest.raises(BundleError, match="output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"):
-        dataclasses.replace(bundle, output="odds")
-
-
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("top", 1.5), ("top", True), ("batch_size", "2"), ("batch_size", 1.5), ("precision", ""), ("undecodable", None)],
-)
-def test_arguments_of_other_types_are_refused(argument: str, value: Any, bundle: Bundle, types_unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=f"^{argument}={value!r} is not "):
+    [
+        ("top", 1.5), ("top", True), ("top", 0), ("top", 4), ("batch_size", "2"), ("batch_size", 1.5),
+        ("batch_size", 0), ("precision", ""), ("precision", "bfloat16"), ("undecodable", None), ("undecodable", "skip"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(argument: str, value: Any, bundle: Bundle, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=f"^{argument}={value!r} is "):
         bundle.predict(images(1), **{argument: value})
-
-
-@pytest.mark.parametrize("image", [None, 5, bytearray(b"x"), torch.zeros(4, 4, 3, dtype=torch.uint8)], ids=repr)
-def test_items_that_are_no_images_are_refused(image: Any, bundle: Bundle, types_unchecked: None) -> None:
-    for undecodable in ("raise", "return"):
-        with pytest.raises(ConfigError, match="its items must be paths, "):
-            bundle.predict([image], undecodable=cast(Any, undecodable))
 
 
 @pytest.mark.parametrize("classes", ["abc", (1, 2, 3), {"a"}, None], ids=repr)
 def test_classes_that_are_no_list_of_names_are_refused(classes: Any, bundle: Bundle, types_unchecked: None) -> None:
     with pytest.raises(BundleError, match=r"^classes=.* must be a list of names"):
         dataclasses.replace(bundle, classes=classes)
+    with pytest.raises(BundleError, match="output='odds' is not one of"):
+        dataclasses.replace(bundle, output="odds")
     assert dataclasses.replace(bundle, classes=["a", "b", "c"]).classes == ("a", "b", "c")
 
 
@@ -265,14 +230,10 @@ def test_numbers_are_the_networks_outputs(tmp_path: Path) -> None:
             prediction["lily"]
     broken = bundle.predict([b"nothing", arrays[0]], undecodable="return")
     assert isinstance(broken[0], UndecodableImage) and isinstance(broken[1], NumberPrediction)
-
-
-def test_numbers_have_no_probabilities_and_no_ranking() -> None:
-    bundle = make_bundle(output="numbers")
-    with pytest.raises(ConfigError, match="this model predicts numbers, which have no probabilities; use predict"):
+    with pytest.raises(ConfigError, match="predicts numbers, which have no probabilities"):
         bundle.probabilities(torch.zeros(1, 3))
-    with pytest.raises(ConfigError, match="top=2 ranks classes, but this model predicts numbers; leave top out"):
-        bundle.predict(images(1), top=2)
+    with pytest.raises(ConfigError, match="top=2 ranks classes, but this model predicts numbers"):
+        bundle.predict(arrays, top=2)
 
 
 def test_every_form_of_an_image_gives_the_same(bundle: Bundle, tmp_path: Path) -> None:
@@ -307,8 +268,12 @@ def test_what_is_neither_a_list_nor_an_image_is_refused(bundle: Bundle, given: A
     for method in (bundle.predict, bundle.embed):
         with pytest.raises(ConfigError, match=r"pass a list of .*\(n, h, w, 3\)"):
             method(given)
-    with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
-        bundle.embed([b""], batch_size=0)
+
+
+@pytest.mark.parametrize("image", [None, 5, bytearray(b"x"), torch.zeros(4, 4, 3, dtype=torch.uint8)], ids=repr)
+def test_items_that_are_no_images_are_refused(image: Any, bundle: Bundle, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match="its items must be paths, "):
+        bundle.predict([image], undecodable="return")
 
 
 def test_embeddings_are_what_the_head_sees() -> None:
@@ -319,19 +284,7 @@ def test_embeddings_are_what_the_head_sees() -> None:
     with torch.no_grad():
         expected = network.head(torch.tanh(network.head_hidden(embeddings)))
     torch.testing.assert_close(expected, logits(bundle, arrays), atol=1e-5, rtol=1e-5)
-
-
-def test_nothing_in_gives_nothing_out(bundle: Bundle) -> None:
-    assert bundle.predict([]) == []
-    assert bundle.embed([]).shape == (0, 12)
-
-
-def test_an_undecodable_image_raises_with_its_name(bundle: Bundle, tmp_path: Path) -> None:
-    path = tmp_path / "broken.jpg"
-    path.write_bytes(b"not an image")
-    for call in (bundle.predict, bundle.embed):
-        with pytest.raises(UndecodableImage, match=re.escape(f"{path} is not an image")):
-            call([images(1)[0], path])
+    assert bundle.predict([]) == [] and bundle.embed([]).shape == (0, 12)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 64])
@@ -343,19 +296,19 @@ def test_an_undecodable_image_takes_its_place_among_the_others(bundle: Bundle, t
     results = bundle.predict(given, batch_size=batch_size, undecodable="return")
     assert [isinstance(result, UndecodableImage) for result in results] == [True, False, True, True, False, False, True]
     assert str(path) in str(results[2]) and "float32" in str(results[3])
+    for call in (bundle.predict, bundle.embed):
+        with pytest.raises(UndecodableImage, match=re.escape(str(path))):
+            call([good[0], path])
     expected = bundle.predict(good)
     for result, other in zip([results[1], results[4], results[5]], expected, strict=True):
         assert isinstance(result, Prediction) and result.label == other.label
         assert dict(result.ranking) == pytest.approx(dict(other.ranking), abs=1e-6)
 
 
-def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path) -> None:
-    message = re.escape(f"cannot read image {str(tmp_path / 'rose.jpg')!r}: No such file or directory")
-    with pytest.raises(DataError, match=message) as caught:
+def test_a_path_that_does_not_exist_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rose\.jpg': No such file") as caught:
         bundle.predict([tmp_path / "rose.jpg"], undecodable="return")
     assert not isinstance(caught.value, UndecodableImage)
-    with pytest.raises(DataError, match=message):
-        bundle.embed([str(tmp_path / "rose.jpg")])
 
 
 @pytest.mark.parametrize(
@@ -364,15 +317,11 @@ def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path) -> None:
         ("model.json", None, r"model is not a model: it has no model\.json"),
         ("model.safetensors", None, r"model is incomplete: model\.safetensors is missing"),
         ("model.json", lambda content: content[:-40], r"model\.json is damaged: "),
-        ("model.json", lambda content: b"", r"model\.json is damaged: "),
         ("model.json", lambda content: b"\xff\xfe{}", r"model\.json is damaged: "),
-        ("model.json", lambda content: b"[]", r"model\.json must be an object of named fields, not list"),
-        ("model.json", lambda content: b"{}", r"format=None is not the number of a format"),
-        ("model.json", lambda content: b'{"format": 2}', r"model\.json lacks the field architecture; a model has the"),
-        ("model.safetensors", lambda content: content[:-1], r"was altered: its size or SHA-256 .*copy the model again"),
-        ("model.safetensors", lambda content: b"", r"model\.safetensors was altered"),
+        ("model.json", lambda content: b"[]", r"model\.json must be an object"),
+        ("model.json", lambda content: b'{"format": 2}', r"model\.json lacks the field architecture"),
+        ("model.safetensors", lambda content: content[:-1], r"model\.safetensors was altered"),
         ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]), r"safetensors was altered"),
-        ("model.safetensors", lambda content: bytes([content[0] ^ 128]) + content[1:], r"safetensors was altered"),
     ],
 )
 def test_a_damaged_file_is_refused(
@@ -393,7 +342,7 @@ def test_a_damaged_file_is_refused(
         ("classes", ["a", 1, "c"], r"classes must be a list of names"),
         ("classes", ["a", "b"], r"there are 2 class names, but the network has 3 outputs"),
         ("format", 3, r"has format 3, written by a newer version of Vitrail; this version reads formats up to 2"),
-        ("format", "1", r"format='1' is not the number of a format, which is 2 or higher"),
+        ("format", "1", r"format='1' is not the number of a format"),
         ("format", 1, r"has format 1, which no release of Vitrail wrote"),
         ("architecture", "CNN", r"architecture='CNN' is not one of 'ViT', 'BiT'"),
         ("output", "odds", r"output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"),
@@ -415,9 +364,10 @@ def test_a_description_that_cannot_be_is_refused(saved: Path, name: str, value: 
         load_bundle(saved, device="cpu")
 
 
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"model '.*nowhere' does not exist: there is no such folder"):
-        load_bundle(tmp_path / "nowhere", device="cpu")
+def test_weights_of_another_number_format_are_refused(bundle: Bundle, saved: Path) -> None:
+    replace_weights(saved, safetensors_bytes(bundle.network.half().state_dict()))
+    with pytest.raises(BundleError, match=r"not float32 or bfloat16: .* is float16"):
+        load_bundle(saved, device="cpu")
 
 
 def test_weights_that_do_not_fit_are_all_named(bundle: Bundle, saved: Path) -> None:
@@ -470,9 +420,7 @@ def old(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("limit", "notes"), [(1_000, 0), (5_000, 0), (60_000, 100_000)], ids=["weights", "later weights", "description"]
-)
+@pytest.mark.parametrize(("limit", "notes"), [(1_000, 0), (60_000, 100_000)], ids=["weights", "description"])
 def test_a_full_disk_leaves_the_old_model(
     bundle: Bundle, old: tuple[Path, dict[str, bytes]], tmp_path: Path, limit: int, notes: int
 ) -> None:
@@ -534,12 +482,6 @@ def test_saving_never_deletes_other_files(bundle: Bundle, tmp_path: Path, is_mod
     assert sorted(entry.name for entry in folder.iterdir()) == ["model.json", "model.safetensors", "thesis.txt"]
 
 
-def test_other_number_formats_are_refused(bundle: Bundle, saved: Path) -> None:
-    replace_weights(saved, safetensors_bytes(bundle.network.half().state_dict()))
-    with pytest.raises(BundleError, match=r"not float32 or bfloat16: .* is float16"):
-        load_bundle(saved, device="cpu")
-
-
 def test_weights_are_rounded_to_bfloat16_in_the_file_alone(tmp_path: Path) -> None:
     bundle = make_bundle(num_classes=0)
     before = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
@@ -557,11 +499,10 @@ def test_weights_are_rounded_to_bfloat16_in_the_file_alone(tmp_path: Path) -> No
 
 
 def test_a_network_without_a_head_says_so() -> None:
-    headless = create("ViT-Pico/7", image_size=14, num_classes=0, width=8, heads=1, depth=1, mlp_width=8)
-    bundle = Bundle(headless, (), Preprocess(image_size=(14, 14)))
+    bundle = make_bundle(num_classes=0)
     with pytest.raises(ConfigError, match="has no head, so it cannot predict; fine-tune it"):
-        bundle.predict([np.zeros((14, 14, 3), np.uint8)])
-    assert bundle.embed([np.zeros((14, 14, 3), np.uint8)]).shape == (1, 8)
+        bundle.predict(images(1))
+    assert bundle.embed(images(1)).shape == (1, 12)
 
 
 def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None:

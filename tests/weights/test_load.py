@@ -22,6 +22,7 @@ import vitrail
 from tests.make import assert_close, assert_same, golden, place_of, random_bundle, square_config, write_file
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.models.vit_config import ViTConfig
@@ -212,17 +213,14 @@ def test_hybrids_of_timm_there_and_back(depths: tuple[int, ...], tmp_path: Path)
 
 LOST = [
     ("google", {"norm_eps": 1e-12}, "norm_eps=1e-12 (its code has 1e-06)"),
-    ("google", {"activation": "gelu"}, "the exact GELU (its code computes the tanh approximation)"),
     ("google", {"image_size": (12, 10), "patch_size": (4, 5)}, "image_size=(12, 10)"),
     ("big-vision", {"positions": "sincos-2d"}, "image_size=(12, 12)"),
     ("google", {"position_resize": "bicubic"}, "position_resize='bicubic' (its code has 'linear-corners')"),
     ("torchvision", {"norm_eps": 1e-5}, "norm_eps=1e-05 (its code has 1e-06)"),
-    ("torchvision", {"activation": "gelu-tanh"}, "the tanh approximation of GELU (its code computes the exact one)"),
     ("torchvision", {}, "heads=3"),
     ("timm", {"norm_eps": 1e-12}, "norm_eps=1e-12 (its code has 1e-06)"),
     ("timm", {}, "position_resize='linear-corners' (its code has 'bicubic-antialias')"),
     ("timm", {"root": RootConfig(width=32)}, "root.norm_eps=1e-06 (its code has 1e-05)"),
-    ("timm", {"root": RootConfig(width=32)}, "root.weight_eps=1e-05 (its code has 1e-08)"),
     ("timm", {"root": RootConfig(width=32)}, "root.weight_eps_on='deviation' (its code has 'variance')"),
     ("google", {"root": RootConfig(width=32, weight_eps=1e-8)}, "root.weight_eps=1e-08 (its code has 1e-05)"),
 ]  # fmt: skip
@@ -255,51 +253,53 @@ def test_what_bare_tensors_of_timm_do_not_carry_is_said(fields: dict[str, Any], 
     assert message not in LAYOUTS["timm"].write(bundle, tmp_path / "folder")
 
 
-SMALL_ROOT = {"root": RootConfig(width=32, stem="3x3+3x3"), "image_size": (8, 8), "patch_size": (1, 1)}
-REFUSED = [
-    ("google", {"pool": "map"}, "pool='map' (only 'cls', 'gap')"),
-    ("big-vision", {"pool": "cls+gap"}, "pool='cls+gap' (only 'cls', 'gap', 'map')"),
-    ("google", {"positions": "sincos-2d"}, "positions='sincos-2d' (only 'learned')"),
-    ("big-vision", {"positions": "rotary-2d"}, "positions='rotary-2d' (only 'learned', 'sincos-2d')"),
-    ("google", {"positions_at": "every-layer"}, "positions_at='every-layer' (only 'stem')"),
-    ("google", {"registers": 2}, "registers=2 (only 0)"),
-    ("google", {"final_norm": "pooled"}, "final_norm='pooled' (only 'tokens')"),
-    ("google", {"layer_scale": 0.1}, "layer_scale=0.1 (only 0.0)"),
-    ("big-vision", {"qk_norm": True}, "qk_norm=True (only False)"),
-    ("google", {"qkv_bias": False}, "qkv_bias=False (only True)"),
-    ("google", {"dense_bias": False}, "dense_bias=False (only True)"),
-    ("google", {"patch_bias": False}, "patch_bias=False (only True)"),
-    ("google", {"activation": "swiglu"}, "activation='swiglu' (only 'gelu-tanh', 'gelu')"),
-    ("google", {"pool": "gap", "class_token": True}, "class_token=True (only False)"),
-    ("timm", {"head_hidden": 3}, "head_hidden=3 (only 0)"),
-    ("timm", {"pool": "cls+gap"}, "pool='cls+gap' (only 'cls', 'gap', 'map')"),
-    ("timm", {"positions": "relative-bias"}, "positions='relative-bias' (only 'learned', 'none')"),
-    ("timm", {"positions_at": "shared"}, "positions_at='shared' (only 'stem')"),
-    ("torchvision", {"pool": "gap"}, "pool='gap' (only 'cls')"),
-    ("torchvision", {"registers": 1}, "registers=1 (only 0)"),
-    ("torchvision", {"patch_size": (4, 3)}, "square patches and images, but this model has patches of (4, 3)"),
-    ("torchvision", {"image_size": (12, 8)}, "this model has patches of (4, 4) and images of (12, 8)"),
-    *((layout, SMALL_ROOT, "3x3+3x3") for layout in ("google", "timm", "torchvision", "big-vision")),
-    ("bit", {}, "a Vision Transformer cannot be written as bit: choose google, big-vision, timm, "),
-    ("bit-torch", {}, "a Vision Transformer cannot be written as bit-torch"),
+OWN: dict[str, dict[str, Any]] = {
+    "google": {"activation": "gelu-tanh"}, "big-vision": {"activation": "gelu-tanh"},
+    "timm": {"position_resize": "bicubic-antialias"}, "huggingface": {"position_resize": "bicubic"},
+    "torchvision": {"position_resize": "bicubic-corners"},
+}  # fmt: skip
+"""What the code of each layout computes in every network."""
+OTHERS: list[dict[str, Any]] = [
+    *({"pool": pool} for pool in ("gap", "map", "cls+gap")), {"pool": "gap", "class_token": True},
+    {"pool": "cls+dist", "registers": 1},
+    *({"positions": kind} for kind in ("none", "sincos-2d", "rotary-2d", "relative-bias")),
+    *({"positions_at": place} for place in ("every-layer", "shared")), *({"registers": count} for count in (1, 2)),
+    *({"activation": name} for name in ("gelu", "gelu-tanh", "swiglu")),
+    {"pool": "gap", "final_norm": "pooled"}, {"layer_scale": 0.5}, {"qk_norm": True}, {"qkv_bias": False},
+    {"dense_bias": False}, {"patch_bias": False}, {"head_hidden": 3}, {"norm_eps": 1e-3},
+    {"patch_size": (4, 3)}, {"image_size": (12, 8)},
+    {"attention": "axial"}, {"reduction": TokenReduction(tokens=1)},
+    {"root": RootConfig(width=32, stem="3x3+3x3"), "image_size": (8, 8), "patch_size": (1, 1)},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "fields", "message"), REFUSED)
-def test_what_would_change_the_arithmetic_is_refused(
-    layout: str, fields: dict[str, Any], message: str, tmp_path: Path
+@pytest.mark.parametrize("layout", OWN)
+@pytest.mark.parametrize("fields", OTHERS, ids=str)
+def test_what_a_layout_does_not_store_exactly_is_refused_or_said(
+    layout: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    bundle = random_bundle(square_config(**fields))
-    with pytest.raises(BundleError, match=re.escape(message)):
-        LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
-    assert not list(tmp_path.iterdir())
+    bundle, path = random_bundle(square_config(**{**OWN[layout], **fields})), place_of(layout, tmp_path)
+    try:
+        lost = LAYOUTS[layout].write(bundle, path)
+    except BundleError:
+        assert not list(tmp_path.iterdir())
+        return
+    if not any("its code" in note or "are read as" in note for note in lost):
+        heads = {"heads": 3} if layout == "torchvision" else {}
+        again = load(path, device="cpu", image_size=bundle.network.config.image_size, **heads)
+        assert_close(bundle, again)
 
 
-@pytest.mark.parametrize("layout", ["google", "big-vision", "torchvision", "huggingface"])
-def test_a_resnet_has_its_own_layouts(layout: str, tmp_path: Path) -> None:
-    bundle = random_bundle(ResNetConfig(image_size=(8, 8), depths=(1,), width=32, num_classes=2))
-    with pytest.raises(BundleError, match=f"a BiT ResNet cannot be written as {layout}: choose bit"):
-        LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [
+        *((name, ResNetConfig(depths=(1,), width=32, num_classes=2)) for name in OWN if name != "timm"),
+        *((name, square_config()) for name in ("bit", "bit-torch")),
+    ],
+)  # fmt: skip
+def test_a_network_of_another_architecture_is_refused(layout: str, config: AnyConfig, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=f"cannot be written as {layout}: choose "):
+        LAYOUTS[layout].write(random_bundle(config), place_of(layout, tmp_path))
 
 
 @pytest.mark.parametrize("layout", ["bit", "bit-torch", "timm"])
@@ -331,11 +331,16 @@ def test_heads_that_contradict_the_file(tmp_path: Path) -> None:
         ("heads", "3"), ("mean", 0.5), ("std", "0.5"), ("layout", 5), ("drop_head_hidden", "no"),
     ],
 )  # fmt: skip
-def test_options_of_other_types_are_refused(
+def test_options_of_other_types_are_refused_and_lists_are_read_as_tuples(
     option: str, value: Any, bundle: Bundle, tmp_path: Path, types_unchecked: None
 ) -> None:
+    path, size = bundle.save(tmp_path / "model"), bundle.preprocess.image_size
     with pytest.raises(ConfigError, match=f"^{option}={re.escape(repr(value))} is not "):
-        load(bundle.save(tmp_path / "model"), **{option: value})
+        load(path, **{option: value})
+    with pytest.raises(BundleError, match="drop_head_hidden=True does not fit"):
+        load(path, drop_head_hidden=True)
+    loaded = load(path, image_size=[*size], mean=[*bundle.preprocess.mean], heads=np.int64(3))
+    assert loaded.preprocess == bundle.preprocess and loaded.notes == () and loaded.metrics == bundle.metrics
 
 
 @pytest.mark.parametrize("path", [None, 5, b"model", ["model"]])
@@ -344,22 +349,14 @@ def test_a_path_of_another_type_is_refused(path: Any, types_unchecked: None) -> 
         load(path)
 
 
-def test_lists_are_read_as_tuples(bundle: Bundle, tmp_path: Path, types_unchecked: None) -> None:
-    path, size = bundle.save(tmp_path / "model"), bundle.preprocess.image_size
-    loaded = load(path, image_size=[*size], mean=[*bundle.preprocess.mean], heads=np.int64(3))
-    assert loaded.preprocess == bundle.preprocess and loaded.notes == () and loaded.metrics == bundle.metrics
-
-
-def test_a_hidden_layer_that_is_not_there_cannot_be_dropped(bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="drop_head_hidden=True does not fit"):
-        load(bundle.save(tmp_path / "model"), drop_head_hidden=True)
-
-
-@pytest.mark.parametrize("name", ["google_vit_token", "google_vit_gap", "google_hybrid", "timm_vit_gap"])
+@pytest.mark.parametrize("name", ["google_vit_token", "google_hybrid", "timm_vit_gap"])
 def test_a_grid_that_is_no_square_needs_its_size(name: str, tmp_path: Path) -> None:
     layout, suffix = GOLDEN[name]
     path = write_file(golden(name).tensors, tmp_path / f"x{suffix}")
     given: dict[str, Any] = {"heads": 4} if layout == "timm" else {}
+    for size in ((0, 0), (-8, 8), *([] if layout == "timm" else [(33, 48)])):  # timm cuts what patches do not cover
+        with pytest.raises(BundleError, match="image_size="):
+            load(path, device="cpu", image_size=size, **given)
     for size in (None, (48, 64 if name != "google_hybrid" else 96)):
         with pytest.raises(BundleError, match=r"give image_size=\(height, width\)"):
             load(path, device="cpu", image_size=size, **given)
@@ -373,13 +370,6 @@ def test_a_square_grid_is_known(tmp_path: Path) -> None:
     larger = load(path, device="cpu", heads=4, image_size=(40, 64))
     assert larger.network.config.image_size == (40, 64)
     assert "the image size was changed from (32, 32) to (40, 64), and the positions were resized" in larger.notes
-
-
-@pytest.mark.parametrize("image_size", [(33, 48), (0, 0), (-8, 8)])
-def test_image_sizes_that_cannot_be(image_size: tuple[int, int], tmp_path: Path) -> None:
-    path = write_file(golden("google_vit_gap").tensors, tmp_path / "x.npz")
-    with pytest.raises(BundleError, match=r"image_size="):
-        load(path, device="cpu", image_size=image_size)
 
 
 @pytest.mark.parametrize("name", ["bigvision_gap_sincos", "bit_torch_small"])
@@ -503,9 +493,7 @@ def test_weights_in_a_folder(name: str, tmp_path: Path) -> None:
     [
         ("{", r"config\.json is damaged: "),
         ('{"model_args": 3}', r"does not have the shapes of a timm model"),
-        ('{"model_args": {"img_size": "large"}}', r"does not have the shapes of a timm model"),
         ('{"model_args": {"img_size": [1, 2, 3]}}', r"does not have the shapes of a timm model"),
-        ('{"model_args": {"act_layer": "relu", "num_heads": 4}}', r"act_layer='relu' is not one of 'gelu'"),
     ],
 )
 def test_a_config_that_cannot_be_used(text: str, message: str, tmp_path: Path) -> None:

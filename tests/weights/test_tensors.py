@@ -46,12 +46,18 @@ def assert_read(file: TensorFile, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def test_reads_what_the_library_wrote_whole_or_row_by_row(path: Path) -> None:
-    file = open_tensors(write_file(TENSORS, path))
+    other = {"step": torch.tensor(5), "ids": torch.arange(4), "mask": torch.tensor([True])}  # are no weights
+    file = open_tensors(write_file(TENSORS | other, path))
     assert_read(file, TENSORS)
     assert "nothing" not in file and file.path == path
     for row in range(4):
         assert torch.equal(file.read("stack", row), TENSORS["stack"][row])
         assert file.read("stack", row).untyped_storage().nbytes() <= 24 * 4
+    if path.suffix in (".safetensors", ".pth"):
+        assert file.read("b").data_ptr() == file.read("b").data_ptr(), "a mapped file costs no memory of its own"
+    write_file({}, path)
+    with pytest.raises(BundleError, match=r"holds no (named )?tensors"):
+        open_tensors(path)
 
 
 @pytest.mark.parametrize(
@@ -84,19 +90,6 @@ def test_bfloat16_of_jax_in_an_npz(compressed: bool, order: Any, tmp_path: Path)
     assert torch.equal(file.read("w", 1), values[1].float())
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pth"])
-def test_whole_numbers_are_no_weights(suffix: str, tmp_path: Path) -> None:
-    tensors = {"w": torch.ones(2), "step": torch.tensor(5), "ids": torch.arange(4), "mask": torch.tensor([True])}
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    assert open_tensors(write_file(arrays, tmp_path / f"x{suffix}")).shapes == {"w": (2,)}
-
-
-@pytest.mark.parametrize("mapped", [".safetensors", ".pth"])
-def test_a_mapped_file_costs_no_memory_of_its_own(mapped: str, tmp_path: Path) -> None:
-    file = open_tensors(write_file({"w": torch.zeros(1000)}, tmp_path / f"x{mapped}"))
-    assert file.read("w").data_ptr() == file.read("w").data_ptr()
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -107,26 +100,16 @@ def test_a_mapped_file_costs_no_memory_of_its_own(mapped: str, tmp_path: Path) -
         lambda state: collections.OrderedDict(state),
         lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
         lambda state: {"teacher": {f"module.backbone.{name}": tensor for name, tensor in state.items()}},
+        lambda state: {f"_orig_mod.module.{name}": tensor for name, tensor in state.items()},
+        lambda state: {f"backbone.module._orig_mod.{name}": tensor for name, tensor in state.items()},
+        lambda state: {f"model_ema.module.{name}": tensor for name, tensor in state.items()},
         lambda state: {name: torch.nn.Parameter(tensor) for name, tensor in state.items()},
     ],
 )
 def test_weights_inside_a_checkpoint(wrap: Callable[[dict[str, torch.Tensor]], Any], tmp_path: Path) -> None:
-    torch.save(wrap(TENSORS), tmp_path / "x.pth")
-    assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "suffix"),
-    [
-        ("module.", ".pth"), ("_orig_mod.module.", ".safetensors"), ("backbone.module._orig_mod.", ".ckpt"),
-        ("model_ema.module.", ".pth.tar"),
-    ],
-)  # fmt: skip
-def test_prefixes_of_wrappers(prefix: str, suffix: str, tmp_path: Path) -> None:
-    wrapped = {f"{prefix}blocks.0.w": torch.ones(2), f"{prefix}b": torch.zeros(1)}
-    file = open_tensors(write_file(wrapped, tmp_path / f"x{suffix}"))
-    assert_read(file, {"blocks.0.w": torch.ones(2), "b": torch.zeros(1)})
-    assert file.notes == ()
+    for file, zipped in ((tmp_path / "x.pth.tar", True), (tmp_path / "old.ckpt", False)):
+        torch.save(wrap(TENSORS), file, _use_new_zipfile_serialization=zipped)
+        assert_read(open_tensors(file), TENSORS)
 
 
 @pytest.mark.parametrize("average", ["model_ema", "state_dict_ema", "teacher", "swa_model"])
@@ -151,11 +134,6 @@ def test_two_networks_in_one_file(content: dict[str, Any], tmp_path: Path) -> No
     torch.save(content, tmp_path / "x.pth")
     with pytest.raises(BundleError, match="holds several networks"):
         open_tensors(tmp_path / "x.pth")
-
-
-def test_files_of_old_pytorch(tmp_path: Path) -> None:
-    torch.save(TENSORS, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
-    assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)
 
 
 @pytest.mark.parametrize("content", [torch.zeros(3), {}, [torch.zeros(2)], {"epoch": 1}, {"a": torch.tensor(1)}])
@@ -198,13 +176,6 @@ def test_the_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path, recwarn
     assert marker.exists()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_torchscript_archive_is_refused_without_unsafe_advice(tmp_path: Path) -> None:
-    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), tmp_path / "x.pt")
-    with pytest.raises(BundleError, match=r"x\.pt is a TorchScript archive, .* Save the state dict alone, best as"):
-        open_tensors(tmp_path / "x.pt")
-
-
 @pytest.fixture
 def sharded(tmp_path: Path) -> Callable[..., Path]:
     """Write the tensors into two files with an index. `change` is called with the index's weight map."""
@@ -241,11 +212,18 @@ def test_an_index_points_to_weights_in_its_folder(place: str, message: str, shar
         open_tensors(index)
 
 
-def test_a_missing_shard_and_a_missing_tensor_are_named(sharded: Callable[..., Path]) -> None:
-    with pytest.raises(BundleError, match=r"^weights '\S+model-3\.safetensors' do not exist"):
-        open_tensors(sharded(lambda places: places.update(b="model-3.safetensors")))
-    with pytest.raises(BundleError, match=r"the tensor scalar is in model-1\.safetensors, but it is not"):
-        open_tensors(sharded(lambda places: places.update(scalar="model-1.safetensors")))
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"b": "model-3.safetensors"}, r"^weights '\S+model-3\.safetensors' do not exist"),
+        ({"scalar": "model-1.safetensors"}, r"the tensor scalar is in model-1\.safetensors, but it is not"),
+    ],
+)
+def test_missing_shards_and_tensors_are_named(
+    places: dict[str, str], message: str, sharded: Callable[..., Path]
+) -> None:
+    with pytest.raises(BundleError, match=message):
+        open_tensors(sharded(lambda known: known.update(places)))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}', "[" * 999])
@@ -269,12 +247,6 @@ def test_what_is_no_file_of_weights_is_named(name: str, content: bytes | None, m
         (tmp_path / name).write_bytes(content)
     with pytest.raises(BundleError, match=message):
         open_tensors(tmp_path / name)
-
-
-def test_a_file_without_tensors(path: Path) -> None:
-    write_file({}, path)
-    with pytest.raises(BundleError, match=r"holds no (named )?tensors"):
-        open_tensors(path)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.999])
@@ -315,7 +287,11 @@ def test_bfloat16_is_written_to_an_npz_as_float32(tmp_path: Path) -> None:
     assert np.load(tmp_path / "x.npz")["w"] == np.float32(1.5)
 
 
-def test_an_npz_with_something_else_in_it(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_archives_of_something_else_are_refused_without_unsafe_advice(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), tmp_path / "x.pt")
+    with pytest.raises(BundleError, match=r"x\.pt is a TorchScript archive, .* Save the state dict alone, best as"):
+        open_tensors(tmp_path / "x.pt")
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("readme.txt", "hello")
     with pytest.raises(BundleError, match=r"x\.npz is damaged, cut short or of another format than its suffix"):
@@ -361,19 +337,12 @@ def test_what_is_saved_is_what_is_read_and_can_replace_its_file(path: Path) -> N
         save_tensors({"first": torch.zeros(5000), **tensors}, path, SUFFIXES)
     assert_read(open_tensors(path), {"first": torch.zeros(5000), **TENSORS})
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-def test_others_can_read_a_file_if_they_can_read_new_files(path: Path, tmp_path: Path) -> None:
-    save_tensors(TENSORS, path, SUFFIXES)
-    (new := tmp_path / "new").touch()
-    assert path.stat().st_mode == new.stat().st_mode
-
-
-def test_a_link_is_written_through(tmp_path: Path) -> None:
-    (tmp_path / "link.npz").symlink_to(tmp_path / "real.npz")
-    save_tensors(TENSORS, tmp_path / "link.npz", (".npz",))
-    assert (tmp_path / "link.npz").is_symlink()
-    assert_read(open_tensors(tmp_path / "real.npz"), TENSORS)
+    (new := path.with_name("new")).touch()
+    assert path.stat().st_mode == new.stat().st_mode, "others can read it if they can read new files"
+    (link := path.with_name(f"link-{path.name}")).symlink_to(path)
+    save_tensors(TENSORS, link, SUFFIXES)
+    assert link.is_symlink()
+    assert_read(open_tensors(path), TENSORS)
 
 
 def test_a_part_of_a_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:

@@ -10,22 +10,11 @@ import pytest
 import torch
 
 import vitrail
-from tests.words import model_with_words, text_config, tokenizer_of_bees
-from vitrail.data.texts import TextTokenizer
+from tests.words import text_config, tokenizer_of_bees
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.text import TextTower
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.words import Words
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TextTokenizer:
-    return tokenizer_of_bees()
-
-
-@pytest.fixture(params=[None, -3.0], ids=["clip", "siglip"])
-def model(request: pytest.FixtureRequest) -> Bundle:
-    return model_with_words(bias=request.param)
 
 
 @pytest.mark.slow
@@ -55,8 +44,8 @@ def test_empty_texts_are_refused(model: Bundle) -> None:
         model.embed_texts([])
 
 
-def test_a_tokenizer_of_other_weights_is_refused(tokenizer: TextTokenizer) -> None:
-    config = text_config(tokenizer)
+def test_a_tokenizer_of_other_weights_is_refused() -> None:
+    config = text_config(tokenizer := tokenizer_of_bees())
     for changes, message in (
         ({"vocabulary": 49408, "end_token": 49407}, "524 tokens"), ({"vocabulary": 520, "end_token": 9}, "524 tokens"),
         ({"end_token": 3}, "end_token=523"), ({"context": 9}, "context=12"),

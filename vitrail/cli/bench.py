@@ -449,16 +449,16 @@ def attention(found: dict[str, Any]) -> list[Any]:
         "peak of a step, measured in its own process, and by closed form."
     )
     points = found["points"]
-
-    def gain_in_flops(row: dict[str, Any]) -> float:
-        return float(full_at(points, row["patches"])["workload"]["flops"] / row["workload"]["flops"])
-
     columns = (
         Column("patches", "patches", ",d"),
         Column("attention", "attention", is_text=True),
         Column("ms per step", lambda row: 1000 * row["median"], _number),
         Column("gain", lambda row: full_at(points, row["patches"])["median"] / row["median"], _number),
-        Column("of FLOPs", gain_in_flops, _number),
+        Column(
+            "of FLOPs",
+            lambda row: full_at(points, row["patches"])["workload"]["flops"] / row["workload"]["flops"],
+            _number,
+        ),
         Column("memory", "memory_bytes", _bytes),
         Column("closed form", "predicted_bytes", _bytes),
     )

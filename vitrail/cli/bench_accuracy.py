@@ -165,7 +165,7 @@ def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
         try:
             changed = _changed(settings)
             configs[entry] = config.override(**({"steps": None} if "epochs" in changed else {}), **changed)
-            check_effects(changed, configs[entry])
+            check_effects(changed, configs[entry].override(evaluations=options.evaluations))
         except ConfigError as error:
             raise ConfigError(f"recipe {entry!r}: {error}") from None
     return configs

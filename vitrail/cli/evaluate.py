@@ -467,6 +467,8 @@ def plan_of(
     opened = [each for each in (judged, learned) if each is not None]
     colour = colour_note(images_of(jobs[0].source), bundle.preprocess.channels)
     notes = dict.fromkeys((*bundle.notes, *(note for each in opened for note in each.notes), *filter(None, [colour])))
+    if split == "all" and learning:
+        notes[f"{', '.join(sorted(learning))} learns from the training images, so it measures only the others"] = None
     return Measurements(outputs, tuple(jobs), head, tuple(notes))
 
 

@@ -439,6 +439,12 @@ class Option:
         return self.kind is bool
 
     @property
+    def clearing(self) -> Collection[str]:
+        """Words that take away the value of a recipe or a default, unless they are values themselves."""
+        has_value = bool(self.section) or self.default is not None or self.kind not in (str, Path)
+        return {"None", "none"}.difference(self.facts.get("choices", ())) if self.accepts_none and has_value else ()
+
+    @property
     def arity(self) -> int | None:
         """Number of values, or None if any number is accepted."""
         if get_origin(self.kind) is not tuple:
@@ -515,11 +521,12 @@ def names_in(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def check_own_effects(given: Options, settings: Any, *, by_user: bool = False) -> None:
-    """Raise `ConfigError` if a typed option of a dataclass has no effect with the values of the dataclass. With
-    `by_user`, consider only conditions that no rule decides about."""
+def check_own_effects(given: Options, settings: Any, *, run: Any = None, by_user: bool = False) -> None:
+    """Raise `ConfigError` if a typed option of a dataclass has no effect with the values of the dataclass, which is a
+    part of the config `run` if that is given. With `by_user`, consider only conditions that no rule decides about."""
     for name, effect in facts(type(settings), "effect").items():
-        if name in given and not effect.holds(settings) and (effect.by_user or not by_user):
+        decisive = run if effect.of_run else settings
+        if name in given and not effect.holds(decisive) and (effect.by_user or not by_user):
             only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
             raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
 
@@ -530,10 +537,10 @@ def convert(option: Option, values: Sequence[str]) -> Any:
     Without words, the value is an empty tuple if that is the default, so that a setting can be made empty again, or if
     the option `may_be_empty`. One number is both a height and a width.
     """
+    if len(values) == 1 and values[0] in option.clearing:
+        return None
     if option.is_size and len(values) == 1:
         values = [*values, *values]
-    if option.accepts_none and list(values) in (["None"], ["none"]):
-        return None
     none_needed = option.default == () or "may_be_empty" in option.facts
     if option.arity not in (None, len(values)) if values else not none_needed:
         raise ConfigError(f"{option.label}: needs {option.metavar}")

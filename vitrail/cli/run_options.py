@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -17,6 +18,7 @@ from vitrail.settings import setting, without_none
 from vitrail.tasks import TASKS
 from vitrail.tasks.task import Task
 from vitrail.training.config import LENGTHS, ON_RESUME, TrainConfig
+from vitrail.training.job import network_config_of
 from vitrail.training.log import Log
 
 
@@ -128,8 +130,12 @@ def say_chosen(log: Log, given: Mapping[str, Any], reasons: Sequence[str]) -> No
 def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: bool = False) -> None:
     """Raise `ConfigError` if a typed option has no effect in a run with this config. With `by_user`, consider only
     conditions that no rule decides about."""
-    for section in dataclasses.fields(config):
-        check_own_effects(given, getattr(config, section.name), by_user=by_user)
+    sections = [getattr(config, section.name) for section in dataclasses.fields(config)]
+    if config.start.init is None:
+        with suppress(ConfigError):  # `prepare` raises it
+            sections.append(network_config_of(config, None, None, num_classes=2))
+    for section in sections:
+        check_own_effects(given, section, run=config, by_user=by_user)
     local = config.task.local_views_of(config.images, config.augment, config.run.seed)
     views = config.task.views + (0 if local is None else local.count)
     for name in ("blur", "solarise"):

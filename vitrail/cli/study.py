@@ -21,7 +21,7 @@ from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
 from vitrail.studies.cell import CellResult, study_pool
 from vitrail.studies.claims import Results
-from vitrail.studies.cost import TPU_FLOPS, StudyCost, check_jobs, cost_of, default_jobs, forecast, sizes_for
+from vitrail.studies.cost import TPU_FLOPS, check_jobs, cost_of, default_jobs, forecast, sizes_for
 from vitrail.studies.engine import TRIAL_SEED, StudyRun
 from vitrail.studies.page import estimate_text, write_study
 from vitrail.studies.questions import STUDIES
@@ -98,7 +98,20 @@ def main(call: Call) -> None:
     if options.plan:
         published = study.published()
         whole = cost_of(published, options.seeds, sizes_for(published, settings))
-        plan = plain_plan(cost, whole, forecast(cost, jobs=jobs, threads=threads, device=device), jobs)
+        plan = {
+            "trials": cost.trials,
+            "cells": cost.cells,
+            "flops": cost.flops,
+            "seconds": forecast(cost, jobs=jobs, threads=threads, device=device),
+            "jobs": jobs,
+            "bytes_per_job": cost.bytes,
+            "published": {
+                "trials": whole.trials,
+                "cells": whole.cells,
+                "flops": whole.flops,
+                "tpuv3_core_days": whole.flops / TPU_FLOPS / 86400,
+            },
+        }
         for line in [json.dumps(plan)] if options.json else plan_lines(study, plan, len(options.seeds)):
             print(line)
         return
@@ -149,24 +162,6 @@ def _chosen(points: Sequence[Point], text: str) -> list[Point]:
 
 
 # Tables of `vitrail study`: its cost before it starts, and its results.
-
-
-def plain_plan(cost: StudyCost, published: StudyCost, seconds: float, jobs: int) -> dict[str, Any]:
-    """Return the cost of a study and of its published size as JSON values."""
-    return {
-        "trials": cost.trials,
-        "cells": cost.cells,
-        "flops": cost.flops,
-        "seconds": seconds,
-        "jobs": jobs,
-        "bytes_per_job": cost.bytes,
-        "published": {
-            "trials": published.trials,
-            "cells": published.cells,
-            "flops": published.flops,
-            "tpuv3_core_days": published.flops / TPU_FLOPS / 86400,
-        },
-    }
 
 
 def plan_lines(study: Study, plan: Mapping[str, Any], seeds: int) -> Iterator[str]:

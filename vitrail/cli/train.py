@@ -248,8 +248,9 @@ def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
     """Print the published result of a recipe, and the settings in which the run differs from the recipe."""
     log.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
     recipe, run = settings_beside([paper(), config])
-    if changed := [setting_text(name, value) for name, value in run.items() if repr(value) != repr(recipe[name])]:
-        log.say(f"changed in this run: {', '.join(changed)}")
+    changed = {name: value for name, value in run.items() if repr(value) != repr(recipe[name]) and value is not None}
+    if changed:
+        log.say(f"changed in this run: {', '.join(setting_text(*each) for each in changed.items())}")
 
 
 def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:
@@ -290,6 +291,7 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     splits = base.data.cut(data)
     log.say("measuring the speed of this machine")
     plan = plan_for_data(base, splits, explicit, seconds, started=started)
+    check_effects(given, plan.config)
     say_chosen(log, given, plan.reasons)
     return plan.config, data
 

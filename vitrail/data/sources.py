@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -644,13 +645,14 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
         raise DataError(
             f"data {spec!r} selects none of {plural(len(splits.train), 'training image')}; select a larger amount"
         )
-    absent = 0
-    if target_kind(train) == "class":
-        present = {train.target(index) for index in range(len(train))}
-        absent = sum(label not in present for label in range(len(train.classes)))
     note = (
         f"{len(train):,} of {len(splits.train):,} training images are used, the same ones in every run with this seed"
     )
-    if absent:
-        note += f"; {absent} of the {len(train.classes)} classes have no image among them"
+    if target_kind(train) == "class":
+        found = Counter(train.target(index) for index in range(len(train)))
+        counts = [found[label] for label in range(len(train.classes))]
+        if absent := counts.count(0):
+            note += f"; {absent} of the {len(counts)} classes have no image among them"
+        if few := sum(0 < count < (per_class or 0) for count in counts):
+            note += f"; {few} of the {len(counts)} classes have fewer than {per_class}"
     return replace(splits, train=train, notes=(*splits.notes, note))

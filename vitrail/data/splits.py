@@ -129,7 +129,8 @@ def split_of(path: str, chosen: SplitNames | None = None) -> Split | None:
     if chosen is not None:
         starts = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
         candidates = {*parts, *starts, parts[-1].split(".")[0]}
-        return next((split for split, names in chosen.items() if _any_matches(candidates, names)), None)
+        named = ((split, name) for split, names in chosen.items() for name in names)
+        return next((split for split, name in named if any(fnmatch.fnmatchcase(one, name) for one in candidates)), None)
     for part in reversed(parts):
         if split := _split_word(part.split(".")[0] or part):
             return split
@@ -164,10 +165,6 @@ def _split_word(name: str, common: frozenset[str] = frozenset()) -> Split | None
 def _words(name: str) -> list[str]:
     """Return the words and numbers of a name in lower case. A capital after a small letter begins a word."""
     return re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
-
-
-def _any_matches(candidates: Iterable[str], names: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(candidate, name) for candidate in candidates for name in names)
 
 
 def split_names(words: Sequence[str]) -> SplitNames:

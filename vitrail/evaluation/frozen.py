@@ -82,7 +82,7 @@ class ByFewShot:
 
     shots: tuple[int, ...] = ()
     """Numbers of training images per class for fewshot. By default those of 1, 5, 10 and 25 for which every class has
-    enough images."""
+    enough images (with --allow-fewer: one class)."""
     seeds: int = setting(3, least=1)
     """Number of random draws of training images. fewshot reports the mean over the draws."""
     l2: float | Literal["loo"] = 1024.0
@@ -140,8 +140,9 @@ class ByFewShot:
         """Return the numbers of shots to measure. Raise `DataError` if a class has too few images."""
         counts = np.bincount(truth.rows(truth.known).values, minlength=truth.columns)
         shots = self.shots or SHOTS
-        if not self.shots and not self.allow_fewer:
-            shots = tuple(count for count in SHOTS if count <= counts.min()) or SHOTS[:1]
+        if not self.shots:
+            enough = counts.max() if self.allow_fewer else counts.min()
+            shots = tuple(count for count in SHOTS if count <= enough) or SHOTS[:1]
         if not self.allow_fewer:
             check_counts(counts, max(shots), classes)
         return shots

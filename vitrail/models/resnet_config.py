@@ -55,9 +55,9 @@ class RootConfig:
     the stem "3x3", it has `width * 2**(i + 1)` channels."""
     pools: bool = False
     """With the stem "3x3": True to halve the sides by max pools (`ResNetConfig.pools`)."""
-    norm_eps: float = setting(1e-6, above=0)
+    norm_eps: float = setting(1e-6, above=0, below=math.inf)
     """Epsilon of every group norm: 1e-6, or timm's 1e-5."""
-    weight_eps: float = setting(1e-5, above=0)
+    weight_eps: float = setting(1e-5, above=0, below=math.inf)
     """Epsilon of weight standardisation. The original code adds 1e-5 to the standard deviation, and timm adds 1e-8 to
     the variance."""
     weight_eps_on: WeightEps = "deviation"
@@ -156,9 +156,9 @@ class ResNetConfig(NetworkConfig):
     """Number of outputs of the head. 0 makes a network without a head."""
     head_bias: float = setting(0.0, above=-math.inf, below=math.inf)
     """Initial value of the head's biases."""
-    norm_eps: float = setting(1e-5, above=0)
+    norm_eps: float = setting(1e-5, above=0, below=math.inf)
     """Epsilon of every group norm."""
-    weight_eps: float = setting(1e-10, above=0)
+    weight_eps: float = setting(1e-10, above=0, below=math.inf)
     """Epsilon of weight standardisation: 1e-10, or timm's 1e-8."""
     weight_eps_on: WeightEps = "variance"
     """Statistic that the epsilon of weight standardisation is added to: the standard deviation or the variance of a

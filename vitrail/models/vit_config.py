@@ -39,7 +39,7 @@ from vitrail.models.resnet_config import (
     root_parameters,
     standardised_bytes,
 )
-from vitrail.settings import facts, problems, raise_problems, setting
+from vitrail.settings import Effect, facts, problems, raise_problems, setting
 
 Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "swiglu"]
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
@@ -110,12 +110,22 @@ class ViTConfig(NetworkConfig):
     """Kind of position embedding: a name of `vitrail.models.positions.POSITIONS`."""
     positions_at: PositionPlace | None = None
     """Layers that use positions. By default the stem, or every layer if the positions act inside attention."""
-    positions_cover: Covered = "class"
+    positions_cover: Covered = setting(
+        "class", effect=Effect(lambda own: own.positions.startswith("learned"), "with learned --positions")
+    )
     """Tokens that have learned positions: all tokens ("all"), the patches and the class token ("class"), or only the
     patches ("patches")."""
     position_resize: PositionResize = "linear-corners"
     """Interpolation that resizes learned positions to another grid. Each choice reproduces one library."""
-    position_std: float = setting(0.02, least=0, advice="0 means none")
+    position_std: float = setting(
+        0.02,
+        effect=Effect(
+            lambda own: own.positions.startswith(("learned", "relative")), "with learned or relative --positions"
+        ),
+        least=0,
+        below=math.inf,
+        advice="0 means none",
+    )
     """Standard deviation of initial position embeddings: 0.02 in vision_transformer, width ** -0.5 in big_vision."""
     initial_weights: InitialWeights = "paper"
     """Distributions of a new network's weights: those of the original code (paper), or those of MAE (mae), MoCo v3
@@ -123,7 +133,7 @@ class ViTConfig(NetworkConfig):
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU, the tanh approximation of the original code, the sigmoid approximation of
     OpenAI's CLIP, or a gated SiLU."""
-    layer_scale: float = setting(0.0, least=0, advice="0 means none")
+    layer_scale: float = setting(0.0, least=0, below=math.inf, advice="0 means none")
     """Initial value of LayerScale's factors (2103.17239). Each channel of each branch has a factor. 0 turns LayerScale
     off."""
     qk_norm: bool = False
@@ -142,14 +152,18 @@ class ViTConfig(NetworkConfig):
     head_normalises: bool = setting(False, changes_weights=False)
     """True to scale the inputs of the head to length 1, so that a row of the head is compared with images as the
     embedding of a text is."""
-    norm_eps: float = setting(1e-6, above=0)
+    norm_eps: float = setting(1e-6, above=0, below=math.inf)
     """Epsilon of every layer norm."""
     dropout: float = setting(0.0, changes_weights=False, least=0, below=1)
     """Dropout rate after every dense layer except the qkv projections, and after the position embedding (B.1)."""
     stochastic_depth: float = setting(0.0, changes_weights=False, least=0, below=1)
     """Probability that a branch of the last block is dropped for an image. The probability grows linearly from 0 in the
     first block."""
-    skip_dropped: bool = setting(False, changes_weights=False)
+    skip_dropped: bool = setting(
+        False,
+        effect=Effect(lambda own: own.stochastic_depth > 0, "with --stochastic-depth above 0"),
+        changes_weights=False,
+    )
     """True to compute the branches only for the images that --stochastic-depth keeps, which saves time. A fixed number
     of images then keeps each branch. If False, branches are computed for all images."""
     patch_dropout: float = setting(0.0, changes_weights=False, least=0, below=1)

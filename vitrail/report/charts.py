@@ -214,8 +214,9 @@ def reliability_diagram(before: Sequence[Bin], after: Sequence[Bin] | None, *, l
     for css, bins in [("one", before)] if after is None else [("two", before), ("one", after)]:
         total = sum(images for _, _, images in bins)
         filled = [(100 * confidence, 100 * accuracy, images) for confidence, accuracy, images in bins]
-        ranges = "".join(_range(area, x, *_wilson_interval(y / 100, count)) for x, y, count in filled)
-        parts.append(f'<path class="line range {css}" d="{ranges}"/>')
+        ends = [(x, *_wilson_interval(y / 100, count)) for x, y, count in filled]
+        lines = [f"M{area.x(x):.2f} {area.y(100 * low):.2f}V{area.y(100 * high):.2f}" for x, low, high in ends]
+        parts.append(f'<path class="line range {css}" d="{"".join(lines)}"/>')
         parts += [
             dot(
                 area,
@@ -330,11 +331,6 @@ def _common_axis(values: Sequence[float]) -> tuple[Axis, float]:
 
 def _diagonal(area: PlotArea) -> str:
     return f'<path class="ideal" d="M{area.left:g} {area.bottom:g}L{area.right:g} {area.top:g}"/>'
-
-
-def _range(area: PlotArea, x: float, low: float, high: float) -> str:
-    """Return the path data of a vertical line at `x` between two fractions."""
-    return f"M{area.x(x):.2f} {area.y(100 * low):.2f}V{area.y(100 * high):.2f}"
 
 
 def _wilson_interval(fraction: float, count: int) -> tuple[float, float]:

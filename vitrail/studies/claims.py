@@ -35,12 +35,11 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _lines(results: Results, arm: str) -> dict[int, list[tuple[float, float]]]:
-    """Return the frontier of an arm for each seed that all its points have."""
+    """Return the frontier of an arm for each seed. All points of the arm have all seeds."""
     points = results.of_arm(arm)
-    seeds = set.intersection(*(set(point.values("accuracy")) for point in points)) if points else set()
     return {
         seed: frontier([(point.x or 0.0, 1 - point.values("accuracy")[seed]) for point in points])
-        for seed in sorted(seeds)
+        for seed in sorted(points[0].metrics)
     }
 
 
@@ -59,6 +58,8 @@ class PowerLawFit:
 
     def check(self, results: Results) -> Finding:
         """Return the verdict on the exponent over seeds."""
+        if problem := _unmeasured(results, *results.names_of(self.arm)):
+            return Finding(self.text, "not shown", (problem,))
         laws = _laws(results, self.arm)
         if not laws:
             return Finding(self.text, "not shown", (f"{self.arm} has no two points of different compute and error",))
@@ -77,8 +78,8 @@ class LessCompute:
 
     def check(self, results: Results) -> Finding:
         """Return the verdict on the ratio of the compute. The error is the smallest one that both arms reach."""
-        if missing := [arm for arm in (self.first, self.second) if not results.of_arm(arm)]:
-            return Finding(self.text, "not shown", (f"{missing[0]} was not measured",))
+        if problem := _unmeasured(results, *results.names_of(self.first), *results.names_of(self.second)):
+            return Finding(self.text, "not shown", (problem,))
         lines = [_lines(results, arm) for arm in (self.first, self.second)]
         laws = [_laws(results, arm) for arm in (self.first, self.second)]
         seeds = sorted(seed for seed in laws[0] if seed in laws[1] and laws[0][seed].slope < 0 > laws[1][seed].slope)
@@ -389,6 +390,10 @@ class Results:
     def of_arm(self, arm: str) -> list[PointResult]:
         """Return the points of an arm, in the order of the x axis."""
         return sorted((point for point in self.points if point.arm == arm), key=lambda point: point.x or 0.0)
+
+    def names_of(self, arm: str) -> list[str]:
+        """Return the names of the points of an arm, or the arm itself if it was not measured."""
+        return [point.name for point in self.of_arm(arm)] or [arm]
 
     @property
     def arms(self) -> list[str]:

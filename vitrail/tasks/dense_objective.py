@@ -60,8 +60,9 @@ class DenseObjective(Objective):
     each image and its mirror image (`KeptOutputs`).
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, task: Any) -> None:
         super().__init__(network)
+        self.task = task
         self._kept = KeptOutputs()
 
     def outputs(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b rows outputs"]:

@@ -82,10 +82,6 @@ class DetectionObjective(DenseObjective):
     find, such as crowds, have no loss.
     """
 
-    def __init__(self, network: nn.Module, task: Detection) -> None:
-        super().__init__(network)
-        self.task = task
-
     def forward(self, batch: Batch) -> LossOutput:
         assert batch.boxes is not None and batch.box_labels is not None, "the task checks that the data has boxes"
         outputs = self.outputs(batch.images)

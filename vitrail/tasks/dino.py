@@ -154,7 +154,8 @@ class Dino(ViewTask):
         if self.patch_weight and not (isinstance(network, ViTConfig) and _has_plain_tokens(network)):
             raise ConfigError(
                 f"patch_weight={self.patch_weight} needs the class token and the patches of a Vision Transformer with "
-                "pool='cls', final_norm='tokens' and no patch dropout; choose such a network, or patch_weight=0"
+                "pool='cls', final_norm='tokens', no projection and no patch dropout; choose such a network, or "
+                "patch_weight=0"
             )
         if network is not None and self.local_views:
             size = self.size_of_local(network.image_size)
@@ -347,7 +348,8 @@ class DinoObjective(ViewObjective):
         else:
             found = {"own": self.network.embed(batch.images)}
         if batch.local is not None:
-            found["local"] = self.network.embed(batch.local.images).reshape(len(batch), -1)
+            local = self.network.embed(batch.local.images).reshape(len(batch) // 2, 1, -1)
+            found["local"] = F.pad(local, (0, 0, 0, 1)).flatten(0, 1)  # a row per global view, of which the second is 0
         return found
 
     def compare(self, features: dict[str, Tensor], counted: Bool[Tensor, " b"], processes: Processes) -> LossOutput:
@@ -358,7 +360,7 @@ class DinoObjective(ViewObjective):
             taught = self.teacher_head(features["taught"])
             targets = self.targets(self.centre, taught, counted, self.temperatures[0], processes)
         if "local" in features:
-            local = features["local"].reshape(samples, -1, embeddings.shape[2])
+            local = features["local"][::2].reshape(samples, -1, embeddings.shape[2])
             embeddings = torch.cat([embeddings, local], dim=1)
         own = self.head(embeddings.flatten(0, 1)).unflatten(0, (samples, -1))
         found = view_losses(targets.view(samples, 2, -1), (own / task.student_temperature).log_softmax(dim=2))
@@ -466,7 +468,9 @@ def draw_masks(task: Dino, batch: Batch, grid: tuple[int, int], *, seed: int) ->
 
 def _has_plain_tokens(network: ViTConfig) -> bool:
     """Return True if the embedding is the class token, and the norm and the computation of all tokens are equal."""
-    return network.pool == "cls" and network.final_norm == "tokens" and not network.patch_dropout
+    return (
+        network.pool == "cls" and network.final_norm == "tokens" and not (network.projection or network.patch_dropout)
+    )
 
 
 # The projection to prototypes and the losses, as in the published codes. A teacher's outputs, after centring and a

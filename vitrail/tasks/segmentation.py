@@ -66,10 +66,6 @@ class SegmentationObjective(DenseObjective):
     """The cross-entropy of the pixels with a known class, and the Dice loss. Each image counts as often as it has known
     pixels, so that parts of a batch have the loss of the whole."""
 
-    def __init__(self, network: nn.Module, task: Segmentation) -> None:
-        super().__init__(network)
-        self.task = task
-
     def forward(self, batch: Batch) -> LossOutput:
         outputs = self.outputs(batch.images)
         height, width = batch.images.shape[2:]

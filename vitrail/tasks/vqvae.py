@@ -69,7 +69,7 @@ class VqVae(HeadlessTask):
     """Number of codes, which is the number of different tokens."""
     code_width: int = setting(32, least=1)
     """Length of a code."""
-    commitment: float = setting(0.25, least=0)
+    commitment: float = setting(0.25, least=0, below=math.inf)
     """Weight of the squared difference between encoded patches and their codes, which keeps the encoder near the
     codes."""
     code_decay: float = setting(0.99, least=0, below=1)

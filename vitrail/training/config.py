@@ -152,12 +152,18 @@ class FaultConfig:
     spike_score: float = setting(0.0, least=0)
     """Go back to a checkpoint if the loss of a step is this many robust standard deviations above the median of the
     last steps, such as 10. 0: never."""
-    spike_window: int = setting(100, least=2)
+    spike_window: int = setting(100, effect=Effect(lambda own: own.spike_score > 0, "with --spike-score"), least=2)
     """Number of steps with which --spike-score compares a loss. The first steps of a run are not compared."""
-    rollback_skips: int = setting(10, least=1)
+    rollback_skips: int = setting(
+        10, effect=Effect(lambda own: own.may_roll_back, "with --on-non-finite rollback or --spike-score"), least=1
+    )
     """Number of batches to skip after the run goes back to a checkpoint. The last skipped batch is the batch of the
     fault."""
-    max_faults: int = setting(10, least=1)
+    max_faults: int = setting(
+        10,
+        effect=Effect(lambda own: own.are_checked, "with --on-non-finite skip or rollback, or --spike-score"),
+        least=1,
+    )
     """Maximum number of faults in a run. The next fault ends the run."""
 
     def __post_init__(self) -> None:
@@ -270,7 +276,13 @@ class RunConfig:
     """Random seed of the initial weights, the order of images, augmentation and dropout."""
     evaluations: int = setting(10, least=0)
     """Number of evaluations on the validation split during the run."""
-    patience: int | None = setting(None, least=1)
+    patience: int | None = setting(
+        None,
+        effect=Effect(
+            lambda run: run.patience is None or run.patience < run.evaluations, "below the number of --evaluations"
+        ),
+        least=1,
+    )
     """End the run after this many evaluations in a row without a better result. The learning rate's schedule does not
     change."""
     probe: str = ""
@@ -448,6 +460,12 @@ class TrainConfig:
             return self.optimizer.momentum_rate
         value = getattr(section, bare_names(type(section))[name])
         return getattr(self.augment.settings, name, None) if value is None and section is self.augment else value
+
+    def in_use(self, name: str) -> Any:
+        """Return the value of `in_effect`, or None if the setting has no effect beside the other settings."""
+        value, section = self.in_effect(name), getattr(self, self.settings().get(name, ""), None)
+        effect = None if section is None else facts(type(section), "effect").get(name)
+        return value if effect is None or effect.holds(self if effect.of_run else section) else None
 
     def to_plain(self) -> dict[str, Any]:
         """Return the config as plain JSON values. The task's values include its name."""

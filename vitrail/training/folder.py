@@ -392,9 +392,9 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
 
 def settings_beside(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
     """Return the settings of each config that one of them has (`settings_of`), by their bare names. A setting that a
-    config does not have is None."""
+    config does not have, or that has no effect in it, is None."""
     names = dict.fromkeys(name for config in configs for name in settings_of(config))
-    return [{name: config.in_effect(name) for name in names} for config in configs]
+    return [{name: config.in_use(name) for name in names} for config in configs]
 
 
 def differing_settings(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from vitrail.data.source import Source, check_outlines, fingerprint, target_kind
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
-from vitrail.errors import ConfigError, DataError, UndecodableImage
+from vitrail.errors import ConfigError, DataError, UndecodableImage, plural
 from vitrail.evaluation.evaluators import EVALUATORS, OF_PLACED, Evaluator, Together, evaluators_of
 from vitrail.machine import check_memory, describe, pick_device, resolve_precision, total_memory
 from vitrail.models.compiled import Compiled, resolve_compile
@@ -760,8 +760,8 @@ def cost_text(phases: Sequence[Phase], network: AnyConfig, task: Task) -> str:
     flops, steps = run_flops(phases, network, task), sum(phase.steps for phase in phases)
     whole = steps * phases[-1].step_flops(network, task)
     return (
-        f"the steps in {len(phases)} phases compute {flops / 1e12:,.3g} TFLOP, {flops / whole:.0%} of as many steps of "
-        "the last phase"
+        f"the steps in {plural(len(phases), 'phase')} compute {flops / 1e12:,.3g} TFLOP, {flops / whole:.0%} of as "
+        "many steps of the last phase"
     )
 
 

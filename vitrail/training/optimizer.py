@@ -43,6 +43,9 @@ TO_AN_END = ("cosine", "linear", "polynomial")
 """Schedules that end at `end_learning_rate`."""
 
 
+WITH_DECAY = Effect(lambda own: own.weight_decay > 0, "with --weight-decay above 0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer and its learning rate. Raises `ConfigError` if fields have invalid values. The message names all of
@@ -79,7 +82,7 @@ class OptimizerConfig:
     )
     """Length that is added to the steps after warm-up in the rsqrt schedule. The highest rate is then below
     --learning-rate. Useful for a run that continues another one."""
-    stair_at: tuple[Duration, ...] = ()
+    stair_at: tuple[Duration, ...] = setting((), distinct=True)
     """Points of the run at which the staircase schedule changes the learning rate, in increasing order."""
     stair_factors: tuple[float, ...] = setting((), least=0)
     """Factors of --learning-rate. Each one applies from the corresponding point of --stair-at. By default 0.1, 0.01,
@@ -87,7 +90,7 @@ class OptimizerConfig:
     warmup: Duration = 0.1
     """Length of the linear rise of the learning rate at the beginning: a fraction of the run, or a length with a unit
     such as "500 steps", "5 epochs" or "64000 images"."""
-    warmup_from_zero: bool = False
+    warmup_from_zero: bool = setting(False, effect=Effect(lambda own: not is_zero(own.warmup), "with --warmup"))
     """Begin the warm-up at 0, as the papers' code does. By default the first of N warm-up steps has 1/N of the rate."""
     backbone_wait: Duration = 0.0
     """Length at the beginning of the run in which only the head is trained, as in EoMT (2503.19108). The other weights
@@ -99,12 +102,12 @@ class OptimizerConfig:
     cooldown: Duration = 0.0
     """Length of the cool-down at the end of the run, in which the schedule is multiplied by a factor that falls
     linearly from 1 to 0."""
-    weight_decay: float = setting(0.05, least=0)
+    weight_decay: float = setting(0.05, least=0, below=math.inf)
     """Weight decay of weight matrices. Norms, biases, tokens and position embeddings do not decay."""
-    end_weight_decay: float | None = setting(None, least=0)
+    end_weight_decay: float | None = setting(None, least=0, below=math.inf)
     """Weight decay at the end of the run, which --weight-decay approaches along half a cosine wave. By default it does
     not change."""
-    weight_decay_rule: DecayRule = "auto"
+    weight_decay_rule: DecayRule = setting("auto", effect=WITH_DECAY)
     """decoupled: subtracts decay x learning rate x weight (1711.05101). coupled: adds decay x weight to the gradient.
     independent: subtracts decay x (learning rate / peak learning rate) x weight (big_vision). auto: coupled for SGD
     and LARS, else decoupled."""
@@ -144,15 +147,20 @@ class OptimizerConfig:
     learning_rate_factors: tuple[str, ...] = ()
     """Factors of the learning rate for weights by name: PATTERN=FACTOR, such as "head\\..*=10". The first regular
     expression that matches the whole name is used. By default every factor is 1."""
-    weight_decay_factors: tuple[str, ...] = ()
+    weight_decay_factors: tuple[str, ...] = setting((), effect=WITH_DECAY)
     """Factors of the weight decay by name, as in --learning-rate-factors. Weights without a match do not decay. By
     default weight matrices have the factor 1."""
     clip: float = setting(1.0, least=0)
     """Largest norm of a gradient; larger gradients are scaled down. 0 for no limit."""
-    clip_of: ClipOf = "all"
+    clip_of: ClipOf = setting("all", effect=Effect(lambda own: own.clip > 0, "with --clip above 0"))
     """Gradients that --clip limits together: those of all weights, those of each part, such as the network and each
     head beside it (part: DINOv2), or those of each weight (weight: DINO and iBOT)."""
-    layer_decay: float = setting(1.0, above=0, most=1)
+    layer_decay: float = setting(
+        1.0,
+        effect=Effect(lambda run: run.start.train_blocks != 0, "with trained blocks below the head", of_run=True),
+        above=0,
+        most=1,
+    )
     """Ratio of each block's learning rate to the rate of the block above. The head has the full rate (2106.08254)."""
     average: float = setting(0.0, least=0, below=1)
     """Decay rate of a running mean of the weights, such as 0.999 (Polyak averaging). The mean is then evaluated and
@@ -171,6 +179,11 @@ class OptimizerConfig:
         ]
         if self.update_clip and self.kind != "adafactor":
             found.append(f"update_clip={self.update_clip} is for optimizer='adafactor'; use clip, or leave it out")
+        if self.kind == "lamb" and self.weight_decay_rule == "independent":
+            found.append(
+                "weight_decay_rule='independent' does not fit optimizer='lamb', which scales the update with its decay "
+                "to the length of the weight; choose 'decoupled' or 'coupled'"
+            )
         if self.end_weight_decay is not None and not self.weight_decay:
             found.append(
                 f"end_weight_decay={self.end_weight_decay} changes the weight decay, but weight_decay=0 switches it "
@@ -370,14 +383,17 @@ def _of_kind(
 
 
 def check_names(network: nn.Module, config: OptimizerConfig) -> None:
-    """Raise `ConfigError` if a pattern for names of weights matches no weight of the network."""
+    """Raise `ConfigError` if a pattern for names of weights matches no weight of the network, or only weights that an
+    earlier pattern matches."""
     names = [name for name, _ in network.named_parameters()]
     for option in ("learning_rate_factors", "weight_decay_factors"):
+        left = names
         for text in getattr(config, option):
-            if not any(re.fullmatch(text.rpartition("=")[0], name) for name in names):
+            before, left = left, [name for name in left if not re.fullmatch(text.rpartition("=")[0], name)]
+            if len(left) == len(before):
                 raise ConfigError(
-                    f"{option}={text!r} matches no weight of the network; names are for example {names[0]} and "
-                    f"{names[-1]}"
+                    f"{option}={text!r} matches no weight of the network that no pattern before it matches; names are "
+                    f"for example {names[0]} and {names[-1]}"
                 )
 
 

@@ -45,7 +45,7 @@ from vitrail.training.after_step import Run, before_first_step, check_finite, re
 from vitrail.training.build import make_bundle, make_network, make_state
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, Timing
-from vitrail.training.config import ALLOWED, LENGTHS, ON_RESUME, TrainConfig
+from vitrail.training.config import ALLOWED, LENGTHS, ON_RESUME, EarlyConfig, TrainConfig
 from vitrail.training.folder import Record, locked, new_folder, read_record, replace_config
 from vitrail.training.job import (
     Job,
@@ -504,7 +504,7 @@ def _announce(run: Run, network: nn.Module, notes: Sequence[str], memory: str) -
     log.say(memory)
     log.say(f"{run.folder / 'progress.html'} shows the curves during the run")
     log.say(f"{_summary(job, network)}, into {run.folder}")
-    if len(job.phases) > 1 and job.network is not None:
+    if job.config.early != EarlyConfig() and job.network is not None:
         log.say(cost_text(job.phases, job.network, job.config.task))
 
 
@@ -577,7 +577,12 @@ class RunResult:
 def finish(run: Run, state: TrainState) -> RunResult:
     """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""
     job, folder, processes = run.job, run.folder, run.job.processes
-    summary = _times_and_means(run, state)
+    summary = {
+        "steps": float(state.step),
+        **{f"train_{name}": value for name, value in run.means.read().items()},
+        **run.clock.summary(),
+        "peak_memory_bytes": float(peak_memory(job.device)),
+    }
     if state.average is not None:
         state.average.swap()  # no swap back, because no step follows
     bundle = make_bundle(job, state.saved_objective())
@@ -611,17 +616,6 @@ def finish(run: Run, state: TrainState) -> RunResult:
     processes.on_first(lambda: _write_pictures(run, bundle, state.kept, source))
     run.log.tell("finished", {"examples": examples}, step=state.step, metrics=bundle.metrics, **summary)
     return RunResult(folder, bundle, bundle.metrics, summary, examples, job.config.task, predictions)
-
-
-def _times_and_means(run: Run, state: TrainState) -> dict[str, float]:
-    """Return the run's length, speed and memory: steps, seconds, fractions and bytes. Metrics of the training steps
-    before the last evaluation begin with "train_"."""
-    return {
-        "steps": float(state.step),
-        **{f"train_{name}": value for name, value in run.means.read().items()},
-        **run.clock.summary(),
-        "peak_memory_bytes": float(peak_memory(run.job.device)),
-    }
 
 
 def _write_pictures(run: Run, bundle: Bundle, objective: Objective, source: Source) -> None:

@@ -118,7 +118,8 @@ class Muon(Adam):
         """Orthogonalise every matrix of the stacks. Matrices of one shape are computed together."""
         found: dict[int, Tensor] = {}
         for members in _by_shape(stacks):
-            wide = [_wide(stacks[each]) for each in members]
+            own = [stacks[each] for each in members]
+            wide = [stack.mT if stack.shape[1] > stack.shape[2] else stack for stack in own]  # at least as wide as high
             results = torch.split(orthogonalised(torch.cat(wide), self.products), [len(each) for each in wide])
             found |= dict(zip(members, results, strict=True))
         return [
@@ -141,11 +142,6 @@ def orthogonalised(
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
-
-
-def _wide(stack: Tensor) -> Tensor:
-    """Return the matrices of a stack, transposed if they have more rows than columns."""
-    return stack.mT if stack.shape[1] > stack.shape[2] else stack
 
 
 def _by_shape(stacks: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitrail.data.augment import operations, randaugment
 from vitrail.data.augment.draws import Slot, erased_box, keyed_uniform, tensorflow_crop, torchvision_crop
-from vitrail.data.augment.settings import PRESETS, Augment
+from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
@@ -186,7 +186,7 @@ def test_erased_boxes_equal_the_reference(size: tuple[int, int, int], chance: fl
 
 @pytest.mark.slow
 def test_erased_noise_is_standard_after_normalisation() -> None:
-    """Areas are uniform between 2 % and a third, less those of the boxes that do not fit, and values are normal."""
+    """The values are normal. The boxes themselves are compared with timm's below."""
     count, size = 1200, (24, 36)
     images, samples = torch.zeros(count, 3, *size, dtype=torch.uint8), torch.arange(count)
     preprocess = Preprocess(image_size=size, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -200,26 +200,12 @@ def test_erased_noise_is_standard_after_normalisation() -> None:
     share = mask.double().mean(dim=(1, 2))
     assert abs((share > 0).double().mean() - 0.25) < 4 * (0.25 * 0.75 / count) ** 0.5
     assert share[share > 0].min() > 0.01 and share.max() < 0.35
-    areas = [h * w for _, _, h, w in official_boxes(5000, *size)]
-    assert abs(share[share > 0].mean() - np.mean(areas) / (size[0] * size[1])) < 4 * 0.09 / (0.25 * count) ** 0.5
     for one in mask[share > 0][:20]:
         assert one.sum() == one.any(0).sum() * one.any(1).sum(), "a box"
     values = preprocess.normalise(found).movedim(1, 3)[mask].double()
     for power, expected in ((1, 0), (2, 1), (3, 0), (4, 3)):
         assert ((values**power).mean(0) - expected).abs().max() < 6 * 96**0.5 / len(values) ** 0.5
     assert (values.T.corrcoef() - torch.eye(3)).abs().max() < 6 / len(values) ** 0.5
-
-
-def official_boxes(count: int, height: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Return boxes by the published rule, drawn by a generator. The first box of ten that fits is taken."""
-    random, found = np.random.default_rng(0), []
-    while len(found) < count:
-        area = random.uniform(0.02, 1 / 3) * height * width
-        ratio = np.exp(random.uniform(np.log(0.3), np.log(1 / 0.3)))
-        h, w = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
-        if h < height and w < width:
-            found.append((0, 0, h, w))
-    return found
 
 
 def test_a_box_with_given_draws_equals_timms() -> None:
@@ -232,34 +218,6 @@ def test_a_box_with_given_draws_equals_timms() -> None:
     too_high = (0.999, 0.99, 0.0, 0.0)
     assert [erased_box(np.array([too_high, one]), 37, 53) for one in draws] == boxes
     assert erased_box(np.array([too_high]), 37, 53) is None
-
-
-def test_presets_are_the_papers() -> None:
-    """The numbers are the layers and magnitude of RandAugment, and alpha of mixup (2106.10270 section 3.3,
-    2205.01580)."""
-    paper = {
-        "none": (0, 0, 0), "light1": (2, 0, 0), "light2": (2, 10, 0.2), "medium1": (2, 15, 0.2),
-        "medium2": (2, 15, 0.5), "strong1": (2, 20, 0.5), "strong2": (2, 20, 0.8), "bp": (2, 10, 0.2),
-    }  # fmt: skip
-    found = {
-        name: (
-            settings.randaugment_layers,
-            settings.randaugment_magnitude if settings.randaugment_layers else 0,
-            settings.mixup,
-        )
-        for name, settings in PRESETS.items()
-    }
-    exact = {f"augreg-{name}": amounts for name, amounts in paper.items() if name != "bp"}
-    assert found == paper | exact
-    assert {name: settings.crop_area for name, settings in PRESETS.items() if settings.crop_area} == dict.fromkeys(
-        ("bp", *exact), (0.05, 1.0)
-    )
-    rules = {
-        name: (settings.crop_rule, settings.randaugment_rule, settings.mixup_per) for name, settings in PRESETS.items()
-    }
-    assert rules == dict.fromkeys(paper, ("torchvision", "pillow", "sample")) | dict.fromkeys(
-        exact, ("tensorflow", "big-vision", "batch")
-    )
 
 
 @pytest.mark.parametrize(
@@ -354,9 +312,6 @@ def test_the_original_crop_is_scaled_without_antialiasing() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"preset": "heavy"}, "preset='heavy' is not one of 'none', 'light1', 'light2', "),
     ({"crop_rule": "inception"}, "crop_rule='inception' is not one of 'torchvision', 'tensorflow'"),
-    ({"randaugment_rule": "timm"}, "randaugment_rule='timm' is not one of 'pillow', 'big-vision'"),
-    ({"mixup_per": "step"}, "mixup_per='step' is not one of 'sample', 'batch', 'timm-batch'"),
-    ({"shift": -1}, "shift=-1 is less than 0; 0 means none"),
     ({"erase": 1.5}, "erase=1.5 is not in [0, 1]"),
     ({"randaugment_layers": -2}, "randaugment_layers=-2 is less than 0; 0 means none"),
     ({"randaugment_magnitude": 31.0}, "randaugment_magnitude=31.0 is not in [0, 30]"),

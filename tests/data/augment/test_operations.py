@@ -51,13 +51,6 @@ def test_enhancements_equal_pillows(operation: Callable, size: tuple[int, int, i
         check(found, images, lambda picture, n: ENHANCEMENTS[operation](picture).enhance(factors[n]))  # noqa: B023
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_autocontrast_and_equalize_equal_pillows(size: tuple[int, int, int]) -> None:
-    images = pictures(*size)
-    check(operations.autocontrast(images), images, lambda picture, _: ImageOps.autocontrast(picture))
-    check(operations.equalize(images), images, lambda picture, _: ImageOps.equalize(picture))
-
-
 @settings(max_examples=25)
 @given(st.integers(0, 255), st.integers(0, 255), st.integers(0, 10**6))
 def test_autocontrast_and_equalize_equal_pillows_for_any_range(one: int, other: int, seed: int) -> None:
@@ -85,20 +78,6 @@ def test_transforms_equal_pillows(size: tuple[int, int, int], values: list[float
             picture.size, Image.Transform.AFFINE, matrices[n].tolist(), Image.Resampling.NEAREST, fillcolor=fill
         ),
     )
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_tables_are_looked_up(size: tuple[int, int, int]) -> None:
-    images = pictures(*size)
-    random = np.random.default_rng(0)
-    for channels in (1, size[0]):
-        tables = random.integers(0, 256, (5, channels, 256), dtype=np.uint8)
-        found = operations.by_table(images, torch.from_numpy(tables))
-        check(
-            found,
-            images,
-            lambda picture, n: picture.point(np.resize(tables[n], (size[0], 256)).flatten().tolist()),  # noqa: B023
-        )
 
 
 def turned(picture: Image.Image, turn: float) -> Image.Image:
@@ -137,14 +116,3 @@ def test_blur_grey_and_solarisation_equal_pillows(size: tuple[int, int, int]) ->
         )
     check(operations.grey(images), images, lambda picture, n: picture.convert("L").convert(picture.mode))
     check(operations.solarise(images), images, lambda picture, n: ImageOps.solarize(picture))
-
-
-def test_the_images_given_stay_as_they_are() -> None:
-    images = pictures(3, 17, 32)
-    before, amounts = images.clone(), torch.full((5,), 0.4)
-    for operation in (*ENHANCEMENTS, operations.hue):
-        assert not torch.equal(operation(images, amounts), before)
-    for operation in (operations.autocontrast, operations.equalize):
-        assert not torch.equal(operation(images), before)
-    operations.transform(images, np.tile([1.0, 0.2, 3, 0, 1, 0], (5, 1)))
-    assert torch.equal(images, before)

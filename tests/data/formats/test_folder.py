@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.make import encode, keys_of, targets_of
+from tests.make import encode, keys_of
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pixels.decode import SUFFIXES
-from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError
 from vitrail.testing import check_source
@@ -22,17 +21,6 @@ from vitrail.testing import check_source
 Trees = Callable[..., Path]
 
 RED = Image.new("RGB", (7, 5), "red")
-
-
-def test_classes_and_samples_are_in_the_order_of_their_paths(tree: Trees) -> None:
-    root = tree("rose/2.png", "rose/10.png", "rose/1.png", "daisy/9.jpg", "daisy/x/y/1.png", "Tulip/a.jpg")
-    source = read_folder(root).samples
-    assert isinstance(source, Source)
-    assert source.classes == ("Tulip", "daisy", "rose")
-    assert keys_of(source) == [
-        "Tulip/a.jpg", "daisy/9.jpg", "daisy/x/y/1.png", "rose/1.png", "rose/10.png", "rose/2.png",
-    ]  # fmt: skip
-    assert targets_of(source) == [0, 1, 1, 2, 2, 2]
 
 
 def test_order_does_not_depend_on_that_of_the_file_system(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,11 +36,6 @@ def test_every_suffix_counts_in_any_case(tree: Trees, suffix: str) -> None:
     found = read_folder(tree(f"a/lower{suffix}", f"a/upper{suffix.upper()}", f"a/title{suffix.title()}"))
     source = found.samples
     assert len(source) == 3 and len(found.others) == 0
-
-
-@pytest.mark.parametrize("suffix", [".JFIF", ".jpe", ".ppm", ".pgm", ".pnm", ".hif", ".mpo", ".apng", ".dib"])
-def test_rarer_suffixes_of_the_formats_that_decode_count_too(suffix: str) -> None:
-    assert suffix.lower() in SUFFIXES
 
 
 def test_a_class_whose_images_have_other_suffixes_is_an_error(tree: Trees) -> None:

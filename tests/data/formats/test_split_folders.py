@@ -34,12 +34,13 @@ def in_classes(*folders: str) -> list[str]:
         ("Training data", "eval-images", "TESTING"),
         ("trainSet", "valSet", "testSet"),
         ("train2", "val2", "test2"),
+        ("Train", "Validation", "TEST"),
         ("asl_alphabet_train", "asl_alphabet_val", "asl_alphabet_test"),
     ],
 )
 def test_the_usual_names_are_splits(tree: Trees, train: str, validation: str, test: str) -> None:
     splits = opened(tree(*in_classes(train, validation, test)))
-    assert splits.classes == ("cat", "dog") and splits.notes == ()
+    assert splits.classes == ("cat", "dog") and splits.notes == () and splits.held_out == ("test", splits.test)
     assert keys_of(splits.train) == [f"cat/{train}.png", f"dog/{train}.png"]
     assert keys_of(splits.validation) == [f"cat/{validation}.png", f"dog/{validation}.png"]
     assert keys_of(splits.test) == [f"cat/{test}.png", f"dog/{test}.png"]
@@ -54,11 +55,6 @@ def test_folders_of_the_same_names_are_asked_about(tree: Trees, names: tuple[str
     assert splits.classes == ("cat", "dog") and keys_of(splits.test) == [f"cat/{names[1]}.png", f"dog/{names[1]}.png"]
     assert [name in "".join(splits.notes) for name in names[2:]] == [True] * len(names[2:])
     assert opened(root, "none").classes == tuple(sorted(names))
-
-
-def test_flat_folds_are_not_classes(tree: Trees) -> None:
-    with pytest.raises(DataError, match="has the folds fold_1, fold_2"):
-        opened(tree("fold_1/1.png", "fold_2/2.png"))
 
 
 def test_folders_of_one_common_name_are_classes(tree: Trees) -> None:
@@ -119,11 +115,18 @@ def test_two_classes_of_which_one_has_the_name_of_a_split(tree: Trees, names: tu
     assert opened(root, "none").notes == ()
 
 
-def test_a_test_folder_beside_class_folders_is_asked_about(tree: Trees) -> None:
-    with pytest.raises(DataError, match="has test beside cat, dog"):
-        opened(tree("cat/1.png", "dog/2.png", "test/3.png"))
-    with pytest.raises(DataError, match="has test beside learn"):
-        opened(tree(*in_classes("learn", "test"), name="nested"))
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["fold_1/1.png", "fold_2/2.png"], "has the folds fold_1, fold_2"),
+        (["cat/1.png", "dog/2.png", "test/3.png"], "has test beside cat, dog"),
+        (in_classes("learn", "test"), "has test beside learn"),
+        (["learn/0.tar", "measure/0.tar"], r"shards in the folders learn, measure, .*--splits"),
+    ],
+)
+def test_folders_that_may_be_splits_or_classes_are_asked_about(tree: Trees, paths: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        opened(tree(*paths))
 
 
 def test_data_without_training_images_opens_only_to_be_measured(tree: Trees) -> None:
@@ -272,11 +275,6 @@ def test_the_output_of_vitrail_alone_is_no_data(tree: Trees) -> None:
     for place in (root, root / "runs", root / "runs/a"):
         with pytest.raises(DataError, match="that Vitrail wrote"):
             open_data(str(place), validation_share=0.0, unlabelled=True)
-
-
-def test_shards_in_folders_of_other_names_are_asked_about(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"shards in the folders learn, measure, .*--splits"):
-        opened(tree("learn/0.tar", "measure/0.tar"))
 
 
 @pytest.mark.parametrize("url", ["https://host/labels.csv", "s3://bucket/flowers.zip", "https://host/x/1.jpg"])

@@ -108,14 +108,6 @@ def test_json_lines_have_one_label_or_a_list(table: Callable[..., Path]) -> None
     assert rows_of(source) == [("a/1.jpg", (0, 1)), ("4.jpg", ())]
 
 
-def test_a_column_divides_the_table(table: Callable[..., Path]) -> None:
-    path = table("path,label,split", "a/1.jpg,x,train", "4.jpg,y,Val", "a/2.jpg,y,train", "b/3.PNG,x,test")
-    splits = open_data(str(path), validation_share=0.5)
-    assert [rows_of(part) for part in (splits.train, splits.validation, splits.test)] == [
-        [("a/1.jpg", 0), ("a/2.jpg", 1)], [("4.jpg", 1)], [("b/3.PNG", 0)],
-    ]  # fmt: skip
-
-
 def test_tables_named_after_splits_make_a_data_set(table: Callable[..., Path]) -> None:
     path = table("path,label", "a/1.jpg,x", "a/2.jpg,y", name="train.csv")
     _merge_folders(path.parent)
@@ -272,22 +264,12 @@ def test_labels_outside_the_classes_are_named(table: Callable[..., Path]) -> Non
     path = table("path,label", "4.jpg,rosa", "a/1.jpg,daisy")
     with pytest.raises(DataError, match=r"line 2: the label 'rosa' is not among the classes; nearest: rose"):
         opened(path, classes=("rose", "daisy"))
-    path = table("path,label,split", "4.jpg,rose,train", "a/1.jpg,daisy,train", "a/2.jpg,fern,test", name="b.csv")
-    with pytest.raises(DataError, match=r"line 4: the label 'fern' is not among the classes; choices: daisy, rose"):
-        opened(path)
 
 
 def test_bytes_that_are_no_text_are_refused(table: Callable[..., Path]) -> None:
     path = table("path,label")
     path.write_bytes(b"path,label\n\xff\xfe,x\n")
     with pytest.raises(DataError, match=r"cannot read .*labels\.csv as a table in UTF-8: 'utf-8' codec"):
-        opened(path)
-
-
-def test_two_names_of_one_file_in_two_splits_are_refused(table: Callable[..., Path]) -> None:
-    path = table("path,label,split", "4.jpg,x,train", "a/1.jpg,y,train", "a/link.jpg,x,test")
-    (path.parent / "a" / "link.jpg").symlink_to(path.parent / "4.jpg")
-    with pytest.raises(DataError, match=r"share 1 file, such as .*4\.jpg and .*link"):
         opened(path)
 
 
@@ -318,14 +300,11 @@ def test_several_labels_in_a_cell(table: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "values"),
-    [("split", ["train", "train", "test"]), ("Set", ["Training", "training", "TEST"]), ("phase", ["train", "train",
-    "test"]),
-     ("is_test", ["False", "0", "True"]), ("dataset", ["train", "train", "test"])],
-)  # fmt: skip
-def test_a_column_of_splits_divides(table: Callable[..., Path], column: str, values: list[str]) -> None:
-    images = ["a/1.jpg,x", "a/2.jpg,y", "4.jpg,x"]
-    path = table(f"path,label,{column}", *(f"{image},{value}" for image, value in zip(images, values, strict=True)))
+    ("column", "train", "test"),
+    [("split", "train", "test"), ("Set", "Training", "TEST"), ("phase", "train", "test"), ("is_test", "0", "True")],
+)
+def test_a_column_of_splits_divides(table: Callable[..., Path], column: str, train: str, test: str) -> None:
+    path = table(f"path,label,{column}", f"a/1.jpg,x,{train}", f"a/2.jpg,y,{train}", f"4.jpg,x,{test}")
     splits = open_data(str(path), validation_share=0.0)
     assert len(splits.train) == 2 and splits.test is not None and rows_of(splits.test) == [("4.jpg", 0)]
     assert len(opened(f"{path}?splits=none")) == 3

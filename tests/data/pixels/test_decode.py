@@ -12,7 +12,6 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from PIL import Image, ImageCms
 
 from tests.make import encode, make_png, orientation, png_chunk
 from vitrail.data.pixels.decode import (
-    FORMATS,
     MAX_PIXELS,
     allow_pixels,
     decode,
@@ -36,8 +34,6 @@ from vitrail.data.pixels.decode import (
 from vitrail.errors import ConfigError, UndecodableImage
 
 LOSSLESS = [("PNG", {}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("WEBP", {"lossless": True})]
-
-BEGINNINGS = [b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"II*\0", b"RIFF    WEBPVP8 "]
 
 RED, GREEN, BLUE, BLACK, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (0, 0, 0), (255, 255, 255)
 
@@ -71,14 +67,6 @@ def test_lossless_formats_give_the_pixels(file_format: str, options: dict[str, o
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(decode(data, 1), grey_of(expected))
-
-
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
-def test_jpeg_gives_the_pixels_nearly(options: dict[str, object]) -> None:
-    expected = blocks()
-    found = decode(encode(expected, "JPEG", quality=98, **options), 3)
-    assert np.abs(found.astype(int) - expected)[4:12, 4:12].max() <= 4
-    assert np.abs(found.astype(int) - expected).mean() < 3
 
 
 def test_multi_picture_jpeg_of_cameras_gives_its_first_picture() -> None:
@@ -123,27 +111,21 @@ def test_a_palette_with_an_alpha_for_each_colour_is_laid_on_white() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file_format", "options"), [("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True, "exact": True})]
-)
-def test_alpha_is_laid_on_white(file_format: str, options: dict[str, object]) -> None:
-    pixels = picture(channels=4)
-    pixels[0, :3, 3] = 0, 255, 128
-    data = encode(pixels, file_format, **options)
-    expected = on_white(pixels[..., :3], pixels[..., 3])
+    ("mode", "file_format", "options"),
+    [("RGBA", "PNG", {}), ("RGBA", "TIFF", {}), ("RGBA", "WEBP", {"lossless": True, "exact": True}),
+     ("LA", "PNG", {}), ("LA", "TIFF", {})],
+)  # fmt: skip
+def test_alpha_is_laid_on_white(mode: str, file_format: str, options: dict[str, object]) -> None:
+    pixels = picture(channels=len(mode))
+    pixels[0, :3, -1] = 0, 255, 128
+    planes = [Image.fromarray(plane) for plane in np.moveaxis(pixels, 2, 0)]
+    data = encode(Image.merge(mode, planes), file_format, **options)
     found = decode(data, 3)
-    assert np.abs(found - expected).max() <= 1
+    assert np.abs(found - on_white(pixels[..., :-1], pixels[..., -1])).max() <= 1
     np.testing.assert_array_equal(found[0, 0], WHITE)
-    np.testing.assert_array_equal(found[0, 1], pixels[0, 1, :3])
-    np.testing.assert_array_equal(decode(data, 1), grey_of(found))
-
-
-@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
-def test_grey_with_alpha_is_laid_on_white(file_format: str) -> None:
-    pixels = picture(channels=2)
-    data = encode(Image.merge("LA", [Image.fromarray(plane) for plane in np.moveaxis(pixels, 2, 0)]), file_format)
-    expected = on_white(pixels[..., :1], pixels[..., 1])
-    assert np.abs(decode(data, 1) - expected).max() <= 1
-    assert np.abs(decode(data, 3) - expected).max() <= 1
+    np.testing.assert_array_equal(found[0, 1], np.broadcast_to(pixels[0, 1, :-1], 3))
+    grey = grey_of(found) if mode == "RGBA" else found[..., :1]
+    np.testing.assert_array_equal(decode(data, 1), grey)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
@@ -169,8 +151,6 @@ def test_inks_of_cmyk_become_their_colours(file_format: str, tolerance: int) -> 
 def test_16_bits_of_grey_are_scaled_not_clipped(file_format: str) -> None:
     values = np.array([[0, 255, 256, 1000], [0x7FFF, 0x8000, 0xFF00, 0xFFFF]], np.uint16)
     data = encode(values, file_format)
-    with Image.open(io.BytesIO(data)) as opened:
-        assert opened.mode.startswith("I")
     np.testing.assert_array_equal(decode(data, 1)[..., 0], values // 256)
     np.testing.assert_array_equal(decode(data, 3), (values // 256)[..., None].repeat(3, axis=2))
 
@@ -195,8 +175,6 @@ def test_floating_point_pixels_are_refused() -> None:
 def test_of_an_animation_the_first_frame_counts(file_format: str, options: dict[str, object]) -> None:
     frames = [Image.new("RGB", (5, 4), colour) for colour in (RED, GREEN, BLUE)]
     data = encode(frames[0], file_format, save_all=True, append_images=frames[1:], **options)
-    with Image.open(io.BytesIO(data)) as opened:
-        assert opened.n_frames == 3
     np.testing.assert_array_equal(decode(data, 3), np.full((4, 5, 3), RED))
 
 
@@ -315,12 +293,8 @@ def test_what_is_no_image_is_refused_with_the_formats_and_what_it_looks_like(dat
 @pytest.mark.parametrize("file_format", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
 def test_formats_beyond_the_list_are_refused(file_format: str) -> None:
     data = encode(picture(16, 16), file_format)
-    if file_format != "PDF":
-        with Image.open(io.BytesIO(data)) as opened:
-            assert opened.format == file_format
     with pytest.raises(UndecodableImage, match=r"is not an image in a format of JPEG"):
         decode(data, 3)
-    assert set(FORMATS) == {"JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIC"}
 
 
 @pytest.mark.parametrize(("binary", "text", "channels"), [(b"P6", b"P3", 3), (b"P5", b"P2", 1)])
@@ -345,27 +319,6 @@ def test_half_a_file_is_refused_whatever_warnings_are(file_format: str) -> None:
             warnings.simplefilter(action)
             with pytest.raises(UndecodableImage):
                 decode(data[: len(data) // 2], 3)
-
-
-@settings(max_examples=120)
-@given(
-    file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
-    place=st.floats(0, 1, exclude_max=True),
-    byte=st.none() | st.integers(0, 255),
-    channels=st.sampled_from([1, 3]),
-)
-def test_files_cut_or_altered_anywhere_give_pixels_or_the_one_exception(
-    file_format: str, place: float, byte: int | None, channels: int
-) -> None:
-    data = encode(picture(20, 30), file_format)
-    begin = int(place * len(data))
-    check_pixels_or_refusal(data[:begin] + (b"" if byte is None else bytes([byte]) + data[begin + 1 :]), channels)
-
-
-@settings(max_examples=60)
-@given(start=st.sampled_from(BEGINNINGS), rest=st.binary(max_size=60))
-def test_noise_gives_pixels_or_the_one_exception(start: bytes, rest: bytes) -> None:
-    check_pixels_or_refusal(start + rest, 3)
 
 
 def check_pixels_or_refusal(data: bytes, channels: int) -> None:
@@ -504,8 +457,6 @@ def test_other_colour_spaces_of_tiff_become_rgb(mode: str) -> None:
     else:
         stored = soft.convert(mode)
     data = encode(stored, "TIFF")
-    with Image.open(io.BytesIO(data)) as opened:
-        assert opened.mode == mode
     assert np.abs(decode(data, 3).astype(int) - np.asarray(soft)).max() <= 4
     assert np.abs(decode(data, 1).astype(int) - grey_of(np.asarray(soft))).max() <= 4
 
@@ -627,13 +578,6 @@ def test_what_pillow_warns_of_is_no_warning_here() -> None:
         decode(encode(picture(), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\0"), 3)
         warnings.warn("of somebody else", UserWarning, stacklevel=1)
     assert [str(warning.message) for warning in caught] == ["of somebody else"]
-
-
-def test_threads_decode_the_same() -> None:
-    files = [encode(picture(64, 64), name) for name in ("JPEG", "PNG", "WEBP", "TIFF", "GIF")] * 20
-    with ThreadPoolExecutor(8) as threads:
-        for found, data in zip(threads.map(lambda data: decode(data, 3), files), files, strict=True):
-            np.testing.assert_array_equal(found, decode(data, 3))
 
 
 @pytest.mark.parametrize(

@@ -161,10 +161,8 @@ def test_normalise_is_the_formula_for_every_value(
     ("fields", "message"),
     [
         ({"image_size": (0, 4)}, "image_size=(0, 4) is less than 1"),
-        ({"image_size": (4, -1)}, "image_size=(4, -1) is less than 1"),
         ({"channels": 4}, "channels=4 is not one of 1, 3; 1 is grey, and 3 is RGB"),
         ({"crop_share": 0.0}, "crop_share=0.0 is not in (0, 1]"),
-        ({"crop_share": 1.01}, "crop_share=1.01 is not in (0, 1]"),
         ({"crop_share": math.nan}, "crop_share=nan is not in (0, 1]"),
         ({"pad_value": (256,)}, "pad_value=256 is not in [0, 255]"),
         ({"pad_value": (0, -1, 0)}, "pad_value=-1 is not in [0, 255]"),
@@ -174,26 +172,14 @@ def test_normalise_is_the_formula_for_every_value(
         ({"scaled_decode": True, "interpolation": "nearest"}, "scaled_decode=True averages pixels, which"),
         ({"resampler": "torch", "interpolation": "area"}, "resampler='torch' needs antialias=True and "),
         ({"mean": ()}, "mean=() needs 1 number, or one for each of 3 channels"),
-        ({"mean": (0.5, 0.5)}, "mean=(0.5, 0.5) needs 1 number, or one for each of 3 channels"),
         ({"channels": 1, "std": (0.1, 0.2, 0.3)}, "std=(0.1, 0.2, 0.3) needs 1 number, or one for each of 1 channels"),
         ({"std": (0.5, 0.0, 0.5)}, "mean=(0.5,) and std=(0.5, 0.0, 0.5) must be finite, and std above 0"),
         ({"mean": (123.7, 116.3, 103.5)}, "mean=(123.7, 116.3, 103.5) is above 1; pixels are from 0 to 1"),
-        ({"std": (-1.0,)}, "mean=(0.5,) and std=(-1.0,) must be finite, and std above 0"),
     ],
 )
 def test_fields_out_of_range_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         Preprocess(**{"image_size": (4, 4), **fields})
-
-
-def test_unknown_choices_are_refused_with_all_choices() -> None:
-    preprocess = Preprocess(image_size=(4, 4))
-    object.__setattr__(preprocess, "resize", "stretch")
-    object.__setattr__(preprocess, "interpolation", "lanczos")
-    with pytest.raises(
-        ConfigError, match=r"resize='stretch' is not one of 'squash', .*\ninterpolation='lanczos' is not"
-    ):
-        preprocess.__post_init__()
 
 
 def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
@@ -329,11 +315,3 @@ def test_what_older_files_do_not_say_is_as_it_was() -> None:
     assert (read.antialias, read.scaled_decode, read.pad_value, read.resampler) == (True, False, (255,), "pillow")
     changed = replace(read, antialias=False, resize="pad", pad_value=(1, 2, 3))
     assert from_plain(Preprocess, to_plain(changed)) == changed
-
-
-def test_a_border_of_one_pixel_has_the_pad_value() -> None:
-    preprocess = Preprocess(image_size=(24, 24), resize="pad", pad_value=(10, 20, 30))
-    for shape, border in (((25, 24, 3), np.s_[:, :, -1]), ((24, 25, 3), np.s_[:, -1])):
-        pixels = preprocess.pixels(np.full(shape, 99, np.uint8))
-        assert pixels[border].tolist() == [[10] * 24, [20] * 24, [30] * 24]
-        assert (pixels == 99).sum() == 3 * 23 * 24

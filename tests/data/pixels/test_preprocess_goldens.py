@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 from tests.golden import images as goldens
 from tests.make import encode
-from vitrail.data.pixels.preprocess import GEOMETRIES, Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.pixels.tensorflow import resize
 from vitrail.errors import ConfigError
 
@@ -105,13 +104,6 @@ def test_values_are_vision_transformers() -> None:
         found = preprocess.normalise(torch.from_numpy(pixels)[None])[0].permute(1, 2, 0).numpy()
         apart, moments = goldens.compare(found, case["output"])
         assert apart.max() < 1e-6 and moments < 1e-6
-
-
-def test_a_geometry_keeps_sizes_and_colours() -> None:
-    preprocess = Preprocess(image_size=(12, 20), channels=1, mean=(0.2,), std=(0.3,), resize="pad", scaled_decode=True)
-    for name, fields in GEOMETRIES.items():
-        assert preprocess.with_geometry(name) == replace(preprocess, **fields)
-    assert replace(preprocess, **GEOMETRIES["big_vision-crop"]).crop_share == 224 / 256
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from PIL import Image
 
 from tests.make import encode, make_png, orientation, png_chunk
 from vitrail.data.pixels.decode import decode, image_size_of, open_image
-from vitrail.data.sources import open_data
 from vitrail.errors import UndecodableImage
 
 PIXELS = np.random.default_rng(3).integers(0, 256, (21, 34, 3), dtype=np.uint8)
@@ -117,24 +115,9 @@ def test_a_jpeg_cut_anywhere_gives_all_its_pixels_or_is_refused(mode: str, optio
     assert refused > 60
 
 
-def test_a_progressive_jpeg_without_its_last_scan_is_refused() -> None:
-    data = jpeg("RGB", progressive=True)
-    with pytest.raises(UndecodableImage):
-        decode(data[: data.rindex(b"\xff\xda")], 3)
-
-
 def test_a_jpeg_without_end_marker_shrinks_like_others() -> None:
     data = encode(PIXELS.repeat(4, 0).repeat(4, 1), "JPEG")
     np.testing.assert_array_equal(np.asarray(open_image(data[:-2]).load(3, 2)), np.asarray(open_image(data).load(3, 2)))
-
-
-def test_data_with_such_files_trains_on_all_of_them(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "1.jpg").write_bytes(jpeg("RGB")[:-2])
-        (tmp_path / name / "2.png").write_bytes(png(HARMLESS["a short pHYs"]))
-    train = open_data(str(tmp_path), validation_share=0.0).train
-    assert [decode(train[index].image, 3).shape for index in range(len(train))] == [(21, 34, 3)] * 4
 
 
 SEGMENTS = {

@@ -109,18 +109,6 @@ def test_the_objective_and_its_gradient_are_autograds(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_the_preconditioner_saves_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    features, labels = rows(1000, 40, 6)
-    regression = LogisticRegression(features, as_truth(labels, 6))
-    with_it = regression.fit(1e-4, tolerance=1e-6)
-    monkeypatch.setattr(LogisticRegression, "_preconditioner", lambda self, spread, penalty: torch.clone)
-    without = regression.fit(1e-4, tolerance=1e-6)
-    one, other = (objective_of(regression, fit, 1e-4) for fit in (with_it, without))
-    assert one == pytest.approx(other, rel=1e-6)
-    assert 3 * with_it.iterations < without.iterations
-
-
-@pytest.mark.slow
 def test_a_warm_start_goes_on_from_where_it_ended() -> None:
     features, labels = rows(300, 20, 4)
     regression = LogisticRegression(features, as_truth(labels, 4))

@@ -26,7 +26,6 @@ from vitrail.evaluation.features.cache import (
     Entry,
     Identity,
     data_fingerprint,
-    default_cache,
     weights_fingerprint,
 )
 from vitrail.models.variants import create
@@ -189,14 +188,6 @@ def test_weights_are_told_apart_to_the_last_bit() -> None:
 
 
 IDENTITY = Identity("d" * 64, "w" * 64, Preprocess(image_size=(14, 21)), "float32")
-
-
-def test_the_cache_lies_beside_the_other_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
-    assert default_cache() == tmp_path / "cache" / "features"
-    monkeypatch.delenv("VITRAIL_DATA")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache() == tmp_path / ".cache" / "vitrail" / "features"
 
 
 def test_of_other_entries_the_closest_is_named(tmp_path: Path) -> None:

@@ -11,15 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 
-from tests.targets import multi_labels, number_targets, single_labels
-from vitrail.evaluation.metrics.classes import mean_average_precision
+from tests.targets import number_targets, single_labels
 from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.evaluation.metrics.numbers import (
     StreamingAccuracy,
     StreamingErrors,
     merit,
     number_metrics,
-    streaming_metrics,
 )
 
 
@@ -152,18 +150,6 @@ def test_the_first_of_equal_outputs_is_the_likeliest_and_samples_without_a_label
     accuracy.add(np.array([[1.0, 1.0], [0.0, 2.0], [3.0, 1.0]]), single_labels(np.array([0, 0, -1]), 2))
     accuracy.add(np.array([[1.0, 1.0]]), single_labels(np.array([1]), 2))
     assert accuracy.result() == {"accuracy": 1 / 3} and accuracy.count == 3
-
-
-def test_several_labels_in_parts_are_those_of_all() -> None:
-    random = np.random.default_rng(1)
-    scores, truth = random.normal(size=(23, 4)), (random.random((23, 4)) < 0.4).astype(np.uint8)
-    metrics = streaming_metrics(multi_labels(truth))
-    for part in (slice(0, 10), slice(10, 11), slice(11, 23)):
-        metrics.add(scores[part], multi_labels(truth[part]))
-    right = np.mean([truth[row, scores[row].argmax()] for row in range(23)])
-    assert metrics.result() == {
-        "accuracy": right, "mean_average_precision": mean_average_precision(scores, truth > 0),
-    }  # fmt: skip
 
 
 def test_the_loss_decides_between_equal_metrics() -> None:

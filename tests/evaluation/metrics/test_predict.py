@@ -17,7 +17,6 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions import Predictions
 from vitrail.models.variants import create
-from vitrail.tasks.classification import Accuracy
 from vitrail.weights.bundle import Bundle
 
 PREPROCESS = Preprocess(image_size=(14, 21), channels=1, mean=(0.3,), std=(0.4,))
@@ -68,15 +67,6 @@ def test_several_labels_are_targets() -> None:
     found = outputs_of(make_network(), batch_size=2).predictions(Pictures([(0, 2), (), (1,)], broken=(1,)))
     assert found.truth.kind == "classes" and found.truth.dense.tolist() == [[1, 0, 1], [0, 1, 0]]
     assert found.labelled() is found
-
-
-def test_a_model_without_a_head_is_refused() -> None:
-    network, source = make_network(0), Pictures([0, 1])
-    message = r"no head, so it cannot classify; fine-tune it, .* fewshot or knn"
-    with pytest.raises(ConfigError, match=message):
-        outputs_of(network).predictions(source)
-    with pytest.raises(ConfigError, match=message):
-        Accuracy()(Outputs(Bundle(network, (), PREPROCESS)), source, source)
 
 
 def test_another_number_of_outputs_is_refused() -> None:

@@ -35,7 +35,6 @@ def check(ours: Tensor, theirs: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> N
 
 
 def joined(*layers: nn.Linear) -> nn.Parameter:
-    """Return the rows of several layers as one weight."""
     return nn.Parameter(torch.cat([layer.weight for layer in layers]).detach().clone())
 
 

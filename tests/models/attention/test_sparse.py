@@ -196,8 +196,6 @@ def test_the_summed_form_adds_rows_and_columns() -> None:
 
 
 def test_blocks_that_do_not_divide_the_grid_have_a_note() -> None:
-    one = config_of("blocks:size=5").attention_kind.note()
-    assert one.startswith("attention='blocks:size=5': blocks of 5 x 5 patches do not divide the grid of 5 x 7")
     several = config_of("blocks:size=2/3/2").attention_kind.note()
     assert several.startswith("attention='blocks:size=2/3/2': blocks of 2 x 2 and 3 x 3 patches do not divide")
     divided = config_of("blocks:size=1/5", image_size=(10, 20)).attention_kind

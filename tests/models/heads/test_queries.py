@@ -41,7 +41,6 @@ def eomt(**fields: Any) -> Any:
 
 
 def parts(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits of classes and of masks."""
     return outputs[..., : CLASSES + 1], outputs[..., CLASSES + 1 :].unflatten(2, (24, 24))
 
 

@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import vitrail
 from vitrail.errors import ConfigError
 from vitrail.models.linear import float32
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.float32 import VARIABLE, float32_products, resolve_float32_products, uses_onednn
-from vitrail.models.predictor import Predictor
 
 AVAILABLE = torch.backends.mkldnn.is_available()
 needs_onednn = pytest.mark.skipif(not AVAILABLE, reason="this build of PyTorch has no oneDNN")
@@ -155,13 +153,3 @@ def test_the_environment_variable_replaces_auto_only(monkeypatch: pytest.MonkeyP
         resolve_float32_products()
     monkeypatch.setattr(float32, "has_onednn", lambda dtype: False)
     assert resolve_float32_products("onednn") == "mkl"
-
-
-@needs_onednn
-def test_a_network_predicts_the_same_by_both_libraries() -> None:
-    torch.manual_seed(0)
-    network = vitrail.create("ViT-Ti/16", num_classes=5, image_size=(32, 48), depth=2)
-    predictor, images = Predictor(network, "float32"), torch.randn(3, 3, 32, 48)
-    plain = predictor(images)
-    with float32_products("onednn"):
-        torch.testing.assert_close(predictor(images), plain)

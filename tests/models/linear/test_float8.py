@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -81,24 +80,6 @@ def test_products_are_exact_on_what_rounding_leaves(
         torch.testing.assert_close(gradients[2], upstream.flatten(0, -2).float().sum(0))
     for gradient, target in zip(gradients, [x, *layer.parameters()], strict=True):
         assert gradient.dtype == target.dtype and gradient.shape == target.shape
-
-
-@needs_float8
-def test_errors_stay_within_the_formats_digits() -> None:
-    """A factor has 4 digits in e4m3 and 3 in e5m2. The root mean square errors of a uniform mantissa are 0.026 and
-    0.053.
-    """
-    torch.manual_seed(0)
-    layer, x = Linear(256, 128), torch.randn(5, 37, 256, requires_grad=True)
-    upstream = torch.randn(5, 37, 128).bfloat16()
-    exact = F.linear(x, layer.weight, layer.bias)
-    expected = torch.autograd.grad(exact, [x, layer.weight], upstream.float())
-    with autocast():
-        found = float8_linear(x, layer.weight, layer.bias)
-    ours = torch.autograd.grad(found, [x, layer.weight], upstream)
-    assert 0.01 < (found - exact).norm() / exact.norm() < 0.05
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert 0.02 < (mine - theirs).norm() / theirs.norm() < 0.08
 
 
 @needs_float8

@@ -132,6 +132,14 @@ def test_config_of_a_vit(tmp_path: Path) -> None:
     assert bundle.preprocess == Preprocess(image_size=(32, 48), resize="squash")
     assert bundle.classes == tuple("0123456")
     assert bundle.notes == ("the file has no class names, so the classes are numbered",)
+    for name in ("gelu_new", "gelu_pytorch_tanh"):
+        folder = edit(tmp_path / "vit", layer_norm_eps=1e-3, hidden_act=name, image_size=[35, 48])
+        bundle = load(folder, device="cpu")
+        config = bundle.network.config
+        assert (config.norm_eps, config.activation, config.image_size) == (1e-3, "gelu-tanh", (32, 48))
+        assert any("image_size=(35, 48) is not a multiple of the patch size" in note for note in bundle.notes)
+    with pytest.raises(BundleError, match=r"heads=8 does not agree with config\.json, which has num_attention_heads=4"):
+        load(folder, device="cpu", heads=8)
 
 
 def test_config_of_a_dinov2(tmp_path: Path) -> None:
@@ -140,14 +148,6 @@ def test_config_of_a_dinov2(tmp_path: Path) -> None:
         image_size=(32, 32), patch_size=(8, 8), width=64, depth=2, heads=4, mlp_width=128, num_classes=7,
         norm_eps=1e-6, position_resize="bicubic", pool="cls+gap", layer_scale=0.1,
     )  # fmt: skip
-
-
-def test_epsilon_and_activation_are_the_configs(tmp_path: Path) -> None:
-    folder = reference_folder(tmp_path / "vit", "hf_vit", layer_norm_eps=1e-3, hidden_act="gelu_new")
-    config = load(folder, device="cpu").network.config
-    assert (config.norm_eps, config.activation) == (1e-3, "gelu-tanh")
-    edit(folder, hidden_act="gelu_pytorch_tanh")
-    assert load(folder, device="cpu").network.config == config
 
 
 @pytest.mark.parametrize("name", ["hf_vit_hub", "hf_dinov2"])
@@ -238,9 +238,6 @@ def test_a_file_by_itself(tmp_path: Path) -> None:
     assert "there is no preprocessor_config.json: the default of the model family is assumed" in bundle.notes[1]
     with pytest.raises(BundleError, match=r"does not contain the number of attention heads, .* give heads="):
         load(file, device="cpu")
-
-
-def test_a_file_by_itself_of_images_that_are_not_square(tmp_path: Path) -> None:
     tensors, images, logits = reference("hf_vit")
     file = make_folder(tmp_path / "vit", tensors, None) / "model.safetensors"
     bundle = load(file, device="cpu", heads=4, image_size=(32, 48))
@@ -248,14 +245,6 @@ def test_a_file_by_itself_of_images_that_are_not_square(tmp_path: Path) -> None:
     assert bundle.preprocess == Preprocess(image_size=(32, 48), resize="squash")
     with pytest.raises(BundleError, match=r"24 patches, which do not form a square: give image_size="):
         load(file, device="cpu", heads=4)
-
-
-def test_registers_of_a_file_by_itself(tmp_path: Path) -> None:
-    bundle = make_bundle(**REGISTERS)
-    HUGGINGFACE.write(bundle, tmp_path / "model")
-    read = load(tmp_path / "model" / "model.safetensors", device="cpu", heads=3)
-    assert read.network.config == bundle.network.config
-    assert "model_type='dinov2_with_registers'" in read.notes[0]
 
 
 def test_images_have_the_size_of_the_preprocessing(tmp_path: Path) -> None:
@@ -280,31 +269,22 @@ def test_images_have_the_size_of_the_preprocessing(tmp_path: Path) -> None:
     assert not any("preprocessor" in note for note in kept.notes)
     again = adapted(bundle, image_size=(32, 32)).network.state_dict()
     assert torch.equal(again["positions.embedding"], positions), "positions are resized from those of the file"
-
-
-def test_a_preprocessed_size_that_patches_do_not_divide(tmp_path: Path) -> None:
-    folder = edit(reference_folder(tmp_path / "dinov2", "hf_dinov2"), "preprocessor_config.json", crop_size=36)
-    bundle = load(folder, device="cpu")
+    bundle = load(edit(folder, "preprocessor_config.json", crop_size=36), device="cpu")
     assert bundle.preprocess.image_size == (32, 32)
     assert "patches of (8, 8) do not divide (36, 36), so images of (32, 32) are used" in bundle.notes[0]
 
 
-def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
-    bundle = load(reference_folder(tmp_path / "vit", "hf_vit", image_size=[35, 48]), device="cpu")
-    assert bundle.network.config.image_size == (32, 48)
-    assert any("image_size=(35, 48) is not a multiple of the patch size" in note for note in bundle.notes)
+WIDE = {"height": 32, "width": 48}
 
 
 @pytest.mark.parametrize(
     ("fields", "expected", "note"),
     [
-        ({"size": [1]}, None, r"size=\[1\] is not a number of pixels, a height and width, or a short"),
-        ({"size": {"longest_edge": 32}}, None, r"size=\{'longest_edge': 32\} is not a number of pixels"),
-        ({"image_mean": "grey"}, None, "image_mean='grey' is not a number for each channel"),
-        ({"image_mean": [0.1, 0.2]}, None, r"mean=\(0.1, 0.2\) needs 1 number, or one for each of 3 channels"),
-        ({"rescale_factor": 0}, None, "rescale_factor=0 is not a number above 0"),
-        ({"resample": 0}, {"interpolation": "nearest"}, ""),
-        ({"resample": 3}, {"interpolation": "bicubic"}, ""),
+        ({"size": [1]}, None, r"size=\[1\] is not "), ({"size": {"longest_edge": 32}}, None, "size=.* is not "),
+        ({"image_mean": "grey"}, None, "image_mean='grey' is"), ({"image_mean": [0.1, 0.2]}, None, "mean=.* needs"),
+        ({"rescale_factor": 0}, None, "rescale_factor=0 is not "),
+        *(({"resample": number}, {"interpolation": name}, "") for number, name in ((0, "nearest"), (3, "bicubic"))),
+        ({"resample": 4}, {"interpolation": "area"}, ""),
         ({"resample": 1}, {"interpolation": "bicubic"}, "has resample=1, which is not supported, so bicubic is used"),
         ({"image_mean": [0.1, 0.2, 0.3]}, {"mean": (0.1, 0.2, 0.3)}, ""),
         ({"image_mean": 0.25, "image_std": 2}, {"mean": (0.25,), "std": (2.0,)}, ""),
@@ -312,37 +292,21 @@ def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
         ({"do_rescale": False, "image_mean": 127.5, "image_std": 51}, {"mean": (0.5,), "std": (0.2,)}, ""),
         ({"rescale_factor": 2 / 255, "image_mean": 1}, {"mean": (0.5,), "std": (0.25,)}, ""),
         ({"size": None, "resample": None, "image_mean": None}, {}, ""),
+        ({"crop_size": WIDE}, {}, ""), ({"crop_size": 224, "do_center_crop": False}, {}, ""),
         ({"resample": None, "image_processor_type": "BitImageProcessor"}, {}, "lacks resample"),
         ({"do_flip_channel_order": True}, {}, "do_flip_channel_order=True"),
         ({"size": 32}, {"image_size": (32, 32)}, "makes images of (32, 32)"),
         ({"size": 32, "crop_size": 24}, {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75}, "(24, 24)"),
-        ({"crop_size": {"height": 32, "width": 48}}, {}, ""),
-        ({"crop_size": 224, "do_center_crop": False}, {}, ""),
         ({"do_resize": False}, {}, "does not resize images, but here they are squashed"),
         ({"size": {"shortest_edge": 40}}, {"image_size": (40, 40), "resize": "crop"}, "short side to 40 without crop"),
-        (
-            {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 48}},
-            {"resize": "crop", "crop_share": 0.8},
-            "crops a rectangle from images scaled by their short side",
-        ),
-        (
-            {"size": {"height": 40, "width": 60}, "crop_size": {"height": 32, "width": 48}},
-            {"resize": "squash", "crop_share": 0.8},
-            "",
-        ),
-        ({"resample": 4}, {"interpolation": "area"}, ""),
-        (
-            {"size": {"height": 64, "width": 64}, "crop_size": {"height": 32, "width": 48}},
-            {"resize": "crop", "crop_share": 0.5},
-            "squashes images to (64, 64) and crops (32, 48), but here they keep their proportions",
-        ),
-        (
-            {"size": {"shortest_edge": 16}, "crop_size": {"height": 32, "width": 32}},
-            {"image_size": (32, 32), "resize": "crop"},
-            "crops (32, 32) from images of (16, 16), with a black border, but here there is no border",
-        ),
+        ({"size": {"shortest_edge": 40}, "crop_size": WIDE}, {"resize": "crop", "crop_share": 0.8}, "crops a rect"),
+        ({"size": {"height": 40, "width": 60}, "crop_size": WIDE}, {"resize": "squash", "crop_share": 0.8}, ""),
+        ({"size": {"height": 64, "width": 64}, "crop_size": WIDE}, {"resize": "crop", "crop_share": 0.5},
+         "squashes images to (64, 64) and crops (32, 48), but here they keep their proportions"),
+        ({"size": {"shortest_edge": 16}, "crop_size": 32}, {"image_size": (32, 32), "resize": "crop"},
+         "crops (32, 32) from images of (16, 16), with a black border, but here there is no border"),
     ],
-)
+)  # fmt: skip
 def test_preprocessing(tmp_path: Path, fields: dict[str, Any], expected: dict[str, Any] | None, note: str) -> None:
     folder = reference_folder(tmp_path / "vit", "hf_vit")
     edit(folder, "preprocessor_config.json", **fields)
@@ -378,6 +342,9 @@ def test_preprocessing_of_a_processor(tmp_path: Path) -> None:
         ({}, []),
         ({"resize": "crop", "crop_share": 0.875, "interpolation": "bicubic", "mean": (0.1, 0.2, 0.3)}, []),
         ({"resize": "crop", "crop_share": 0.9}, ["crop_share=0.9 (written as 28 of 31 pixels)"]),
+        ({"resize": "pad", "antialias": False}, ["resize='pad' (written as 'squash')", "antialias=False"]),
+        ({"scaled_decode": True}, ["scaled_decode=True"]),
+        ({"resampler": "torch"}, ["resampler='torch'"]),
         ({"interpolation": "nearest", "std": (0.5, 0.25, 1.0)}, []),
         ({"crop_share": 0.875, "interpolation": "area"}, []),
     ],
@@ -387,20 +354,9 @@ def test_preprocessing_is_written(tmp_path: Path, fields: dict[str, Any], lost: 
     bundle.preprocess = Preprocess(image_size=(28, 28), **fields)
     assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == lost
     read = load(tmp_path / "model", device="cpu").preprocess
-    assert read == replace(bundle.preprocess, crop_share=read.crop_share)
+    names = ("mean", "std", "interpolation", *(() if "resize" in str(lost) else ("resize",)))
+    assert all(getattr(read, name) == getattr(bundle.preprocess, name) for name in names)
     assert abs(read.crop_share - bundle.preprocess.crop_share) < 0.01 and (lost or read == bundle.preprocess)
-
-
-def test_preprocessing_that_cannot_be_written(tmp_path: Path) -> None:
-    bundle = make_bundle(**DINOV2)
-    bundle.preprocess = Preprocess(image_size=(28, 28), resize="pad", antialias=False)
-    assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == [
-        "resize='pad' (written as 'squash')", "antialias=False",
-    ]  # fmt: skip
-    bundle.preprocess = Preprocess(image_size=(28, 28), scaled_decode=True)
-    assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["scaled_decode=True"]
-    bundle.preprocess = Preprocess(image_size=(28, 28)).with_geometry("big_vision-crop")
-    assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["resampler='tensorflow-uint8'"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *DETECTORS])
@@ -414,6 +370,9 @@ def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
     HUGGINGFACE.write(read, tmp_path / "again")
     for file in (tmp_path / "model").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+    if kind == "registers":
+        alone = load(tmp_path / "model" / "model.safetensors", device="cpu", heads=3)
+        assert alone.network.config == bundle.network.config and "'dinov2_with_registers'" in alone.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -451,10 +410,19 @@ def test_cutting_rectangles_is_lost(tmp_path: Path) -> None:
     assert expected in HUGGINGFACE.write(bundle, tmp_path / "model")
 
 
-def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path) -> None:
-    bundle = make_bundle(**{**REGISTERS, "pool": "cls"})
-    lost = HUGGINGFACE.write(bundle, tmp_path / "model")
-    assert lost == ("pool='cls' (the head also reads the mean of the patches, with weights of zero)",)
+@pytest.mark.parametrize(
+    ("fields", "lost"),
+    [
+        ({**REGISTERS, "pool": "cls"},
+         ("pool='cls' (the head also reads the mean of the patches, with weights of zero)",)),
+        ({**DETECTOR, "positions_cover": "class", "positions_at": "every-layer"}, ()),
+    ],
+)  # fmt: skip
+def test_what_a_network_does_not_have_is_written_as_zeros(
+    fields: dict[str, Any], lost: tuple[str, ...], tmp_path: Path
+) -> None:
+    bundle = make_bundle(**fields)
+    assert HUGGINGFACE.write(bundle, tmp_path / "model") == lost
     assert_close(bundle, load(tmp_path / "model", device="cpu"), rtol=0)
 
 
@@ -462,13 +430,11 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path) -> N
     ("fields", "message"),
     [
         ({"pool": "gap"}, r"huggingface \(model_type vit: no LayerScale\) cannot store pool='gap' \(only 'cls'\)"),
-        ({"positions": "sincos-2d"}, r"positions='sincos-2d' \(only 'learned'\)"),
-        ({"positions_at": "every-layer"}, r"='every-layer' \(only 'stem'\)"),
         ({**DINOV2, "num_classes": 0}, r"model_type dinov2: LayerScale, .* pool='cls\+gap' \(only 'cls'\)"),
         ({**DINOV2, "pool": "gap"}, r"pool='gap' \(only 'cls\+gap', 'cls'\)"),
         ({**DINOV2, "pool": "cls", "num_classes": 0, "head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
-        ({**DINOV2, "image_size": (28, 14)}, r"takes only square patches and images, not image_size=\(28, 14\)"),
-        ({**DINOV2, "patch_size": (7, 14)}, r"takes only square patches and images, not patch_size=\(7, 14\)"),
+        ({**DINOV2, "image_size": (28, 14)}, "takes only square patches and images"),
+        ({**DINOV2, "patch_size": (7, 14)}, "takes only square patches and images"),
         ({**DINOV2, "mlp_width": 20}, r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \*"),
         ({**DETECTOR, "positions_at": "shared"}, r"positions_at='shared' \(only 'stem', 'every-layer'\)"),
         ({**DETECTOR, "layer_scale": 0.5}, r"model_type yolos: detection tokens\) cannot store layer_scale=0.5"),
@@ -500,9 +466,7 @@ def test_the_numbers_of_the_classes_in_the_data_are_kept(tmp_path: Path) -> None
     ("fields", "message"),
     [
         ({"model_type": "deit"}, r"config\.json: model_type='deit' is not one of 'vit', 'dinov2', 'dinov2_with_regist"),
-        ({"model_type": ["vit"]}, r"config\.json: model_type=\['vit'\] must be str"),
         ({"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' is not one of 'gelu', 'gelu_new', 'gelu_pytorch_tanh'"),
-        ({"num_attention_heads": "4"}, "num_attention_heads='4' must be int"),
         ({"num_attention_heads": True}, "num_attention_heads=True must be int"),
         ({"num_attention_heads": 5}, "width=64 is not divisible by heads=5"),
         ({"layer_norm_eps": "tiny"}, "layer_norm_eps='tiny' must be int or float"),
@@ -519,12 +483,6 @@ def test_a_config_that_does_not_fit(tmp_path: Path, fields: dict[str, Any], mess
     with pytest.raises(BundleError, match=message) as caught:
         load(folder, device="cpu")
     assert not isinstance(caught.value, ConfigError)
-
-
-def test_heads_that_are_at_odds(tmp_path: Path) -> None:
-    folder = reference_folder(tmp_path / "vit", "hf_vit")
-    with pytest.raises(BundleError, match=r"heads=8 does not agree with config\.json, which has num_attention_heads=4"):
-        load(folder, device="cpu", heads=8)
 
 
 @pytest.mark.parametrize(
@@ -554,49 +512,6 @@ def test_other_models_of_the_library(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "beit", other, None)
     with pytest.raises(BundleError, match=r"not those of ViT, DINOv2 or YOLOS: put its config\.json beside it"):
         load(folder, device="cpu")
-
-
-def largest_difference(model: Any, network: Any, images: Tensor, *, outputs: str = "logits", **options: Any) -> float:
-    with torch.inference_mode():
-        theirs = model(pixel_values=images, **options)
-        theirs = theirs.last_hidden_state[:, 0] if outputs == "cls" else theirs[outputs]
-        ours = network.eval()(images)
-    assert ours.std() > 0.5, "outputs so small would agree whatever they are"
-    print(f"\ndifference {(difference := float((theirs - ours).abs().max())):.1e} in {float(ours.abs().max()):.1f}")
-    return difference
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_library_computes_what_we_do(tmp_path: Path, kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    bundle = make_bundle(**KINDS[kind])
-    HUGGINGFACE.write(bundle, tmp_path / "model")
-    auto = transformers.AutoModelForImageClassification if bundle.classes else transformers.AutoModel
-    model, found = auto.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert type(model).__name__ == json.loads((tmp_path / "model" / "config.json").read_text())["architectures"][0]
-    missing = {name for name in found["missing_keys"] if not name.startswith("pooler.")}
-    assert not missing and not found["unexpected_keys"] and not found["mismatched_keys"]
-    outputs = "logits" if bundle.classes else "pooler_output" if "pooler" in kind else "cls"
-    config = bundle.network.config
-    images = torch.randn(2, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
-    assert largest_difference(model.eval(), bundle.network, images, outputs=outputs) < 1e-4
-    if bundle.classes:
-        assert [model.config.id2label[number] for number in range(3)] == list(bundle.classes)
-    assert model.config.layer_norm_eps == bundle.network.config.norm_eps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["vit, square", "dinov2", "registers"])
-def test_we_read_what_the_library_saves(tmp_path: Path, kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    bundle = make_bundle(**KINDS[kind])
-    HUGGINGFACE.write(bundle, tmp_path / "model")
-    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model")
-    model.save_pretrained(tmp_path / "saved")
-    read = load(tmp_path / "saved", device="cpu")
-    assert_same(bundle, read)
-    assert read.classes == bundle.classes
 
 
 @pytest.mark.slow
@@ -629,7 +544,10 @@ def test_the_library_resizes_positions_as_we_do(tmp_path: Path, kind: str) -> No
     patch = config.patch_size[0]
     images = torch.randn(2, 3, 3 * patch, 5 * patch, generator=torch.Generator().manual_seed(2))
     options: dict[str, Any] = {"interpolate_pos_encoding": True} if kind.startswith("vit") else {}
-    assert largest_difference(model, bundle.network, images, **options) < 1e-4
+    with torch.inference_mode():
+        theirs, ours = model(pixel_values=images, **options).logits, bundle.network.eval()(images)
+    assert ours.std() > 0.5, "outputs so small would agree whatever they are"
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("problem", "output"), [(None, "sigmoid"), ("regression", "numbers")])
@@ -662,12 +580,6 @@ def test_images_of_a_detector_keep_their_proportions(tmp_path: Path) -> None:
     read = load(tmp_path / "model", device="cpu")
     assert read.preprocess.resize == "pad" and read.preprocess.pad_value == (124, 116, 104)
     assert read.preprocess.image_size == (20, 15) and any("512" in note for note in read.notes)
-
-
-def test_tokens_without_positions_get_zeros(tmp_path: Path) -> None:
-    bundle = make_bundle(**{**DETECTOR, "positions_cover": "class", "positions_at": "every-layer"})
-    assert HUGGINGFACE.write(bundle, tmp_path / "model") == ()
-    assert_close(bundle, load(tmp_path / "model", device="cpu"), rtol=1.3e-6)
 
 
 @pytest.mark.slow

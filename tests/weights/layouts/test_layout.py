@@ -12,7 +12,6 @@ import torch
 
 from tests.make import assert_close, place_of, random_bundle, square_config
 from vitrail.errors import BundleError
-from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import VARIANTS
 from vitrail.models.vit_config import ViTConfig
@@ -156,14 +155,6 @@ def test_a_new_option_is_not_exported(layout: str, changed: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("layout", ["google", "big-vision", "timm", "huggingface", "torchvision"])
-@pytest.mark.parametrize("field", [{"attention": "local:window=3"}, {"reduction": TokenReduction(tokens=1)}])
-def test_attention_of_fewer_tokens_is_not_exported(layout: str, field: dict[str, Any], tmp_path: Path) -> None:
-    bundle = random_bundle(square_config(**field))
-    with pytest.raises(BundleError, match=rf"cannot store {next(iter(field))}=.* \(only "):
-        LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
-
-
-@pytest.mark.parametrize("layout", ["google", "big-vision", "timm", "huggingface", "torchvision"])
 def test_a_new_meaning_of_the_outputs_is_not_exported(layout: str, tmp_path: Path) -> None:
     bundle: Any = random_bundle(square_config())
     bundle.output = "distances"
@@ -171,7 +162,7 @@ def test_a_new_meaning_of_the_outputs_is_not_exported(layout: str, tmp_path: Pat
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
 
 
-def test_every_option_without_a_place_is_named() -> None:
+def test_every_option_with_an_effect_and_without_a_place_is_named() -> None:
     config = ViTConfig(pool="gap", registers=3, positions_at="every-layer", class_token=True)
     table: Table = {
         **{item.name: KEPT for item in fields(config)}, "pool": only("cls", "map"), "registers": only(0),
@@ -183,18 +174,7 @@ def test_every_option_without_a_place_is_named() -> None:
     )
     with pytest.raises(BundleError, match=message):
         carried("theirs", config, table)
-    assert carried("theirs", ViTConfig(), {**table, "class_token": only(True)}) == []
-
-
-def test_effective_values_count_where_a_default_depends_on_others() -> None:
-    table: Table = {item.name: KEPT for item in fields(ViTConfig)}
-    assert carried("theirs", ViTConfig(), {**table, "class_token": only(True), "positions_at": only("stem")}) == []
-    with pytest.raises(BundleError, match=r"positions_at='every-layer' \(only 'stem'\)"):
-        carried("theirs", ViTConfig(positions="relative-bias"), {**table, "positions_at": only("stem")})
-
-
-def test_fields_without_effect_on_predictions_need_no_rule() -> None:
     free = ("dropout", "stochastic_depth", "patch_dropout", "head_bias", "position_std", "initial_weights")
-    table: Table = {item.name: KEPT for item in fields(ViTConfig) if item.name not in free}
+    table = {name: rule for name, rule in table.items() if name not in free}  # they have no effect on predictions
     config = ViTConfig(dropout=0.1, stochastic_depth=0.2, patch_dropout=0.3, head_bias=-10.0, position_std=0.5)
-    assert carried("theirs", config, table) == []
+    assert carried("theirs", config, {**table, "class_token": only(True)}) == [], "the default follows from others"

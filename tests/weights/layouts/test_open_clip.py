@@ -77,6 +77,18 @@ def save_open_clip(folder: Path, act: str) -> Any:
     return network
 
 
+def assert_written_again(folder: Path, ours: Any) -> tuple[str, ...]:
+    """Assert that the model in `theirs` is written with the same tensors, and return the notes."""
+    for overwrite in (False, True):
+        lost = vitrail.convert(folder / "theirs", folder / "back", to="open-clip", overwrite=overwrite)
+    old, new = (load_file(folder / name / "open_clip_model.safetensors") for name in ("theirs", "back"))
+    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+    again: Any = vitrail.load(folder / "back", device="cpu")
+    assert again.preprocess == ours.preprocess and again.network.config == ours.network.config
+    assert again.words.tower.config == ours.words.tower.config
+    return lost
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ["gelu", "quick_gelu"])
 def test_embeddings_are_those_of_the_same_weights_in_transformers(act: str, tmp_path: Path) -> None:
@@ -87,14 +99,7 @@ def test_embeddings_are_those_of_the_same_weights_in_transformers(act: str, tmp_
     check_same(theirs, ours, torch.from_numpy(ours.words.tokenizer.encode(TEXTS).tokens))
     assert ours.preprocess.resize == "squash" and ours.preprocess.mean == (0.5, 0.4, 0.3)
     assert ours.words.tokenizer.cleaning == "clip"
-
-    vitrail.convert(tmp_path / "theirs", tmp_path / "back", to="open-clip")
-    old, new = (load_file(tmp_path / name / "open_clip_model.safetensors") for name in ("theirs", "back"))
-    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
-    again = vitrail.load(tmp_path / "back", device="cpu")
-    assert again.preprocess == ours.preprocess and again.network.config == ours.network.config
-    assert again.words.tower.config == ours.words.tower.config
-    vitrail.convert(tmp_path / "theirs", tmp_path / "back", to="open-clip", overwrite=True)
+    assert_written_again(tmp_path, ours)
 
 
 def siglip_renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -176,14 +181,8 @@ def test_siglip_with_an_image_tower_of_timm(tmp_path: Path) -> None:
     plain, odd = ours.words.tokenizer.encode(["a bee and its fine", "A_bee, &amp; it's  FINE!"]).tokens
     assert (plain != odd).any()
     assert (ours.words.tokenizer.encode(["a bee its fine"]).tokens[0] == odd).all()
-
-    lost = vitrail.convert(tmp_path / "theirs", tmp_path / "back", to="open-clip")
+    lost = assert_written_again(tmp_path, ours)
     assert [note for note in lost if "timm_model_kwargs" not in note] == []
-    old, new = (load_file(tmp_path / name / "open_clip_model.safetensors") for name in ("theirs", "back"))
-    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
-    again = vitrail.load(tmp_path / "back", device="cpu")
-    assert again.preprocess == ours.preprocess and again.network.config == ours.network.config
-    assert again.words.tower.config == ours.words.tower.config
 
 
 @pytest.mark.slow

@@ -122,7 +122,11 @@ def _write_page(found: ModelComparison, drawn: dict[str, Markup], path: Path) ->
         similarity=drawn["similarity.svg"],
         images_for_layers=found.looked_at,
         distances=drawn["distance.svg"],
-        reaches=" ".join(f"{one.name}: {one.reach.name}, mean over {_over(one)}." for one in found.models),
+        reaches=" ".join(
+            f"{one.name}: {one.reach.name}, mean over "
+            + (f"heads and {one.reach.images} images." if isinstance(one.reach, HeadStatistic) else "images.")
+            for one in found.models
+        ),
         class_heads=("class", "images", first.name, second.name, "difference, points"),
         classes=[
             (name, f"{images:,}", f"{one:.1%}", f"{other:.1%}", f"{100 * (one - other):+z.1f}")
@@ -166,10 +170,6 @@ def _cost(one: Measured) -> dict[str, Any]:
     config = one.bundle.network.config
     size = one.bundle.preprocess.image_size
     return {"image_size": list(size), "parameters": config.parameters(), "macs": config.macs(size)}
-
-
-def _over(one: Measured) -> str:
-    return f"heads and {one.reach.images} images" if isinstance(one.reach, HeadStatistic) else "images"
 
 
 def _distances(found: ModelComparison) -> Markup:

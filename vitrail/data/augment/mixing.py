@@ -79,7 +79,9 @@ def mix(
     if cut.any():
         pasted = np.flatnonzero(cut)
         mixture.paste(pasted, *cut_boxes(draws[pasted, 1:5], cutmix, *batch.images.shape[2:], even=as_timm))
-    targets = _one_hot(batch.labels, classes) if batch.targets is None else batch.targets
+    # The range of the labels is not checked, because the CPU would have to wait for the device.
+    is_class = batch.labels.clamp(min=0)[:, None] == torch.arange(classes, device=batch.labels.device)
+    targets = is_class.float() if batch.targets is None else batch.targets
     return replace(batch, images=mixture.images, targets=mixture.mixed(targets), valid=batch.counted)
 
 
@@ -170,10 +172,3 @@ def cut_boxes(
         first = ((uniform[:, 2 + number] * side).astype(np.int64) - length // 2)[:, None]
         inside.append((np.arange(side) >= first) & (np.arange(side) < first + length[:, None]))
     return inside[0], inside[1]
-
-
-def _one_hot(labels: Int64[Tensor, " b"], classes: int) -> Float[Tensor, "b classes"]:
-    """Return the labels as one-hot vectors. The range of the labels is not checked, because the CPU would have to wait
-    for the device."""
-    targets = torch.zeros(len(labels), classes, device=labels.device)
-    return targets.scatter_(1, labels.clamp(min=0)[:, None], 1.0)

@@ -116,7 +116,12 @@ class Augment:
         1.0, least=0, most=1, effect=Effect(lambda own: any(own.colour_jitter), "with --colour-jitter")
     )
     """Fraction of the images whose brightness, contrast, saturation and hue are changed."""
-    grey: float = setting(0.0, least=0, most=1)
+    grey: float = setting(
+        0.0,
+        effect=Effect(lambda run: run.images.channels > 1, "on images with --channels 3", of_run=True),
+        least=0,
+        most=1,
+    )
     """Probability that an image loses its colours."""
     blur: tuple[float, ...] = setting((), least=0, most=1)
     """Probability that an image is blurred: of the first view, the second view and so on. The last number also holds
@@ -149,7 +154,11 @@ class Augment:
     mixup: float | None = setting(None, least=0, below=math.inf, advice="0 turns it off")
     """Alpha of the Beta(alpha, alpha) distribution of the mixup weights; 0 turns mixup off."""
     mixup_per: MixupPer | None = setting(
-        None, effect=Effect(lambda own: own.settings.mixup > 0 or own.cutmix > 0, "with --mixup or --cutmix")
+        None,
+        effect=Effect(
+            lambda own: own.settings.mixup > 0 or (own.cutmix > 0 and own.mixup_per != "batch"),
+            "with --mixup, or with --cutmix and another value than batch",
+        ),
     )
     """Draw one mixup weight per sample (the default) or, as in the papers' code, one per batch. timm-batch: one choice
     of mixup or CutMix, one weight and one box per batch, which is mixed with its reverse order (DeiT, MAE, BEiT)."""

@@ -111,7 +111,9 @@ def _images(
                     row,
                     names.index(one.findtext("name", "").strip()),
                     (left / width, top / height, right / width, bottom / height),
-                    f"{name}, line {_line(images.root / name, number)}" if _is_odd(left, top, right, bottom) else name,
+                    name
+                    if 0 <= left < right and 0 <= top < bottom
+                    else f"{name}, line {_line(images.root / name, number)}",
                 )
             )
     result.faults += unstated_sizes(f"{images.root}: annotations", unstated)
@@ -129,10 +131,6 @@ def _number(text: str | None) -> float:
         return float(text or "")
     except ValueError:
         return math.nan
-
-
-def _is_odd(left: float, top: float, right: float, bottom: float) -> bool:
-    return not (0 <= left < right and 0 <= top < bottom)
 
 
 def _line(path: Path, number: int) -> int:

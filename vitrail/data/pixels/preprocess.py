@@ -25,7 +25,7 @@ from vitrail.data.pixels.geometry import (
     place_like_big_vision,
 )
 from vitrail.errors import ConfigError, UndecodableImage
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.settings import Effect, problems, raise_problems, setting
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]
 
@@ -91,7 +91,16 @@ class Preprocess:
     crop_share: float = setting(1.0, above=0, most=1)
     """Fraction of the scaled image's side that the centre crop keeps. For example, 0.875 scales to 256 pixels and crops
     to 224."""
-    pad_value: tuple[int, ...] = setting((255,), least=0, most=255)
+    pad_value: tuple[int, ...] = setting(
+        (255,),
+        effect=Effect(
+            lambda run: run.images.resize == "pad" or run.augment.scale_jitter is not None,
+            "with --resize pad or --scale-jitter",
+            of_run=True,
+        ),
+        least=0,
+        most=255,
+    )
     """Grey level or colour of the borders that "pad" adds, 0 to 255: one number for all channels, or one per
     channel."""
     interpolation: Interpolation = "bilinear"

@@ -110,7 +110,7 @@ def fit_least_squares(
     x = F.pad((tensor(features) - mean) / scale, (0, 1), value=CONSTANT)
     y = 2 * F.one_hot(torch.from_numpy(labels), num_classes).double() - 1
     system = _System(x, y)
-    strength = system.best_strength() if isinstance(l2, str) else l2
+    strength = min(LOO_GRID, key=system.left_out_error) if isinstance(l2, str) else l2
     w = system.solve(strength)
     weight = w[:-1] / scale[:, None]
     return LinearMap(weight.numpy(), (CONSTANT * w[-1] - mean @ weight).numpy()), strength
@@ -135,16 +135,13 @@ class _System:
         found = self.vectors @ (self.projected / (self.values + l2)[:, None])
         return found if self.is_tall else self.x.t() @ found
 
-    def left_out_errors(self, l2: float) -> Float64[Tensor, "n classes"]:
+    def left_out_error(self, l2: float) -> float:
+        """Return the sum of the squared leave-one-out errors."""
         fitted = self.rotated @ (self.projected / (self.values + l2)[:, None])
         leverage = self.rotated.square() @ (1 / (self.values + l2))
         if self.is_tall:
-            return (self.y - fitted) / (1 - leverage)[:, None]
-        return fitted / leverage[:, None]  # here, these are residual / l2 and (1 - leverage) / l2
-
-    def best_strength(self) -> float:
-        """Return the strength with the smallest squared leave-one-out error."""
-        return min(LOO_GRID, key=lambda strength: float(self.left_out_errors(strength).square().sum()))
+            fitted, leverage = self.y - fitted, 1 - leverage
+        return float((fitted / leverage[:, None]).square().sum())  # otherwise, both are divided by l2
 
 
 def check_settings(shots: Sequence[int], seeds: Sequence[int], l2: Strength) -> None:

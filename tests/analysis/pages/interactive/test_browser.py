@@ -235,26 +235,6 @@ def test_keys(shown: Browser) -> None:
     assert readout(shown).startswith("Layer 1, ")
 
 
-def test_the_focus_roves(shown: Browser) -> None:
-    """The Tab key reaches one of the small maps, and one of the queries."""
-    order, name = [], "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
-    for _ in range(16):
-        shown.press("Tab")
-        order.append(str(shown.value(f"document.activeElement.id || ({name})")))
-    places = [order.index(one) for one in ("stage", "class token", "png", "direction", "Layer 1, head 0")]
-    assert places == sorted(places) and "register 0" not in order and "Layer 0, head 0" not in order
-    shown.value("cells[3].button.focus()")
-    for key in ("ArrowUp", "ArrowRight", "ArrowRight", "ArrowRight"):
-        shown.press(key)
-    settle(shown)
-    assert shown.value("document.activeElement.getAttribute('aria-label')") == "Layer 0, head 2"
-    assert readout(shown).startswith("Layer 0, head 2.")
-    assert shown.value("cells.map(({ button }) => button.tabIndex)") == [-1, -1, 0, -1, -1, -1]
-    shown.value("tokenButtons[0].button.focus()")
-    shown.press("ArrowRight")
-    assert shown.value("document.activeElement.textContent") == "register 0"
-
-
 def test_the_scale(shown: Browser, maps: AttentionMaps) -> None:
     weights = coded(maps.attention)[:, :, 0, PREFIX:].reshape(6, 15)
     ends = "[byId('low').textContent, byId('high').textContent]"
@@ -340,50 +320,6 @@ def test_touch(shown: Browser) -> None:
     assert "Attention of row 2, column 3" in readout(shown)
     shown.touch(*(centre(shown, 1, column) for column in range(1, 5)))
     assert "Attention of rows 1 to 1, columns 1 to 4 (mean of 4)" in readout(shown)
-
-
-CONTRAST = """
-(() => {
-  const light = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((level) => level / 255)
-    .map((level) => level <= 0.04045 ? level / 12.92 : ((level + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, level, channel) => sum + [0.2126, 0.7152, 0.0722][channel] * level, 0);
-  const found = [];
-  for (const element of document.querySelectorAll("body *")) {
-    const text = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    if (!text || element.disabled || !element.getClientRects().length || element.closest("script")) continue;
-    let under = element;
-    while (getComputedStyle(under).backgroundColor === "rgba(0, 0, 0, 0)") under = under.parentElement;
-    const levels = [getComputedStyle(element).color, getComputedStyle(under).backgroundColor].map(light).sort();
-    const ratio = (Math.max(...levels) + 0.05) / (Math.min(...levels) + 0.05);
-    if (ratio < 4.5) found.push([element.outerHTML.slice(0, 80), ratio]);
-  }
-  return found;
-})()
-"""
-"""Script that returns the elements whose text has too little contrast."""
-
-SMALL = """
-[...document.querySelectorAll("button, select, input, summary, [tabindex]")]
-  .filter((element) => element.getClientRects().length)
-  .map((element) => [element.outerHTML.slice(0, 80), element.getBoundingClientRect()])
-  .filter(([, { width, height }]) => Math.min(width, height) < 24).map(([text]) => text)
-"""
-"""Script that returns the controls that are smaller than 24 pixels."""
-
-
-@pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_look(shown: Browser, width: int, scheme: str) -> None:
-    shown.show(width, 800, scheme)
-    settle(shown)
-    click(shown, 1, 1)
-    shown.value("byId('table').open = true")
-    shown.value("byId('keys').show()")
-    settle(shown)
-    assert shown.value("document.documentElement.scrollWidth") <= width
-    assert shown.value(CONTRAST) == [] and shown.value(SMALL) == []
-    background = shown.value("getComputedStyle(document.body).backgroundColor")
-    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
 def test_a_model_without_class_token_and_head(browser: Browser, make_maps: MakeMaps, tmp_path: Path) -> None:

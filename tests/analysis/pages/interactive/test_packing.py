@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tests.analysis.pages.interactive.conftest import coded, decoded, unpack
-from vitrail.analysis.pages.interactive import BITS, PackedMaps, pack, quantise
+from vitrail.analysis.pages.interactive import BITS, pack, quantise
 
 WEIGHTS = arrays.arrays(
     np.float32,
@@ -88,13 +88,3 @@ def test_layers_and_then_heads_are_dropped() -> None:
         ((0, 1, 2, 3, 4), (0, 1, 2)), ((0, 1, 3, 4), (0, 1, 2)), ((0, 2, 4), (0, 1, 2)), ((0, 4), (0, 1, 2)),
         ((4,), (0, 1, 2)), ((4,), (0, 2)), ((4,), (2,)),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (1, 3), (3, 1)])
-def test_a_budget_for_nothing(layers: int, heads: int) -> None:
-    maps = attention(layers, heads, 20)
-    assert pack(maps, 40) is None
-    full = pack(maps, 10**6)
-    assert isinstance(full, PackedMaps)
-    one = pack(maps, len(full.data) // (layers * heads))
-    assert one.layers[-1] == layers - 1
