@@ -104,14 +104,20 @@ def test_data_that_was_moved_is_recognised(birds: str, tmp_path: Path) -> None:
     assert common.keys == held_out(moved, 0.3)
 
 
-def test_the_cut_of_the_model_that_a_model_was_fine_tuned_from_counts_too(birds: str, tmp_path: Path) -> None:
-    trained_on(birds, 0.1).save(tmp_path / "first" / "model")
-    second = trained_on(birds, 0.4, init=str(tmp_path / "first"))
-    third = bundle_of(data="elsewhere", init=str(tmp_path / "first" / "model"))
-    for model in (second, third):
-        assert common_images({"a": model, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.1)
-    gone = trained_on(birds, 0.4, init=str(tmp_path / "gone"))
-    assert common_images({"a": gone, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.4)
+def test_the_cut_of_the_model_that_a_model_was_fine_tuned_from_counts_too(birds: str) -> None:
+    first = trained_on(birds, 0.1).provenance
+    for third in (trained_on(birds, 0.4, initial=first), bundle_of(data="elsewhere", initial={"initial": first})):
+        assert common_images({"a": third, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.1)
+
+
+def test_a_note_counts_the_images_from_which_an_initial_model_learned(birds: str) -> None:
+    first = trained_on(birds, 0.1)
+    for share, learned in ((0.3, "12 of the 18"), (0.1, ""), (0.05, "")):
+        second = trained_on(birds, share, initial=first.provenance)
+        counted = [note for note in open_images(second, birds, "held-out").notes if "learned from" in note]
+        assert len(counted) == bool(learned) and all(learned in note for note in counted)
+    second = bundle_of(data="elsewhere", initial="?")
+    assert not any("learned from" in note for note in open_images(second, birds, "held-out").notes)
 
 
 def test_data_that_has_changed_holds_out_other_images(birds: str) -> None:
@@ -223,7 +229,9 @@ def test_the_official_split_is_the_test_split_of_a_model_whose_training_used_it_
     none = trained_on(str(nests), 0.0, "train")
     assert list(open_images(none, str(nests), "held-out").sources) == ["test"]
     seen = open_images(none, str(nests), "validation")
-    assert any("the measured images were among its training images" in note for note in seen.notes)
+    assert any("4 of the 4 measured images are among those that the model" in note for note in seen.notes)
+    seen = open_images(bundle_of(data="elsewhere", validation_share=0.0), str(nests / "train"), "validation")
+    assert any("if it was trained on this data, the measured images were among" in note for note in seen.notes)
 
 
 def test_a_model_of_an_earlier_version_is_measured_on_the_images_that_it_held_out(nests: Path) -> None:

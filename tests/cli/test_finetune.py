@@ -16,10 +16,13 @@ from PIL import Image
 
 import vitrail
 from tests.cli.conftest import Cli
+from tests.listening import Display
+from vitrail.cli.run_options import say_chosen
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import Stopped
 from vitrail.training import after_step
 from vitrail.training.after_step import Run
+from vitrail.training.log import Log
 from vitrail.training.state import TrainState
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert
@@ -53,6 +56,17 @@ def badges(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.fromarray(pixels).save(root / name / f"badge {number}.png")
     (root / "日本" / "cut.png").write_bytes((root / "日本" / "badge 3.png").read_bytes()[:60])
     return root
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [({"epochs": 2}, ["--epochs"]), ({"steps": 3}, ["--steps"]), ({"learning_rate": 0.1}, [])]
+)
+def test_a_budget_says_what_it_does_not_limit(given: dict[str, float], named: list[str]) -> None:
+    display = Display()
+    say_chosen(Log(display), {"budget": "1m", **given}, ["a reason"])
+    say_chosen(Log(display), given, ["a reason"])
+    assert [name for name in ("--epochs", "--steps") if name in str(display.notes)] == named
+    assert len(display.notes) == len(named)
 
 
 @pytest.mark.slow
@@ -145,7 +159,7 @@ def test_images_that_chose_the_weights_are_not_called_unseen_nor_those_of_traini
     assert "best weights" not in cli.shows(*words, *more)
     for split, is_said in (("held-out", True), ("all", False)):
         words = [tmp_path / "run", "--data", badges, "--json", "--bootstrap", "0", "--split", split]
-        assert ("this model was trained without held-out images" in cli.call("evaluate", *words).err) == is_said
+        assert ("are among those that the model" in cli.call("evaluate", *words).err) == is_said
 
 
 @pytest.mark.slow

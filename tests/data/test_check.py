@@ -341,6 +341,8 @@ def test_numbers_and_unlabelled_images_are_checked_as_well() -> None:
     assert report.splits[0].per_class == () and report.splits[0].unlabelled == 1 and report.balance is None
     assert [finding.kind for finding in report.findings] == ["unlabelled"]
     assert report == from_plain(Report, to_plain(report))
+    (empty,) = check_data(Splits(arrays([(0.5, math.nan), (2.0, math.nan)]), None, None)).findings
+    assert (empty.kind, empty.severity) == ("unknown-number", "error") and "training image: y" in empty.text
     assert quick_check(numbers)[0].endswith("3 train; 2 numbers") and "x 0.5, y 1" in page(report, numbers, "x")
     unlabelled = replace(samples_of(arrays([None] * 3)), targets=Targets.unknown("none", (), 3))
     plain = Splits(unlabelled, None, None)

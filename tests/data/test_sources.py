@@ -77,6 +77,28 @@ def test_folders_beside_the_splits_are_left_out_and_noted(tree: Trees) -> None:
     splits = open_data(str(root), validation_share=0.0)
     assert splits.notes == (f"{root}: skipped docs, extra, because only train/, val/ and test/ are read",)
     assert len(splits.train) == 2
+    assert open_data(str(root), validation_share=0.0, unlabelled=True).notes == splits.notes
+
+
+def test_a_task_without_labels_says_which_folders_it_does_not_read_as_splits_or_classes(tree: Trees) -> None:
+    root = tree("a/1.png", "b/1.png", "test/1.png")
+    splits = open_data(str(root), validation_share=0.0, unlabelled=True)
+    assert splits.notes == (f"{root}: test is read like a, b, because there is no train/",)
+    assert splits.test is None and len(splits.train) == 3 and splits.classes == ("a", "b", "test")
+    (root / "test/1.png").rename(root / "1.png")
+    (root / "test").rmdir()
+    splits = open_data(str(root), validation_share=0.0, unlabelled=True)
+    assert splits.notes == (f"{root}: the folders a, b are not read as classes, because images lie beside them",)
+    assert splits.target_kind == "none" and len(splits.train) == 3
+
+
+def test_archives_beside_class_folders_are_named(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "train/c.zip", "train/c.txt", "more.tar.gz")
+    notes = open_data(str(root), validation_share=0.0).notes
+    assert [note for note in notes if "archives" in note] == [
+        f"{root}: skipped more.tar.gz, because archives are not read; unpack the images in them",
+        f"{root / 'train'}: skipped c.zip, because archives are not read; unpack the images in them",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -362,7 +384,7 @@ def test_images_without_classes_open_when_none_are_needed(tree: Trees, paths: li
     wanted = sorted(path.removeprefix("train/") for path in images)
     assert keys_of(splits.train) == wanted and splits.classes == () and splits.target_kind == "none"
     assert [splits.train.target(index) for index in range(len(wanted))] == [None] * len(wanted)
-    assert splits.train[0].target is None and len(splits.notes) == 1 and "skipped 1 file without" in splits.notes[0]
+    assert splits.train[0].target is None and "skipped 1 file without" in splits.notes[-1]
     assert splits.test is None or (keys_of(splits.test) == ["c.png"] and target_kind(splits.test) == "none")
     with pytest.raises(DataError, match=r"has no labels; classification needs a label for each image: label them, or"):
         check_classes(splits)

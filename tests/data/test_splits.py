@@ -145,8 +145,9 @@ def test_a_validation_split_that_would_be_empty_or_hold_all_is_refused(
 
 def test_classes_of_one_image_each_cannot_be_held_out() -> None:
     source = MemorySource(labels=[0, 1, 2, 3])
-    with pytest.raises(DataError, match=r"each of its classes has only one training image, which is learned from; add"):
-        with_validation(Splits(source, None, None), "x", 0.5)
+    for share in (0.5, 0.1):
+        with pytest.raises(DataError, match=r"each of its classes has only one training image, which is learned from;"):
+            with_validation(Splits(source, None, None), "x", share)
     assert len(with_validation(Splits(source, None, None), "x", 0.5, method="threshold").validation or ()) == 0
 
 

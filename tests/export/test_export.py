@@ -36,6 +36,15 @@ from vitrail.weights.bundle import Bundle
 
 
 @pytest.mark.slow
+def test_an_exported_file_records_what_its_training_held_out(
+    bundle: Bundle, samples: list[Sample], tmp_path: Path
+) -> None:
+    known = {"data": "flowers", "validation_share": 0.3, "initial": {"data": "photos"}}
+    export(replace(bundle, provenance=known), tmp_path / "known.pt2", "pt2", samples)
+    assert known.items() <= load(tmp_path / "known.pt2").provenance.items()
+
+
+@pytest.mark.slow
 def test_the_exported_file_takes_levels_and_names_its_inputs(
     bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]
 ) -> None:

@@ -237,11 +237,6 @@ def test_colours_are_those_of_the_images_that_can_be_decoded() -> None:
     assert colours_of(Made(lambda index: b"no image", 3)) == (1, (0.5,), (0.05,))
 
 
-def test_data_without_images_is_refused() -> None:
-    with pytest.raises(ConfigError, match="data 'made' has no image"):
-        planned(digits, images=0)
-
-
 def test_a_model_is_trained_further_within_the_time(colour_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig().override(data=str(colour_folder), task="dino", **from_data.CONTINUED)
     splits = config.data.cut(config.data.open_whole(unlabelled=True))

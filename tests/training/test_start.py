@@ -16,13 +16,32 @@ from tests.training.jobs import CrashAt, Initial, Make, Outcome, train_until
 from vitrail.errors import ConfigError, RunError
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.detection import Detection
+from vitrail.training.build import make_bundle as make_bundle_of
+from vitrail.training.build import make_network, make_state
 from vitrail.training.config import StartConfig
+from vitrail.training.job import prepare
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
-from vitrail.training.start import choose_weights, fitted, network_from
+from vitrail.training.start import Origin, choose_weights, fitted, network_from
 from vitrail.weights.load import load
 
 COLOURS = ("blue", "green", "red")
+
+
+def test_a_run_says_if_its_model_learned_from_the_validation_images(
+    initial: Initial, from_model: Make, colour_folder: Path
+) -> None:
+    config = from_model(initial(classes=COLOURS), colour_folder, validation_share=0.5)
+    known = {"data": str(colour_folder), "cut_method": "stratified", "validation_share": 0.25}
+    model = replace(load(config.start.init, device="cpu"), provenance=known)
+    job = prepare(config, model=model)
+    assert any("9 of the 18" in note and note.startswith(str(config.start.init)) for note in job.splits.notes)
+    assert not any(
+        "learned" in note for note in prepare(config.override(validation_share=0.25), model=model).splits.notes
+    )
+    network, job, _ = make_network(job, model)
+    assert job.origin is not None and job.origin == Origin.from_plain(job.origin.to_plain())
+    assert make_bundle_of(job, make_state(job, network).objective).provenance["initial"] == known
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import FinetuneResult, evaluate_run, finetune, plan
+from vitrail.transfer.trials import Tried
 from vitrail.weights.bundle import Bundle
 
 Planning = Callable[..., Callable[..., FinetunePlan]]
@@ -260,6 +261,21 @@ def test_a_signal_between_trials_names_what_is_kept(
 
 
 @pytest.mark.slow
+def test_a_folder_that_another_command_makes_meanwhile_is_not_taken(
+    planning: Planning, tiny_bundle: Bundle, colours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = planning(colours)(explicit={"image_size": (14, 21), "flip": True, "learning_rate": 1e-3, "steps": 1})
+
+    def search(config: TrainConfig, *_: Any, **__: Any) -> tuple[TrainConfig, tuple[Tried, ...]]:
+        (Path("runs") / colours.name).mkdir(parents=True)
+        return config, (Tried("a linear model", 0, 0.5),)
+
+    monkeypatch.setattr("vitrail.transfer.finetune.search_settings", search)
+    found = finetuned(chosen.config, tiny_bundle, search=chosen.search)
+    assert found.run.folder == Path("runs") / f"{colours.name}-2"
+
+
+@pytest.mark.slow
 def test_data_that_is_mixed_in_may_bring_classes(planned: Planned, tiny_bundle: Bundle, colours: Path) -> None:
     config = planned(colours).override(steps=2, precision="float32", mix=("0.3:fractals:2:5",))
     found = finetuned(config, tiny_bundle)
@@ -273,7 +289,7 @@ def test_classes_of_one_image_are_learned_and_nothing_is_measured(
     planned: Planned, tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
     data = make_colour_folder(tmp_path / "data", images=1, classes=("blue", "red"))
-    with pytest.raises(DataError, match=r"leaves the validation split of data .* empty: that is at most half"):
+    with pytest.raises(DataError, match=r"validation split of data .* empty: each of its classes has only one"):
         planned(data)
     config = planned(data, validation_share=0.0)
     found = finetuned(config.override(steps=2, precision="float32"), tiny_bundle)

@@ -29,6 +29,7 @@ from vitrail.training.log import Log
 from vitrail.training.optimizer import OptimizerName
 from vitrail.training.run import train
 from vitrail.transfer.report import write_report
+from vitrail.transfer.trials import Tried
 from vitrail.weights.bundle import Bundle
 
 EVIL = "<script>alert('1 & 2')<"
@@ -221,6 +222,17 @@ def test_the_top_says_that_training_changed_nothing(
     text = written(kept=kept, init="somewhere", linear_head=linear_head)
     top = text[: text.index("<table")]
     assert ("training did not improve" in top) == (shown is not None) and (shown or "") in top
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_trials_chose_the_settings_if_there_were_any(
+    run: MakeRun, measured: ClassificationReport, source: Source, steps: int
+) -> None:
+    folder, bundle = run([evaluation(0, 0.5)], kept=10)
+    bundle.metrics["validation_accuracy"] = 0.75
+    tried = [Tried("a linear model", 0, 0.5), *[Tried("a rate", steps, 0.6) for _ in range(steps)]]
+    page = write_report(folder, bundle, source, "validation", measured, tried=tried).read_text(encoding="utf-8")
+    assert "75.00%" in page and ("They chose the settings" in page) == ("<h2>Trials</h2>" in page) == (steps > 0)
 
 
 def test_the_curves_are_the_journal(written: Write) -> None:

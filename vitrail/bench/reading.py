@@ -31,7 +31,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, subset
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.machine import keep_freed_memory
+from vitrail.machine import keep_freed_memory, peak_memory
 from vitrail.models.variants import AnyConfig, build
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -162,11 +162,11 @@ def measure_opening(images: int) -> dict[str, Any]:
 
 def _open(spec: str) -> tuple[float, int]:
     """Return the seconds until the data is open, and the peak bytes added by opening and splitting it."""
-    before, begun = _peak(), time.perf_counter()
+    before, begun = peak_memory(torch.device("cpu")), time.perf_counter()
     open_data(spec, validation_share=0.0)
     seconds = time.perf_counter() - begun
     open_data(spec, validation_share=0.01)
-    return seconds, _peak() - before
+    return seconds, peak_memory(torch.device("cpu")) - before
 
 
 def _write_links(root: Path, count: int) -> None:
@@ -225,12 +225,7 @@ def _resident() -> int:
         with open("/proc/self/statm", encoding="utf-8") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:
-        return _peak()
-
-
-def _peak() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+        return peak_memory(torch.device("cpu"))
 
 
 # Time until a model can be used: imports, loading and the first prediction.

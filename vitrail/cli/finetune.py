@@ -19,7 +19,6 @@ from vitrail.cli.options import Call, Command, Option, flag
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
-    common_options,
     default_texts,
     resume_options,
     run_options,
@@ -127,7 +126,7 @@ COMMAND = Command(
     ),
     options=(Finetune,),
     settings=_settings,
-    common=common_options,
+    common=lambda: run_options(tasks=()),
     depends=_of_task,
     essential={
         "Data": ("data", "validation_share"),
@@ -260,7 +259,7 @@ def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData,
         log.say("looking at some training images through the model")
     chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
     check_effects(given, chosen.config)
-    say_chosen(log, chosen.reasons)
+    say_chosen(log, given, chosen.reasons)
     return chosen, data, initial
 
 

@@ -22,11 +22,6 @@ from vitrail.training.job import network_config_of
 from vitrail.training.log import Log
 
 
-def common_options() -> Iterator[Option]:
-    """Yield the options of a run without the settings of tasks."""
-    return run_options(tasks=())
-
-
 def run_options(tasks: Collection[str] = TASKS.keys()) -> Iterator[Option]:
     """Yield the options of a run, with the settings of these tasks. None of them is required, because a recipe or a
     rule provides every value.
@@ -121,12 +116,15 @@ def resume_options(given: Mapping[str, Any], labels: Mapping[str, Option]) -> di
     return {"changes": changes, "allow": tuple(name for name in names if name)}
 
 
-def say_chosen(log: Log, reasons: Sequence[str]) -> None:
-    """Print the reasons for settings that a rule has chosen."""
+def say_chosen(log: Log, given: Mapping[str, Any], reasons: Sequence[str]) -> None:
+    """Print the reasons for settings that a rule has chosen beside the `given` ones, and a note if these set the length
+    of the run that a time budget would limit."""
     if reasons:
         log.say("settings chosen for this data and machine:")
     for reason in reasons:
         log.say(f"  {reason}")
+    if "budget" in given and (lengths := sorted({*LENGTHS} & given.keys())):
+        log.note(f"--budget does not limit the run itself, because {flag(lengths[0])} sets its length")
 
 
 def check_effects(given: Mapping[str, Any], config: TrainConfig, *, by_user: bool = False) -> None:

@@ -19,7 +19,6 @@ from vitrail.cli.options import Call, Command, Option
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
-    common_options,
     default_texts,
     resume_options,
     run_options,
@@ -192,7 +191,7 @@ COMMAND = Command(
     ),
     options=(Train,),
     settings=run_options,
-    common=common_options,
+    common=lambda: run_options(tasks=()),
     depends=_of_task,
     essential={
         "Data": ("data", "validation_share", "image_size"),
@@ -293,7 +292,7 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     log.say("measuring the speed of this machine")
     plan = plan_for_data(base, splits, explicit, seconds, started=started)
     check_effects(given, plan.config)
-    say_chosen(log, plan.reasons)
+    say_chosen(log, given, plan.reasons)
     return plan.config, data
 
 
@@ -336,7 +335,7 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
         if not {"epochs", "steps"} & given.keys():
             log.say("measuring the speed of this machine")
         plan = plan_continued(config, initial.network.config, settings, seconds, started=started)
-        say_chosen(log, plan.reasons)
+        say_chosen(log, given, plan.reasons)
         config = plan.config
     return config, initial
 

@@ -536,6 +536,9 @@ def wrapped(root: Path) -> Path | None:
     return inner if is_data else None
 
 
+ARCHIVES = (".zip", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".rar", ".7z")
+
+
 def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
     """Yield a note on each kind of files in a folder that could be data, but were not read. By default class folders
     were read, otherwise `tables`."""
@@ -557,6 +560,8 @@ def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
             f"{folder}: the labels are those of {read}, and {listed([path.name for path in others])} beside them was "
             f"not read; to read it instead, add {way}"
         )
+    if archives := sorted(path.name for path in folder.iterdir() if path.suffix.lower() in ARCHIVES):
+        yield f"{folder}: skipped {listed(archives)}, because archives are not read; unpack the images in them"
     if predictions:
         names = listed([path.name for path in predictions])
         yield f"{folder}: skipped {names}, because predictions of a model are not labels"

@@ -654,7 +654,8 @@ def _labels_of(source: Source) -> Iterator[int]:
 
 def _nothing_held_out(splits: Splits, share: float) -> str:
     count = len(splits.train)
-    if round(share * count):
+    is_single = target_kind(splits.train) == "class" and len({*_labels_of(splits.train)}) == count
+    if is_single or round(share * count):
         reason = "each of its classes has only one training image, which is learned from; add images"
     else:
         reason = f"that is at most half an image; choose {1 / count:.2g} to hold out one"

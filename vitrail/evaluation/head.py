@@ -8,7 +8,13 @@ from vitrail.data.source import Source, check_known, samples_of
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.imagenet import imagenet_columns, map_classes, read_real, real_accuracy, real_labels
 from vitrail.evaluation.metrics.intervals import with_intervals
-from vitrail.evaluation.metrics.report import absent_note, regression_report, report
+from vitrail.evaluation.metrics.report import (
+    ClassificationReport,
+    RegressionReport,
+    absent_note,
+    regression_report,
+    report,
+)
 from vitrail.evaluation.outputs import Outputs
 
 
@@ -54,9 +60,7 @@ class ByAccuracy:
         if self.real:
             by_real, images = real_accuracy(predictions, self._real(), bootstrap=self.bootstrap)
             metrics |= {**with_intervals({"real_accuracy": by_real}), "real_images": float(images)}
-        if found.unlabelled:
-            metrics["unlabelled"] = float(found.unlabelled)
-        return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
+        return metrics | _counts(found)
 
     def _real(self) -> tuple[tuple[int, ...], ...]:
         return read_real(None if self.real == "public" else self.real)
@@ -100,9 +104,12 @@ class ByRegression:
         for row in found.per_output:
             if row.metrics is not None:
                 metrics |= with_intervals(row.metrics, f"{row.name}:" if len(found.per_output) > 1 else "")
-        if found.unlabelled:
-            metrics["unlabelled"] = float(found.unlabelled)
-        return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
+        return metrics | _counts(found)
+
+
+def _counts(found: ClassificationReport | RegressionReport) -> dict[str, float]:
+    unlabelled = {"unlabelled": float(found.unlabelled)} if found.unlabelled else {}
+    return {**unlabelled, "images": float(found.images), "skipped": float(len(found.skipped))}
 
 
 def _check_classes(source: Source) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from vitrail.data.source import Source, fingerprint, key_hash, samples_of, subset
@@ -130,6 +128,24 @@ def doubt_about(bundle: Bundle, opened: OpenedData) -> str | None:
     return None
 
 
+def overlap_note(bundle: Bundle, opened: OpenedData, held_out: Source) -> str | None:
+    """Return a note if the images `held_out`, which are a part of the training images of this data, are known or
+    suspected to be among those from which a model, or a model that it was fine-tuned from, learned."""
+    if (doubt := doubt_about(bundle, opened)) is not None:
+        return f"{doubt}: the measured images may be among those that it learned from"
+    if isinstance(opened.whole.train, Unlimited):
+        return None
+    cuts = [_held_out_by(known, opened) for known in _trainings(bundle) if is_data_of(known, opened)]
+    measured = _keys(held_out)
+    learned = len(measured) - len(measured.intersection(*cuts))
+    if not learned:
+        return None
+    return (
+        f"{learned:,} of the {plural(len(measured), 'measured image')} are among those that the model, or a model that "
+        "it was fine-tuned from, learned from, so the metrics are better than on new images"
+    )
+
+
 def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
     """Return True if a training with the provenance `known` learned from this data, or from a part of it.
 
@@ -150,26 +166,11 @@ def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
 
 
 def _trainings(bundle: Bundle) -> Iterator[Mapping[str, Any]]:
-    """Yield the provenance of a model, and of the models that it was fine-tuned from, as far as they are on disk."""
-    known: Mapping[str, Any] | None = bundle.provenance
-    seen: set[str] = set()
-    while known:
+    """Yield the provenance of a model, and of the models that it was fine-tuned from."""
+    known: Any = bundle.provenance
+    while known and isinstance(known, Mapping):
         yield known
-        origin = known.get("init")
-        if not isinstance(origin, str) or origin in seen:
-            return
-        seen.add(origin)
-        known = _provenance_in(expanded(origin))
-
-
-def _provenance_in(folder: Path) -> Mapping[str, Any] | None:
-    for path in (folder / "model.json", folder / "model" / "model.json"):
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("provenance")
-        except (OSError, ValueError, AttributeError):
-            continue
-        return found if isinstance(found, dict) else None
-    return None
+        known = known.get("initial")
 
 
 def _held_out_by(known: Mapping[str, Any], opened: OpenedData) -> frozenset[str]:
@@ -306,15 +307,14 @@ def _measured(
         raise DataError(f"data {opened.spec!r} has no {split} split; choose one that it has: {', '.join(existing)}")
     known = bundle.provenance
     was_cut = opened.whole.validation is None or known.get("validation", "auto") != "auto"
-    held_nothing_out = known.get("validation_share") == 0 and was_cut
-    doubt = doubt_about(bundle, opened) if "validation" in chosen and split != "all" and was_cut else None
-    if doubt is not None and not is_common:
-        notes.append(f"{doubt}: the measured images may be among those that it learned from")
-    if "validation" in chosen and split != "all" and not is_common and held_nothing_out:
-        notes.append(
-            "this model was trained without held-out images; if it was trained on this data, the measured "
-            "images were among its training images"
-        )
+    if "validation" in chosen and split != "all" and not is_common and was_cut:
+        if (note := overlap_note(bundle, opened, chosen["validation"])) is not None:
+            notes.append(note)
+        elif known.get("validation_share") == 0:
+            notes.append(
+                "this model was trained without held-out images; if it was trained on this data, the measured "
+                "images were among its training images"
+            )
     return EvaluatedData(chosen, splits.train, tuple(notes), opened)
 
 

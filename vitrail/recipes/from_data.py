@@ -33,7 +33,6 @@ from vitrail.transfer.facts import (
     DataFacts,
     Explicit,
     FinetunePlan,
-    check_images,
     choose_task,
     facts_of,
 )
@@ -129,11 +128,10 @@ def plan_for_data(
     The network, the image size, the colours, the augmentation, the batch size and the number of epochs follow from the
     training images and the speed of this machine, or of all processes that train together. The time in seconds counts
     from `started` (`time.perf_counter()`), by default from the call. Settings in `explicit` are kept. Raise
-    `ConfigError` if the data has no training image, and the errors of `train`.
+    the errors of `train`.
     """
     end = seconds + (time.perf_counter() if started is None else started)
     facts = facts_of(splits)
-    check_images(config.data.spec, facts)
     choices = Choices(explicit)
     base = folder()
     choose_task(choices, config.task.name, facts, label_smoothing=0.1)

@@ -65,9 +65,10 @@ def make_network(
             task.load_head(network, splits)
         texts = model.provenance.get("zero_shot")
         made_of = None if texts is None else {**texts, "classes": list(model.classes)}
-        origin = Origin(weights_sha256(model.network), network.config, texts if kept else None, made_of)
-        origin = job.origin or origin
-        job = replace(job, origin=origin)
+        origin = Origin(
+            weights_sha256(model.network), network.config, texts if kept else None, made_of, model.provenance
+        )
+        job = replace(job, origin=job.origin or origin)
     else:
         network = build(network_config_of(config, None, job.origin, num_classes=len(names)))
     choose_weights(network, config.start)
@@ -186,7 +187,9 @@ def make_bundle(job: Job, objective: Objective) -> Bundle:
     if isinstance(splits.train, Samples) and splits.train.targets.ids:
         provenance["class_ids"] = list(splits.train.targets.ids)
     if job.origin is not None:
-        provenance |= {"init": config.start.init, "init_sha256": job.origin.sha256}
+        provenance |= {
+            "init": config.start.init, "init_sha256": job.origin.sha256, "initial": job.origin.provenance,
+        }  # fmt: skip
         if job.origin.zero_shot is not None:
             provenance["zero_shot"] = job.origin.zero_shot
     return config.task.bundle(objective, config.task.output_names(splits), config.images, provenance)

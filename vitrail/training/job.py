@@ -187,7 +187,7 @@ def prepare(
         network_config = network_config_of(config, model, origin, num_classes=2)
         _check_network_settings(config, network_config)
         compiled = resolve_compile(config.run.compile, device, network_config)
-    config, splits = _opened(config, data)
+    config, splits = _opened(config, data, model)
     config.task.check_data(splits)
     if not config.task.wanted["unlabelled"]:
         _check_measured(splits)
@@ -256,13 +256,23 @@ def _check_network_settings(config: TrainConfig, network: AnyConfig) -> None:
             )
 
 
-def _opened(config: TrainConfig, data: Source | Splits | OpenedData | None) -> tuple[TrainConfig, Splits]:
-    """Return the config with the name of the data, and the splits. `data` replaces the data that the config names."""
+def _opened(
+    config: TrainConfig, data: Source | Splits | OpenedData | None, model: Bundle | None
+) -> tuple[TrainConfig, Splits]:
+    """Return the config with the name of the data, and the splits. `data` replaces the data that the config names. A
+    note says if the initial `model` learned from validation images."""
     if data is None:
         check_columns(config)
-        return config, config.data.open(**config.task.wanted)
+        data = config.data.open_whole(**config.task.wanted)
     if isinstance(data, OpenedData):
-        return config, config.data.cut(data)
+        splits = config.data.cut(data)
+        is_cut = config.data.validation != "auto" or data.whole.validation is None
+        if model is not None and splits.validation is not None and is_cut:
+            from vitrail.evaluation.measured_images import overlap_note  # runs from scratch do not need it
+
+            note = overlap_note(model, data, splits.validation)
+            splits = splits if note is None else replace(splits, notes=(*splits.notes, f"{config.start.init}: {note}"))
+        return config, splits
     own = named_splits(data)
     config = config.override(data=own.title)
     return config, config.data.cut(own, unlabelled=config.task.wanted["unlabelled"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Origin:
     made_of: Mapping[str, Any] | None = None
     """The classes, texts and templates from which the head of the initial model was made before the run, whether the
     run kept it or not, or None for a model as it was loaded."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """The provenance of the initial model, which says what it learned from."""
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -49,6 +51,7 @@ class Origin:
             "network": to_plain(self.network),
             **({} if self.zero_shot is None else {"zero_shot": self.zero_shot}),
             **({} if self.made_of is None else {"made_of": self.made_of}),
+            "provenance": self.provenance,
         }
 
     @classmethod
@@ -57,7 +60,9 @@ class Origin:
         if values is None:
             return None
         network = from_plain(ARCHITECTURES[values["architecture"]][0], values["network"])
-        return cls(str(values["sha256"]), network, values.get("zero_shot"), values.get("made_of"))
+        return cls(
+            str(values["sha256"]), network, values.get("zero_shot"), values.get("made_of"), values.get("provenance", {})
+        )
 
 
 def open_initial(start: StartConfig) -> Bundle | None:

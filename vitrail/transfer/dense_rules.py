@@ -38,7 +38,6 @@ from vitrail.transfer.facts import (
     DataFacts,
     Explicit,
     FinetunePlan,
-    check_images,
     choose_accumulation,
 )
 from vitrail.transfer.trials import EVALUATION_PER_FORWARD, STEP_PER_FORWARD, forward_seconds
@@ -162,11 +161,9 @@ def plan_dense(
 ) -> FinetunePlan:
     """Return the settings for fine-tuning a model on boxes or masks within a time in seconds, which begins now.
 
-    Settings in `explicit` are kept. Raise `ConfigError` for a model without patch tokens, and if the data has no
-    training image.
+    Settings in `explicit` are kept. Raise `ConfigError` for a model without patch tokens.
     """
     started = time.perf_counter()
-    check_images(base.data.spec, facts)
     network = transformer_config(bundle.network.config)
     if network is None:
         raise ConfigError(

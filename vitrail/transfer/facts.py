@@ -158,12 +158,6 @@ def _areas(source: Source) -> Iterator[int]:
             continue
 
 
-def check_images(spec: str, facts: DataFacts) -> None:
-    """Raise `ConfigError` if the data has no training image."""
-    if not facts.images:
-        raise ConfigError(f"data {spec!r} has no image to fine-tune on; add training images")
-
-
 def check_rate(optimizer: OptimizerConfig, explicit: Explicit, *usual: str) -> None:
     """Raise `ConfigError` if the user chose an optimizer that is not one of `usual`, and no learning rate."""
     if optimizer.kind not in usual and "optimizer" in explicit and "learning_rate" not in explicit:

@@ -39,7 +39,6 @@ from vitrail.transfer.facts import (
     Explicit,
     FinetunePlan,
     Search,
-    check_images,
     check_rate,
     facts_of,
     seconds_of,
@@ -99,8 +98,8 @@ def plan(
     The protocol replaces the settings of `config` except those in `explicit`. The protocol is our own rule
     (`plan_by_rule`), the paper's protocol (`plan_by_paper`, with a `row` of Table 4), or BiT's HyperRule
     (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images. With our own rule, `search` adds
-    settings to try within the time `budget`. Raise `ConfigError` if the data has no
-    training image, if the protocol is not for the network, or if settings contradict each other.
+    settings to try within the time `budget`. Raise `ConfigError` if the protocol is not for the network, or if settings
+    contradict each other.
     """
     check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
     kind = data.whole.target_kind
@@ -157,7 +156,6 @@ def _plan_by_rule(
             config = config.override(validation_share=share)
             splits = config.data.cut(data)
     facts = facts_of(splits)
-    check_images(config.data.spec, facts)
     check_rate(config.optimizer, explicit, "adamw")
     if "loss" in explicit:
         config.task.check_data(splits)
@@ -271,10 +269,11 @@ def finetune(
             if search is not None:
                 log = log or Log()
                 log.say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
-                config, _ = search_settings(
+                config, tried = search_settings(
                     config, data, initial, search, folder, started=started, on_trial=log.say, on_progress=log.extracting
                 )
-                config = config.override(run=str(folder))
+                if any(one.steps for one in tried):  # these trials are beside this folder
+                    config = config.override(run=str(folder))
             else:
                 forget_tried(folder)
             config, trials = choose_best_rate(config, data, initial, rates, folder, log=log)

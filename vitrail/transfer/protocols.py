@@ -23,7 +23,6 @@ from vitrail.transfer.facts import (
     DataFacts,
     Explicit,
     FinetunePlan,
-    check_images,
     check_rate,
     choose_accumulation,
     choose_all_images,
@@ -90,10 +89,8 @@ def plan_by_paper(
 
     By default, `row` is the row for the number of training images, and `rates` are the rates of the row. `facts.images`
     includes the images that will be held out. If there is only one rate, or `explicit` has a learning rate, no rates
-    are tried and no image is held out. Raise `ConfigError` if the data has no training image, or if `explicit` has an
-    optimizer but no learning rate.
+    are tried and no image is held out. Raise `ConfigError` if `explicit` has an optimizer but no learning rate.
     """
-    check_images(base.data.spec, facts)
     if rates is None:
         check_rate(base.override(**explicit).optimizer, explicit, "sgd")
     usual = next(name for name, one in TABLE_4.items() if facts.images < one.max_images)
@@ -229,7 +226,7 @@ def plan_by_hyperrule(
     """Return the settings of BiT-HyperRule for fine-tuning a ResNet with this config and preprocessing.
 
     No training image is held out, because the rule has nothing to choose on held-out images. `memory` is in bytes.
-    Raise `ConfigError` if the network is not a BiT ResNet, if the data has no training image, or if an explicit
+    Raise `ConfigError` if the network is not a BiT ResNet, or if an explicit
     optimizer lacks a learning rate.
     """
     if network.architecture != "BiT":
@@ -237,7 +234,6 @@ def plan_by_hyperrule(
             "protocol='bit' is the rule of Big Transfer for BiT ResNets, but the model is a Vision Transformer; choose "
             "protocol='paper' or protocol='rule'"
         )
-    check_images(base.data.spec, facts)
     check_rate(base.override(**explicit).optimizer, explicit, "sgd")
     row, choices = next(one for one in SCHEDULES if facts.images < one.max_images), Choices(explicit)
     choices.reasons.append(f"BiT-HyperRule for {facts.images:,} training images")

@@ -104,6 +104,7 @@ def write_report(
         metrics=summary_rows(report),
         charts=training_figures(config, events, metric, bundle.provenance.get("step")),
         trials=_trials(tried, events, bundle, metric),
+        has_trials=any(one.steps for one in tried),
         settings=_settings(config, record, events, bundle),
         data_notes=record["data"]["notes"],
         results=results,

@@ -31,7 +31,6 @@ from vitrail.transfer.facts import (
     Findings,
     FinetunePlan,
     Search,
-    check_images,
     check_rate,
     choose_accumulation,
     choose_task,
@@ -102,10 +101,9 @@ def plan_by_rule(
     The rule chooses the image size, the length of the run, the batch size, the optimizer, the augmentation and the
     loss, except for settings in `explicit`. Other settings are those of `base`. `memory` is the memory of the training
     device in bytes. `findings` replace guesses about mirroring and the image size. With `seconds`, the plan has a
-    search within this time. Raise `ConfigError` if the data has no training image, or if `explicit` has an optimizer
-    for which the rule has no learning rate, and no learning rate.
+    search within this time. Raise `ConfigError` if `explicit` has an optimizer for which the rule has no learning
+    rate, and no learning rate.
     """
-    check_images(base.data.spec, facts)
     check_rate(base.override(**explicit).optimizer, explicit, *TITLES)
     choices, gpu = Choices(explicit), device.type == "cuda"
     size, why_size = image_size_for(network, facts, gpu=gpu)

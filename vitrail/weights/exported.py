@@ -83,11 +83,11 @@ FORMAT = 2
 
 FIELDS = (
     "format", "architecture", "config", "contents", "output", "classes", "preprocess", "weights_sha256", "precision",
-    "resizes", "any_size", "words", "rows", "class_ids", "score_threshold",
+    "resizes", "any_size", "words", "rows", "class_ids", "score_threshold", "provenance",
 )  # fmt: skip
 """Fields of the description, in their order. The file of a text tower has `words`, which is that of a saved model with
-the hash of the tokenizer's file. A file of boxes or masks has the last three: what a row of the output has,
-`Bundle.class_ids`, and `Bundle.score_threshold`."""
+the hash of the tokenizer's file. A file of boxes or masks has `rows` (what a row of the output has),
+`Bundle.class_ids`, and `Bundle.score_threshold`. `Bundle.provenance` tells which images the training held out."""
 
 Contents = Literal["logits", "embedding", "tokens", "text_embedding"]
 """Result of an exported network. "logits" is the head's output, with probabilities beside it for classes of images.
@@ -453,7 +453,9 @@ def load_exported(path: Path) -> Bundle:
         interface = Interface(**{item.name: values[item.name] for item in fields(Interface) if item.name in values})
         model = {name: values[name] for name in ("architecture", "config", "classes", "preprocess", "output")}
         config, others = read_described(model, path)
-        others["provenance"] = {"exported": path.name, "weights_sha256": values["weights_sha256"]}
+        others["provenance"] = {
+            **values.get("provenance", {}), "exported": path.name, "weights_sha256": values["weights_sha256"],
+        }  # fmt: skip
         if values.get("class_ids"):
             others["provenance"]["class_ids"] = values["class_ids"]
         if values.get("score_threshold") is not None:

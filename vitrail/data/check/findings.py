@@ -241,11 +241,18 @@ def text_findings(train: Source, splits: Mapping[str, SplitCounts]) -> Iterator[
 
 
 def number_findings(train: Source) -> Iterator[Finding]:
-    """Yield a finding about numbers that are the same for all training images."""
+    """Yield findings about numbers that are unknown, or the same, for all training images."""
     targets = truth_of(train)
     columns = zip(targets.names, targets.values.T, strict=True)
-    same = [name for name, column in columns if len(np.unique(column[~np.isnan(column)])) == 1]
-    if same:
+    different = {name: len(np.unique(column[~np.isnan(column)])) for name, column in columns}
+    if unknown := [name for name, count in different.items() if not count]:
+        yield Finding(
+            "unknown-number", "error", len(unknown),
+            f"{plural(len(unknown), 'number')} without a value for any training image: {listed(unknown)}",
+            "Training refuses the data.",
+            "Fill the column in, or leave it out.",
+        )  # fmt: skip
+    if same := [name for name, count in different.items() if count == 1]:
         yield Finding(
             "constant-number", "warning", len(same),
             f"{plural(len(same), 'number')} with one value for all training images: {listed(same)}",

@@ -88,8 +88,7 @@ def read_folder(
         samples = file_samples(root, [key for key, _ in images], [inode for _, inode in images], targets)
         return FolderImages(samples, faults, tuple(scan.others))
     scan.system, scan.own = _never_data(root)
-    never = {*scan.system, *scan.own}
-    folders = [name for name in _subfolders(root) if name not in never and not name.startswith(".")]
+    folders = [name for name in _subfolders(root) if name not in scan.system + scan.own and not name.startswith(".")]
     if not folders:
         raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
     named = {name: class_name(name) for name in folders}
@@ -415,8 +414,14 @@ def _places(
         if len(names) > 1 and all(map(is_fold, names)):
             raise DataError(folds(str(root), names))
         _refuse_alike(root, folders)
-    if not places or unlabelled:
-        return places if "train" in places or not others else {}, ()
+    if not places:
+        return {}, ()
+    skipped = ", ".join(folder.name for folder in others)
+    left = (f"{root}: skipped {skipped}, because only train/, val/ and test/ are read",) if others else ()
+    if unlabelled and others and "train" not in places:
+        return {}, (f"{root}: {listed(list(named))} is read like {skipped}, because there is no train/",)
+    if unlabelled:
+        return places, left
     flat = "train" in places and not class_folders(places["train"][0]) and has_images(places["train"][0])
     rivals = [folder for folder in others if has_images(folder) or ("train" not in places and holds_images(folder))]
     if flat and not rivals:
@@ -426,9 +431,7 @@ def _places(
             "add --splits none"
         )
     if ("train" in places and not flat) or not rivals:
-        skipped = ", ".join(folder.name for folder in others)
-        note = f"{root}: skipped {skipped}, because only train/, val/ and test/ are read"
-        return places, (note,) if others else ()
+        return places, left
     if len(folders) == 2 and not _alike(folders):
         (name,) = named
         note = f"{root}: {name}/ is read as a class, because {rivals[0].name}/ is not a split"
@@ -565,6 +568,11 @@ LOOKED_INTO = 20
 
 
 def _ignored(root: Path, found: FolderImages) -> Iterator[str]:
+    if found.samples.targets.kind == "none" and has_images(root) and len(folders := class_folders(root)) > 1:
+        yield (
+            f"{root}: the folders {listed([folder.name for folder in folders])} are not read as classes, because "
+            "images lie beside them"
+        )
     if not found.others:
         return
     yield f"{root}: skipped {plural(len(found.others), 'file')} without a suffix of an image format"

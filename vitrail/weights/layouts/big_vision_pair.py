@@ -26,11 +26,9 @@ from vitrail.weights.layouts.google import (
     GOOGLE,
     TEXT_TOWERS,
     Google,
-    block_pairs,
     dense,
+    encoder_pairs,
     heads_of,
-    map_pairs,
-    norm,
     unscanned,
 )
 from vitrail.weights.layouts.huggingface_pair import (
@@ -184,11 +182,7 @@ def _pairs(config: PairConfig, layout: Google = BIG_VISION) -> Iterator[Pair]:
 def _text_pairs(config: TextConfig) -> Iterator[Pair]:
     yield Pair("embedding.weight", ("Embed_0/embedding",))
     yield Pair("positions", ("pos_embedding",), lambda t: t[0], lambda t: t[None])
-    for layer in range(config.depth):
-        yield from block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", config.heads)
-    yield from norm("norm", "Transformer/encoder_norm")
-    if config.pool == "map":
-        yield from map_pairs(config.heads)
+    yield from encoder_pairs(config.depth, config.heads, config.pool)
     if config.outputs:
         yield from dense("projection", "head")
 

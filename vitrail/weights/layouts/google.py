@@ -156,11 +156,7 @@ class Google:
         ):
             if is_there:
                 yield Pair(ours, (theirs,))
-        for layer in range(config.depth):
-            yield from block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", config.heads)
-        yield from norm("norm", "Transformer/encoder_norm")
-        if config.pool == "map":
-            yield from map_pairs(config.heads)
+        yield from encoder_pairs(config.depth, config.heads, config.pool)
         if config.head_hidden:
             yield from dense("head_hidden", "pre_logits")
         if config.num_classes:
@@ -330,6 +326,15 @@ def block_pairs(ours: str, theirs: str, heads: int) -> Iterator[Pair]:
     yield from norm(f"{ours}.norm2", f"{theirs}/LayerNorm_1")
     yield from dense(f"{ours}.mlp.up", f"{theirs}/MlpBlock_0/Dense_0")
     yield from dense(f"{ours}.mlp.down", f"{theirs}/MlpBlock_0/Dense_1")
+
+
+def encoder_pairs(depth: int, heads: int, pool: str) -> Iterator[Pair]:
+    """Return the tensor pairs of the blocks, of the norm after them, and of attention pooling if `pool` is "map"."""
+    for layer in range(depth):
+        yield from block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", heads)
+    yield from norm("norm", "Transformer/encoder_norm")
+    if pool == "map":
+        yield from map_pairs(heads)
 
 
 def map_pairs(heads: int) -> Iterator[Pair]:
