@@ -127,8 +127,8 @@ def plan_for_data(
 
     The network, the image size, the colours, the augmentation, the batch size and the number of epochs follow from the
     training images and the speed of this machine, or of all processes that train together. The time in seconds counts
-    from `started` (`time.perf_counter()`), by default from the call. Settings in `explicit` are kept. Raise
-    the errors of `train`.
+    from `started` (`time.perf_counter()`), by default from the call. Settings in `explicit` are kept. Raise the
+    errors of `train`.
     """
     end = seconds + (time.perf_counter() if started is None else started)
     facts = facts_of(splits)
