@@ -96,6 +96,12 @@ def abandoned() -> Iterator[Any]:
         yield pipe
 
 
+def test_a_library_that_closes_the_output_of_a_command_leaves_the_stream_open(tmp_path: Path) -> None:
+    with (tmp_path / "stream").open("w", encoding="utf-8") as stream:
+        Output(stream).close()
+        assert not stream.closed
+
+
 def test_a_run_whose_output_has_no_reader_is_asked_to_stop(abandoned: Any) -> None:
     with StopRequest() as stop:
         print("a line", file=Output(abandoned), flush=True)

@@ -263,6 +263,9 @@ class Output:
         with self._discarding():
             self._stream.flush()
 
+    def close(self) -> None:
+        """Leave the stream open, which the process still uses: absl keeps this object and closes it after a command."""
+
     @contextmanager
     def _discarding(self) -> Iterator[None]:
         try:
