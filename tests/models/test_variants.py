@@ -10,7 +10,7 @@ import torch
 
 from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig, Stem
-from vitrail.models.variants import VARIANTS, create, variant_config
+from vitrail.models.variants import VARIANTS, ModelConfig, create, variant_config
 from vitrail.models.vit_config import ViTConfig
 
 COUNTS = {
@@ -197,6 +197,13 @@ def test_fields_that_do_not_exist_are_named(name: str) -> None:
     for make in (create, variant_config):
         with pytest.raises(ConfigError, match=f"unknown field 'num_clases' of {name}; nearest: num_classes"):
             make(name, num_clases=10)
+
+
+def test_a_fact_of_all_resnets_is_no_field_of_theirs() -> None:
+    assert ModelConfig(overrides={"head_hidden": 8}).overrides == {"head_hidden": 8}  # a field of transformers
+    for make in (create, variant_config):
+        with pytest.raises(ConfigError, match="unknown field 'head_hidden' of BiT-Pico"):
+            make("BiT-Pico", head_hidden=8)
 
 
 @pytest.mark.usefixtures("types_unchecked")

@@ -19,7 +19,7 @@ from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import from_plain, typed_fields
+from vitrail.settings import bare_names, from_plain, typed_fields
 
 AnyConfig = ViTConfig | ResNetConfig
 AnyNetwork = VisionTransformer | ResNet
@@ -113,7 +113,7 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
     and for a value of another type.
     """
     config = _named(name)
-    known = type(config).__dataclass_fields__
+    known = bare_names(type(config))
     for given in fields:
         if given not in known:
             raise ConfigError(f"unknown field {given!r} of {name}; {nearest(given, known)}")
@@ -239,7 +239,7 @@ class ModelConfig:
             if isinstance(value := overrides.get(name), dict):  # JSON has lists instead of tuples
                 overrides[name] = from_plain(cls, value)
         for kind in (ResNetConfig, ViTConfig) if self.variant is None else (config_type(self.variant),):
-            own = {name: value for name, value in overrides.items() if name in kind.__dataclass_fields__}
+            own = {name: value for name, value in overrides.items() if name in bare_names(kind)}
             overrides |= typed_fields(kind, own)
         object.__setattr__(self, "overrides", overrides)
 
