@@ -64,6 +64,32 @@ def test_a_head_is_kept_for_named_classes_alone(
     assert bool(network.state_dict()["head.weight"].any()) == kept
 
 
+@pytest.mark.parametrize("fields", [{}, {"pool": "gap"}], ids=str)
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+def test_another_pooling_keeps_the_tokens_of_the_model(initial: Initial, fields: dict[str, Any], pool: str) -> None:
+    bundle, overrides = load(initial(**fields), device="cpu"), {"pool": pool}
+    if fields and pool == "cls":  # there is no token to read
+        with pytest.raises(ConfigError, match="pool='cls' needs a class token"):
+            fitted(bundle.network.config, "given", bundle.preprocess, overrides, 3, Classification())
+        return
+    network, _, _ = network_from(
+        bundle, StartConfig(init="given"), bundle.preprocess, overrides, Classification(), COLOURS
+    )
+    assert network.config == fitted(bundle.network.config, "given", bundle.preprocess, overrides, 3, Classification())
+    assert network.config.has_class_token == (not fields) and network.config.pool == pool
+    images = torch.rand(2, 3, *network.config.image_size)
+    features = bundle.network.features(images)
+    expected = features.cls if pool == "cls" else features.patches.mean(1)
+    torch.testing.assert_close(network.embed(images), expected)
+
+
+def test_a_linear_head_is_said_to_replace_that_of_the_model(initial: Initial) -> None:
+    bundle = load(initial(classes=COLOURS), device="cpu")
+    start = StartConfig(init="given", linear_head=True)
+    _, _, notes = network_from(bundle, start, bundle.preprocess, {}, Classification(), COLOURS)
+    assert "linear" in notes[-1] and "kept" not in notes[-1]
+
+
 @pytest.mark.parametrize(
     ("fields", "overrides"),
     [

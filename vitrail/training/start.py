@@ -109,6 +109,7 @@ def fitted(
             f"channels={images.channels} does not fit model {init!r}, which takes {model.channels}; choose "
             f"channels={model.channels}, which also converts the images"
         )
+    model = _with_own_tokens(model, overrides)
     known = {item.name for item in fields(model)}
     kind = head_fields(model, overrides, task)
     overrides = {name: value for name, value in overrides.items() if name not in kind}
@@ -123,6 +124,14 @@ def fitted(
         )
     shape = {"image_size": images.image_size, "channels": images.channels, "num_classes": num_classes}
     return replace(model, **{**shape, **overrides, **hidden, **kind})
+
+
+def _with_own_tokens(model: AnyConfig, overrides: Mapping[str, Any]) -> AnyConfig:
+    """Return the config of a model so that it keeps its class token, or has none, with the pooling of `overrides`. By
+    default, the pooling decides about the class token."""
+    if "pool" in overrides and isinstance(model, ViTConfig):
+        return replace(model, class_token=model.has_class_token)
+    return model
 
 
 def head_fields(model: AnyConfig, overrides: Mapping[str, Any], task: Task) -> dict[str, Any]:
@@ -180,9 +189,11 @@ def network_from(
             "its weights computes something else; pass it as vitrail.train(config, network=...), or undo the changes"
         )
     bundle = adapted(bundle, channels=images.channels)
+    config = _with_own_tokens(bundle.network.config, overrides)
     if "cut_uneven" in overrides:  # before the size changes to one that needs it
         settings: dict[str, Any] = {"cut_uneven": overrides["cut_uneven"]}
-        config = replace(bundle.network.config, **settings)
+        config = replace(config, **settings)
+    if config != bundle.network.config:
         bundle = replace(bundle, network=with_weights(bundle.network, config, bundle.network.state_dict()))
     resized = adapted(bundle, image_size=images.image_size)
     kind = head_fields(bundle.network.config, overrides, task)
@@ -195,7 +206,8 @@ def network_from(
         note = f"the head of model {start.init!r} is removed: the task {task.name} trains a network without a head"
         kept = False
     elif kept:
-        headed, note = resized, f"the head of model {start.init!r} is kept, because its outputs are the same"
+        fate = "replaced by a linear model" if start.linear_head else "kept, because its outputs are the same"
+        headed, note = resized, f"the head of model {start.init!r} is {fate}"
     else:
         bare = adapted(resized, num_classes=0, drop_head_hidden=True)
         config = replace(bare.network.config, **kind)
