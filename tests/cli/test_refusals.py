@@ -312,11 +312,15 @@ TRAIN = {
     "train --task distillation --teacher model --teacher-temperature 9":
         "--teacher-temperature: it has an effect only with --teacher-labels soft",
     "train --task simclr --init model --linear-head": "--linear-head: True is for a head, but the task simclr has none",
+    "train --task distillation --teacher m --teacher-weight 1 --label-smoothing 0.3":
+        "--label-smoothing: it has an effect only with --teacher-weight below 1",
     "train --task clip --text-tokenizer words --text-context 8": "--text-context: it has an effect unless",
     "train --task siglip --text-tokenizer words --text-context 8": "--text-context: it has an effect unless",
     "train --task clip --text-tokenizer words --vocabulary 600": "--vocabulary: it has an effect unless",
     "train --task siglip --data grey.csv --init sigmoid --initial-bias -2":
         "--initial-bias: the initial model has a text tower",
+    "train --task siglip --data grey.csv --init sigmoid --freeze image --layer-decay 0.5":
+        "--layer-decay: it has an effect only with trained blocks",
     "train --task clip --data flat": "flat has images without texts",
     "train --task masked-patches --patch-target token": "--patch-target: 'token' is not one of mean-colour, colours,",
     "train --task masked-patches --patch-target tokens": "--patch-target 'tokens' needs a trained tokenizer; name a",
@@ -347,6 +351,8 @@ TRAIN = {
     "train --data no/data --average-start capped": "--average-start: it has an effect only with --average",
     "train --data no/data --mixup-per batch": "--mixup-per: it has an effect only with --mixup",
     "train --data no/data --cutmix 1 --mixup-per batch": "--mixup-per: it has an effect only with --mixup",
+    "train --lora-on query value": "--lora-on: it has an effect only with --lora-rank",
+    "train --init no/model --head-hidden 8": "--head-hidden: 8 cannot be given with --init",
     "train --data no/data --clip 0 --clip-of weight": "--clip-of: it has an effect only with --clip above 0",
     "train --data no/data --weight-decay 0 --weight-decay-rule coupled": "--weight-decay-rule: it has an effect only",
     "train --data no/data --weight-decay 0 --weight-decay-factors .*=1": "--weight-decay-factors: it has an",

@@ -39,6 +39,10 @@ class Distillation(Classification):
     classes of the data."""
     teacher_labels: Literal["hard", "soft"] = "hard"
     """Part of the teacher's predictions that is learned: the most likely class (hard), or all probabilities (soft)."""
+    label_smoothing: float = setting(
+        0.0, effect=Effect(lambda own: own.teacher_weight < 1, "with --teacher-weight below 1"), least=0, below=1
+    )
+    """Fraction of the target that is spread over all classes. The targets of the teacher are not smoothed."""
     teacher_weight: float = setting(0.5, above=0, most=1)
     """Weight of the loss with the teacher's predictions. The weight of the loss with the labels is 1 minus this. The
     default is DeiT's for hard labels; for soft labels, its paper has 0.1 and its code 0.5."""

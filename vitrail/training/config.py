@@ -199,7 +199,9 @@ class StartConfig:
     trained, beside a text tower."""
     lora_alpha: float | None = setting(None, above=0, below=math.inf)
     """LoRA scaling: the update is multiplied by alpha / rank. By default alpha equals rank."""
-    lora_on: tuple[Projection, ...] = ("query", "value")
+    lora_on: tuple[Projection, ...] = setting(
+        ("query", "value"), effect=Effect(lambda own: own.lora_rank is not None, "with --lora-rank")
+    )
     """Weights of each block that get LoRA updates: query, key, value, out, up, down."""
     new_head: bool = False
     """With --init: replace the model's head even if the model and the data have the same class names. The new head is
@@ -220,10 +222,9 @@ class StartConfig:
         for name in ("new_head", "linear_head") if self.init is None else ():
             if getattr(self, name):
                 yield (f"{name}=True is a new head for a model, so it needs a model to start from; give init=...")
-        if self.lora_rank is None and self.lora_alpha is not None:
-            yield f"lora_alpha={self.lora_alpha} needs lora_rank; give both"
-        if self.lora_rank is None and self.lora_on != StartConfig.lora_on:
-            yield f"lora_on={self.lora_on} needs lora_rank; give both"
+        for name in ("lora_alpha", "lora_on") if self.lora_rank is None else ():
+            if (value := getattr(self, name)) != getattr(StartConfig, name):
+                yield f"{name}={value} needs lora_rank; give both"
         if self.lora_rank is not None and self.train_blocks is not None:
             yield (
                 f"train_blocks={self.train_blocks} and lora_rank={self.lora_rank} exclude each other; give one of them"
@@ -375,6 +376,9 @@ OF_TRAINED_NETWORK = (
 )  # fmt: skip
 """Settings that have an effect only if weights of the network are trained."""
 
+OF_TRAINED_BLOCKS = ("dropout", "stochastic_depth", "skip_dropped")
+"""Settings that have an effect only in blocks that are trained, and below them."""
+
 WITHOUT_WEIGHTS = tuple(facts(ViTConfig, "changes_weights"))
 """Fields of a network's config that do not change its weights, or not always. A run that starts from a model can
 override only these, and those that belong to the kind of head that it chooses (`DenseHead.fields`)."""
@@ -492,9 +496,10 @@ class TrainConfig:
                         f"fixes the architecture; only {', '.join(allowed)} can"
                     )
         given = {**vars(self.start), **vars(self.early), **self.model.overrides}
-        for name in OF_TRAINED_NETWORK if not self.task.trains_network else ():
+        of_blocks = OF_TRAINED_BLOCKS if self.start.train_blocks == 0 else ()
+        for name in of_blocks if self.task.trains_network else OF_TRAINED_NETWORK:
             if given.get(name):
-                yield f"{name}={given[name]} is for a network that is trained, but this one is frozen; leave it out"
+                yield f"{name}={given[name]} is for blocks that are trained, but all of them are frozen; leave it out"
         if isinstance(self.task, HeadlessTask):
             for name in ("new_head", "linear_head", "head_bias", "head_normalises"):
                 if given.get(name):
