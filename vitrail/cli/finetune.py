@@ -108,10 +108,6 @@ def _settings() -> Iterator[Option]:
     return run_options([name for name, task in TASKS.items() if "none" not in task.targets])
 
 
-def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
-    return task_options(task_of(given, TrainConfig().task.name))
-
-
 COMMAND = Command(
     name="finetune",
     summary="""Adapt a pre-trained model to your images, and write a report with its metrics and errors.
@@ -127,7 +123,7 @@ COMMAND = Command(
     options=(Finetune,),
     settings=_settings,
     common=lambda: run_options(tasks=()),
-    depends=_of_task,
+    depends=lambda given: task_options(task_of(given, TrainConfig().task.name)),
     essential={
         "Data": ("data", "validation_share"),
         "Method": ("protocol", "train_blocks", "lora_rank", "task", "loss"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from vitrail.cli.console import (
     showing_progress,
     terminal_table,
 )  # fmt: skip
-from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, Option
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.data.sources import absolute_spec
@@ -76,15 +76,6 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
     return texts
 
 
-def _settings() -> Iterator[Option]:
-    """Yield the options of a student's run."""
-    return run_options([Classification.name])
-
-
-def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
-    return task_options(Classification.name)
-
-
 COMMAND = Command(
     name="noisy-student",
     summary="""Train on labelled images and on many more without labels (Noisy Student, 1911.04252). A teacher labels
@@ -98,8 +89,8 @@ COMMAND = Command(
         ("vitrail noisy-student --data flowers --unlabelled photos --teacher runs/flowers", "Name a teacher."),
     ),
     options=(NoisyStudent, Rounds, Labelling),
-    settings=_settings,
-    depends=_of_task,
+    settings=lambda: run_options([Classification.name]),
+    depends=lambda given: task_options(Classification.name),
     essential={
         "Data": ("data", "unlabelled"),
         "Rounds": ("teacher", "rounds", "pseudo_ratio"),

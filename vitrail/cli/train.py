@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.console import ConsoleDisplay
-from vitrail.cli.options import Call, Command, Option
+from vitrail.cli.options import Call, Command
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
@@ -171,11 +171,6 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
     return texts
 
 
-def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
-    """Return the options of the typed task, else of the recipe's task."""
-    return task_options(task_of(given, recipe_for(given).task.name))
-
-
 COMMAND = Command(
     name="train",
     summary="""Train a Vision Transformer from scratch, or from a model with --init. Without options it trains a small
@@ -192,7 +187,7 @@ COMMAND = Command(
     options=(Train,),
     settings=run_options,
     common=lambda: run_options(tasks=()),
-    depends=_of_task,
+    depends=lambda given: task_options(task_of(given, recipe_for(given).task.name)),
     essential={
         "Data": ("data", "validation_share", "image_size"),
         "Network": ("variant", "init"),

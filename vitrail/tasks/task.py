@@ -210,10 +210,6 @@ class TaskMetric:
         label = self.label or self.name.replace("_", " ")
         return f"{label} {value:.{digits}%}" if self.is_fraction else f"{label} {value:.4g}"
 
-    def text_with_loss(self, value: float, loss: float | None) -> str:
-        """Return the text of a value with the loss, which decides between equal values, unless it is the same."""
-        return self.text(value) if loss is None or loss == value else f"{self.text(value)}, loss {loss:.4g}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):

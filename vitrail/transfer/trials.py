@@ -82,8 +82,9 @@ class Tried(NamedTuple):
     """Loss on the validation split, which decides between equal values. None if it is unknown."""
 
     def text(self, metric: TaskMetric) -> str:
-        """Return the metric and the loss, or "diverged"."""
-        return "diverged" if self.value is None else metric.text_with_loss(self.value, self.loss)
+        """Return the metric and the loss, which decides between equal values, unless it is the same, or "diverged"."""
+        loss = "" if self.loss in (None, self.value) else f", loss {self.loss:.4g}"
+        return "diverged" if self.value is None else metric.text(self.value) + loss
 
 
 def forward_seconds(bundle: Bundle, precision: Precision, batch: int = 16) -> float:
