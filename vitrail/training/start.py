@@ -129,7 +129,7 @@ def fitted(
 def _with_own_tokens(model: AnyConfig, overrides: Mapping[str, Any]) -> AnyConfig:
     """Return the config of a model so that it keeps its class token, or has none, with the pooling of `overrides`. By
     default, the pooling decides about the class token."""
-    if "pool" in overrides and isinstance(model, ViTConfig):
+    if isinstance(model, ViTConfig) and "pool" in overrides:
         return replace(model, class_token=model.has_class_token)
     return model
 
@@ -191,8 +191,7 @@ def network_from(
     bundle = adapted(bundle, channels=images.channels)
     config = _with_own_tokens(bundle.network.config, overrides)
     if "cut_uneven" in overrides:  # before the size changes to one that needs it
-        settings: dict[str, Any] = {"cut_uneven": overrides["cut_uneven"]}
-        config = replace(config, **settings)
+        config = replace(config, cut_uneven=overrides["cut_uneven"])
     if config != bundle.network.config:
         bundle = replace(bundle, network=with_weights(bundle.network, config, bundle.network.state_dict()))
     resized = adapted(bundle, image_size=images.image_size)
@@ -200,11 +199,10 @@ def network_from(
     same = bundle.classes == names and _meaning(bundle.output) == _meaning(task.output)
     same = same and all(getattr(bundle.network.config, name) == value for name, value in kind.items())
     numbered = task.output != "numbers" and names == tuple(map(str, range(len(names))))
-    kept = same and not numbered and not start.new_head
+    kept = bool(names) and same and not numbered and not start.new_head
     if not names:
         headed = adapted(resized, num_classes=0, drop_head_hidden=True)
         note = f"the head of model {start.init!r} is removed: the task {task.name} trains a network without a head"
-        kept = False
     elif kept:
         fate = "replaced by a linear model" if start.linear_head else "kept, because its outputs are the same"
         headed, note = resized, f"the head of model {start.init!r} is {fate}"
