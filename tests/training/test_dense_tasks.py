@@ -19,7 +19,9 @@ from tests.training.jobs import results_of
 from vitrail.errors import ConfigError
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
+from vitrail.training.job import prepare
 from vitrail.training.run import resume, train
+from vitrail.training.start import Origin
 from vitrail.weights.load import load
 
 
@@ -138,6 +140,13 @@ def test_the_crop_of_a_model_of_classes_is_left_out_unless_given(
     assert command("train", "--init", str(model), *words)[0] == 2
     (images,) = seen
     assert images.resize == "pad" and images.crop_share == (0.9 if given else 1)
+
+
+def test_a_run_that_continues_keeps_the_crop_with_which_it_began(drawn: Path, tmp_path: Path) -> None:
+    config = config_of(drawn, tmp_path / "run", **dict.fromkeys(SHAPE), init="model", crop_share=0.75)
+    network = make_bundle(head_kind="pyramid", output="boxes").network.config
+    job = prepare(config.override(image_size=network.image_size), origin=Origin("0", network))
+    assert job.config.images.crop_share == 0.75
 
 
 @pytest.mark.slow
