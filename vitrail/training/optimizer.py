@@ -157,7 +157,11 @@ class OptimizerConfig:
     head beside it (part: DINOv2), or those of each weight (weight: DINO and iBOT)."""
     layer_decay: float = setting(
         1.0,
-        effect=Effect(lambda run: run.start.train_blocks != 0, "with trained blocks below the head", of_run=True),
+        effect=Effect(
+            lambda run: run.start.train_blocks != 0 or "detection-tokens" in run.task.head_kinds,
+            "with trained weights below the head",
+            of_run=True,
+        ),
         above=0,
         most=1,
     )
