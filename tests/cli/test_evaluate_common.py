@@ -110,6 +110,13 @@ def test_the_cut_of_the_model_that_a_model_was_fine_tuned_from_counts_too(birds:
         assert common_images({"a": third, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.1)
 
 
+def test_a_model_of_an_earlier_version_names_only_the_place_of_its_initial_model(birds: str, tmp_path: Path) -> None:
+    place = str(tmp_path / "first")
+    trained_on(birds, 0.1, init=place).save(tmp_path / "first" / "model")  # as if it had replaced its initial model
+    for second in (trained_on(birds, 0.4, init=place), trained_on(birds, 0.4, init=place, initial={})):
+        assert common_images({"a": second, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.1)
+
+
 def test_a_note_counts_the_images_from_which_an_initial_model_learned(birds: str) -> None:
     first = trained_on(birds, 0.1)
     for share, learned in ((0.3, "12 of the 18"), (0.1, ""), (0.05, "")):

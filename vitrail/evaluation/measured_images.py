@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vitrail.data.source import Source, fingerprint, key_hash, samples_of, subset
@@ -166,11 +169,22 @@ def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
 
 
 def _trainings(bundle: Bundle) -> Iterator[Mapping[str, Any]]:
-    """Yield the provenance of a model, and of the models that it was fine-tuned from."""
+    """Yield the provenance of a model, and of the models that it was fine-tuned from. A model of an earlier version
+    records only the place of its initial model, which is read if it is still there."""
     known: Any = bundle.provenance
+    places: set[str] = set()
     while known and isinstance(known, Mapping):
         yield known
-        known = known.get("initial")
+        place = str(known.get("init"))
+        known = known.get("initial") or (None if place in places else _provenance_in(expanded(place)))
+        places.add(place)
+
+
+def _provenance_in(folder: Path) -> Any:
+    for path in (folder / "model.json", folder / "model" / "model.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            return json.loads(path.read_text(encoding="utf-8")).get("provenance")
+    return None
 
 
 def _held_out_by(known: Mapping[str, Any], opened: OpenedData) -> frozenset[str]:
