@@ -270,11 +270,12 @@ def run_of(model: Path) -> Path | None:
 
 
 def check_request(config: TrainConfig) -> None:
-    """Check what needs neither the initial model nor the data: the device and the run's folder.
+    """Check what needs neither the initial model nor the data: the device, the optimizer and the run's folder.
 
     Raises `ConfigError`, `RunError` or `DestinationError`.
     """
     pick_device(config.run.device)
+    config.optimizer.check_new()
     check_place(place_of(config), config)
 
 
