@@ -14,7 +14,7 @@ from vitrail.data.source import Source, fingerprint, key_hash, samples_of, subse
 from vitrail.data.sources import KINDS, OpenedData, open_whole
 from vitrail.data.splits import Splits, Unlimited, cut
 from vitrail.data.targets import PLACED
-from vitrail.errors import ConfigError, DataError, plural
+from vitrail.errors import ConfigError, DataError, UserError, plural
 from vitrail.evaluation.imagenet import ClassMap, map_classes
 from vitrail.files import expanded
 from vitrail.weights.answers import DENSE, OUTPUT_NOUNS
@@ -134,11 +134,14 @@ def doubt_about(bundle: Bundle, opened: OpenedData) -> str | None:
 def overlap_note(bundle: Bundle, opened: OpenedData, held_out: Source) -> str | None:
     """Return a note if the images `held_out`, which are a part of the training images of this data, are known or
     suspected to be among those from which a model, or a model that it was fine-tuned from, learned."""
-    if (doubt := doubt_about(bundle, opened)) is not None:
-        return f"{doubt}: the measured images may be among those that it learned from"
-    if isinstance(opened.whole.train, Unlimited):
-        return None
-    cuts = [_held_out_by(known, opened) for known in _trainings(bundle) if is_data_of(known, opened)]
+    try:
+        if (doubt := doubt_about(bundle, opened)) is not None:
+            return f"{doubt}: the measured images may be among those that it learned from"
+        if isinstance(opened.whole.train, Unlimited):
+            return None
+        cuts = [_held_out_by(known, opened) for known in _trainings(bundle) if is_data_of(known, opened)]
+    except UserError as error:  # the cut of an earlier training, such as train[9:], does not exist in this data
+        return f"the measured images may be among those that the model learned from, whose cut is lost: {error}"
     measured = _keys(held_out)
     learned = len(measured) - len(measured.intersection(*cuts))
     if not learned:
