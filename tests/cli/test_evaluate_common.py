@@ -15,7 +15,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint, key_hash
 from vitrail.data.sources import open_data, open_whole
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.measured_images import CommonImages, common_images, open_images
+from vitrail.evaluation.measured_images import CommonImages, common_images, open_images, overlap_note
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 
@@ -108,6 +108,20 @@ def test_the_cut_of_the_model_that_a_model_was_fine_tuned_from_counts_too(birds:
     first = trained_on(birds, 0.1).provenance
     for third in (trained_on(birds, 0.4, initial=first), bundle_of(data="elsewhere", initial={"initial": first})):
         assert common_images({"a": third, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.1)
+
+
+def test_a_model_of_an_earlier_version_names_only_the_place_of_its_initial_model(birds: str, tmp_path: Path) -> None:
+    place = str(tmp_path / "first")
+    trained_on(birds, 0.1, init=place).save(tmp_path / "first" / "model")  # as if it had replaced its initial model
+    for second in (trained_on(birds, 0.4, init=place), trained_on(birds, 0.4, init=place, initial={})):
+        assert common_images({"a": second, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.1)
+
+
+def test_a_cut_that_the_data_does_not_allow_any_more_is_a_doubt(birds: str) -> None:
+    opened = open_whole(birds)
+    model = trained_on(birds, 0.1, validation="train[1000:]")
+    note = overlap_note(model, opened, opened.splits(validation_share=0.3).validation or opened.whole.train)
+    assert note is not None and "may be among those" in note and "train[1000:]" in note
 
 
 def test_a_note_counts_the_images_from_which_an_initial_model_learned(birds: str) -> None:

@@ -110,3 +110,5 @@ def test_a_papers_result_is_said_before_its_data_is_opened(capsys: pytest.Captur
     assert main(["train", "plain-vit-s16-90", "--data", "nowhere", "--mixup", "0", "--warmup", "0.1"]) == 2
     changed = capsys.readouterr().out.splitlines()[1]
     assert "--mixup 0" in changed and "--warmup 0.1" in changed and "--preset" not in changed
+    assert main(["train", "vit-s16-i1k-dino-100", "--data", "nowhere", "--end-weight-decay", "none"]) == 2
+    assert "--end-weight-decay None" in capsys.readouterr().out

@@ -320,7 +320,7 @@ TRAIN = {
     "train --task siglip --data grey.csv --init sigmoid --initial-bias -2":
         "--initial-bias: the initial model has a text tower",
     "train --task siglip --data grey.csv --init sigmoid --freeze image --layer-decay 0.5":
-        "--layer-decay: it has an effect only with trained blocks",
+        "--layer-decay: it has an effect only with trained",
     "train --task clip --data flat": "flat has images without texts",
     "train --task masked-patches --patch-target token": "--patch-target: 'token' is not one of mean-colour, colours,",
     "train --task masked-patches --patch-target tokens": "--patch-target 'tokens' needs a trained tokenizer; name a",
@@ -352,6 +352,7 @@ TRAIN = {
     "train --data no/data --mixup-per batch": "--mixup-per: it has an effect only with --mixup",
     "train --data no/data --cutmix 1 --mixup-per batch": "--mixup-per: it has an effect only with --mixup",
     "train --lora-on query value": "--lora-on: it has an effect only with --lora-rank",
+    "train --init no/model --train-blocks 0 --dropout 0.1": "--dropout: 0.1 is for blocks that are trained",
     "train --init no/model --head-hidden 8": "--head-hidden: 8 cannot be given with --init",
     "train --data no/data --clip 0 --clip-of weight": "--clip-of: it has an effect only with --clip above 0",
     "train --data no/data --weight-decay 0 --weight-decay-rule coupled": "--weight-decay-rule: it has an effect only",

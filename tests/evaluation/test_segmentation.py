@@ -99,7 +99,9 @@ def test_the_masks_of_a_model_are_measured_at_the_size_of_the_images(
     make_scenes(tmp_path / "data", "test", 5)
     Image.new("L", (9, 9)).save(tmp_path / "data/masks/test/4.png")
     bundle = make_bundle(head_kind="patches", output="mask")
-    bundle = replace(bundle, classes=("sea", "sail", "sun"), preprocess=replace(bundle.preprocess, resize="pad"))
+    bundle = replace(
+        bundle, classes=("sea", "sail", "sun"), preprocess=replace(bundle.preprocess, resize="pad", crop_share=0.9)
+    )
     bundle.save(tmp_path / "model")
     assert main(["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--json"]) == 0
     out, err = capsys.readouterr()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import vitrail
+from tests.make import make_colour_folder
 from tests.several import in_processes
 from tests.tasks.images import Pictures, batch_of, images_of
 from tests.tasks.objectives import small_network
@@ -233,6 +234,16 @@ def test_texts_that_are_cut_are_noted_at_the_start(tmp_path: Path, context: int,
     config = config_of(write_pairs(tmp_path / "data"), tmp_path / "run", text_context=context)
     _, _, notes = make_network(prepare(config), None)
     assert any(f"{context} tokens" in note for note in notes) == is_noted
+
+
+def test_a_users_task_can_have_a_text_tower_and_images_without_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = make_colour_folder(tmp_path / "data")
+    job = prepare(ranks.config_of(classes, tmp_path / "run"))
+    monkeypatch.setattr(type(job.config.task), "words", lambda *_: model_with_words().words)
+    _, job, notes = make_network(job, None)
+    assert job.words is not None and not any("tokens" in note for note in notes)
 
 
 def test_a_bias_counts_unless_the_initial_model_has_one() -> None:

@@ -36,8 +36,6 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"linear_head": True}, "linear_head=True is a new head for a model, so it needs a model"),
     ({"init": "m", "lora_alpha": 2.0}, "lora_alpha=2.0 needs lora_rank; give both"),
     ({"init": "m", "lora_on": ("key",)}, "lora_on=('key',) needs lora_rank; give both"),
-    ({"init": "m", "train_blocks": 0, "dropout": 0.1}, "dropout=0.1 is for blocks that are trained"),
-    ({"init": "m", "train_blocks": 0, "stochastic_depth": 0.1}, "stochastic_depth=0.1 is for blocks that are trained"),
     ({"accumulation": 9, "batch_size": 8}, "accumulation=9 is more than batch_size=8"),
 ]
 
@@ -83,8 +81,8 @@ def test_the_limits_themselves_are_allowed() -> None:
     TrainConfig().override(
         batch_size=1, accumulation=1, steps=1, evaluations=0, checkpoints=1, threads=0, seed=2**32 - 1, clip=0.0,
         weight_decay=0.0, validation_share=0.0, warmup=0.0, beta1=0.0, beta2=0.0, momentum=0.0, label_smoothing=0.0,
-        max_skipped=1.0, average=0.0, layer_decay=1.0, patience=1, init="m", train_blocks=0, dropout=0.0,
-        stochastic_depth=0.0, patch_dropout=0.1,
+        max_skipped=1.0, average=0.0, layer_decay=1.0, patience=1, init="m", train_blocks=0, dropout=0.1,
+        stochastic_depth=0.1, patch_dropout=0.1,
     )  # fmt: skip
     TrainConfig().override(init="m", lora_rank=1, lora_alpha=0.5)
     TrainConfig().override(max_skipped=0.0, seed=0, accumulation=8, batch_size=8)

@@ -16,10 +16,19 @@ from tests.several import command
 from tests.training import ranks
 from tests.training.curves import values_of
 from tests.training.jobs import results_of
+from vitrail.cli.run_options import check_effects
+from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError
+from vitrail.models.positions import POSITIONS
 from vitrail.recipes import RECIPES
+from vitrail.tasks.dense_objective import DenseObjective
+from vitrail.tasks.task import LossOutput
 from vitrail.training.config import TrainConfig
+from vitrail.training.job import prepare
 from vitrail.training.run import resume, train
+from vitrail.training.start import Origin
+from vitrail.transfer.facts import FinetunePlan
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
 
@@ -138,6 +147,60 @@ def test_the_crop_of_a_model_of_classes_is_left_out_unless_given(
     assert command("train", "--init", str(model), *words)[0] == 2
     (images,) = seen
     assert images.resize == "pad" and images.crop_share == (0.9 if given else 1)
+
+
+def test_a_run_that_continues_keeps_the_crop_with_which_it_began(drawn: Path, tmp_path: Path) -> None:
+    config = config_of(drawn, tmp_path / "run", **dict.fromkeys(SHAPE), init="model", crop_share=0.75)
+    network = make_bundle(head_kind="pyramid", output="boxes").network.config
+    job = prepare(config.override(image_size=network.image_size), origin=Origin("0", network))
+    assert job.config.images.crop_share == 0.75
+
+
+def test_settings_that_a_rule_makes_effective_or_that_the_speed_decides_about_are_accepted(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(config: TrainConfig, *_: object, **__: object) -> FinetunePlan:
+        return FinetunePlan(config.override(resize="pad", evaluations=1), ())
+
+    def tuned(bundle: Bundle, data: object, base: TrainConfig, *_: object, **__: object) -> FinetunePlan:
+        return FinetunePlan(base.override(task="segmentation", evaluations=0, train_blocks=0), ())
+
+    def seen(*_: object, **__: object) -> None:
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("vitrail.recipes.from_data.plan_for_data", planned)
+    monkeypatch.setattr("vitrail.cli.finetune.plan", tuned)
+    for place in ("vitrail.cli.train.train", "vitrail.cli.finetune.finetune"):
+        monkeypatch.setattr(place, seen)
+    data = ("--data", str(drawn), "--patience", "5")
+    assert command("train", *data, "--pad-value", "0")[::2] == (2, "vitrail: seen\n")
+    assert command("finetune", "small", *data, "--layer-decay", "0.5")[::2] == (2, "vitrail: seen\n")
+    assert "--patience: it has an effect only" in command("train", *data, "--evaluations", "5")[2]
+
+
+def test_positions_and_objectives_of_a_user_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POSITIONS, "linear-2d", POSITIONS["learned-2d"])
+    given = {"positions": "linear-2d", "position_std": 0.1, "positions_cover": "patches"}
+    check_effects(given, TrainConfig().override(variant="ViT-Pico/8", **given))
+    network = make_bundle().network
+    assert CentreObjective(network).network is network
+
+
+class CentreObjective(DenseObjective):
+    """An objective of a user."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__(network)
+
+    def forward(self, batch: Batch) -> LossOutput:
+        raise NotImplementedError
+
+
+def test_layer_decay_has_an_effect_on_the_tokens_of_a_head() -> None:
+    config = TrainConfig().override(init="model", train_blocks=0, layer_decay=0.5)
+    check_effects({"layer_decay": 0.5}, config.override(task="detection"))
+    with pytest.raises(ConfigError, match="only with trained weights below the head"):
+        check_effects({"layer_decay": 0.5}, config)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
 from tests.training.curves import steps_of
 from tests.training.jobs import CrashAt, Make, Outcome, StopAt, train_until
-from vitrail.errors import RunError, Stopped
+from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
@@ -120,6 +120,20 @@ def test_a_moved_run_can_be_resumed(small: Make, straight: dict[str, Any], outco
 
 
 @pytest.mark.slow
+def test_a_run_of_an_earlier_version_with_settings_that_are_refused_now_goes_on(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = (".*=1", "head.*=2")
+    config = small(tmp_path / "run", optimizer="lamb", weight_decay_rule="independent", learning_rate_factors=factors)
+    with pytest.raises(ConfigError, match="'independent' does not fit"):
+        train(config)
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr("vitrail.training.optimizer.OptimizerConfig.check_new", lambda _: None)
+        patch.setattr("vitrail.training.run.check_names", lambda *_: None)
+        train(config, log=Log(StopAt(22)))
+    assert resume(tmp_path / "run").summary["steps"] == 24
+
+
 def test_data_that_changed_is_refused(folder_config: Make, colour_folder: Path) -> None:
     config = folder_config(colour_folder)
     train_until(config, 5)

@@ -230,7 +230,7 @@ def main(call: Call) -> None:
                 _print_plan(console, log, config, data, initial, numbers)
                 return
             if isinstance(recipe := RECIPES[call.options.get("recipe", "demo")], PaperRecipe):
-                _say_published(log, recipe, config)
+                _say_published(log, recipe, config, call.options)
             result = train(config, data=data, initial=initial, log=log, started=call.started)
     except Stopped as stop:
         further = Stopped(f"{stop}\nContinue with: vitrail train --resume {shlex.quote(str(stop.run))}", stop.run)
@@ -239,13 +239,14 @@ def main(call: Call) -> None:
     _report(console, log, result)
 
 
-def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig) -> None:
-    """Print the published result of a recipe, and the settings in which the run differs from the recipe."""
+def _say_published(log: Log, paper: PaperRecipe, config: TrainConfig, given: Mapping[str, Any]) -> None:
+    """Print the published result of a recipe, and the settings in which the run differs from the recipe. A setting
+    without a value is among them if it was given as none."""
     log.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
     recipe, run = settings_beside([paper(), config])
-    changed = {name: value for name, value in run.items() if repr(value) != repr(recipe[name]) and value is not None}
-    if changed:
-        log.say(f"changed in this run: {', '.join(setting_text(*each) for each in changed.items())}")
+    changed = [name for name, value in run.items() if repr(value) != repr(recipe[name])]
+    if texts := [setting_text(name, run[name]) for name in changed if run[name] is not None or name in given]:
+        log.say(f"changed in this run: {', '.join(texts)}")
 
 
 def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:
@@ -277,7 +278,8 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     explicit = {name: value for name, value in given.items() if name != "budget"}
     seconds = seconds_of(given.get("budget"), DEFAULT_SECONDS)
     base = TrainConfig().override(**explicit, **({} if "task" in given else {"task": task_of(given, "classification")}))
-    check_effects(given, recipe_for(given).override(**{**explicit, "task": base.task.name}))
+    # Boxes and masks will be padded unless --resize is given.
+    check_effects(given, recipe_for(given).override(**{"resize": "pad", **explicit, "task": base.task.name}))
     check_request(base)
     check_columns(base)
     data = base.data.open_whole()
@@ -286,7 +288,7 @@ def _from_data(given: Mapping[str, Any], log: Log, started: float) -> tuple[Trai
     splits = base.data.cut(data)
     log.say("measuring the speed of this machine")
     plan = plan_for_data(base, splits, explicit, seconds, started=started)
-    check_effects(given, plan.config)
+    check_effects(given, plan.config.override(evaluations=base.run.evaluations))  # the speed decides about fewer
     say_chosen(log, given, plan.reasons)
     return plan.config, data
 

@@ -542,9 +542,10 @@ ARCHIVES = (".zip", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".rar", ".7z")
 def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
     """Yield a note on each kind of files in a folder that could be data, but were not read. By default class folders
     were read, otherwise `tables`."""
-    kinds = (*TABLES, ".parquet", ".tar")
+    kinds = (*TABLES, ".parquet", ".tar", *ARCHIVES)
     found = sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds and path.is_file())
-    unread = [path for path in found if path not in tables and not path.name.startswith(".")]
+    archives = [path.name for path in found if path.suffix.lower() in ARCHIVES]
+    unread = [path for path in found if path not in tables and path.name not in archives and path.name[0] != "."]
     predictions = [path for path in unread if path.suffix.lower() in TABLES and has_predictions(path)]
     others = [path for path in unread if path not in predictions]
     inner = {table.parent for table in tables if table.parent != folder}
@@ -560,7 +561,7 @@ def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
             f"{folder}: the labels are those of {read}, and {listed([path.name for path in others])} beside them was "
             f"not read; to read it instead, add {way}"
         )
-    if archives := sorted(path.name for path in folder.iterdir() if path.suffix.lower() in ARCHIVES):
+    if archives:
         yield f"{folder}: skipped {listed(archives)}, because archives are not read; unpack the images in them"
     if predictions:
         names = listed([path.name for path in predictions])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vitrail.data.source import Source, fingerprint, key_hash, samples_of, subset
 from vitrail.data.sources import KINDS, OpenedData, open_whole
 from vitrail.data.splits import Splits, Unlimited, cut
 from vitrail.data.targets import PLACED
-from vitrail.errors import ConfigError, DataError, plural
+from vitrail.errors import ConfigError, DataError, UserError, plural
 from vitrail.evaluation.imagenet import ClassMap, map_classes
 from vitrail.files import expanded
 from vitrail.weights.answers import DENSE, OUTPUT_NOUNS
@@ -131,11 +134,14 @@ def doubt_about(bundle: Bundle, opened: OpenedData) -> str | None:
 def overlap_note(bundle: Bundle, opened: OpenedData, held_out: Source) -> str | None:
     """Return a note if the images `held_out`, which are a part of the training images of this data, are known or
     suspected to be among those from which a model, or a model that it was fine-tuned from, learned."""
-    if (doubt := doubt_about(bundle, opened)) is not None:
-        return f"{doubt}: the measured images may be among those that it learned from"
-    if isinstance(opened.whole.train, Unlimited):
-        return None
-    cuts = [_held_out_by(known, opened) for known in _trainings(bundle) if is_data_of(known, opened)]
+    try:
+        if (doubt := doubt_about(bundle, opened)) is not None:
+            return f"{doubt}: the measured images may be among those that it learned from"
+        if isinstance(opened.whole.train, Unlimited):
+            return None
+        cuts = [_held_out_by(known, opened) for known in _trainings(bundle) if is_data_of(known, opened)]
+    except UserError as error:  # the cut of an earlier training, such as train[9:], does not exist in this data
+        return f"the measured images may be among those that the model learned from, whose cut is lost: {error}"
     measured = _keys(held_out)
     learned = len(measured) - len(measured.intersection(*cuts))
     if not learned:
@@ -166,11 +172,22 @@ def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
 
 
 def _trainings(bundle: Bundle) -> Iterator[Mapping[str, Any]]:
-    """Yield the provenance of a model, and of the models that it was fine-tuned from."""
+    """Yield the provenance of a model, and of the models that it was fine-tuned from. A model of an earlier version
+    records only the place of its initial model, which is read if it is still there."""
     known: Any = bundle.provenance
+    places: set[str] = set()
     while known and isinstance(known, Mapping):
         yield known
-        known = known.get("initial")
+        place = str(known.get("init"))
+        known = known.get("initial") or (None if place in places else _provenance_in(expanded(place)))
+        places.add(place)
+
+
+def _provenance_in(folder: Path) -> Any:
+    for path in (folder / "model.json", folder / "model" / "model.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            return json.loads(path.read_text(encoding="utf-8")).get("provenance")
+    return None
 
 
 def _held_out_by(known: Mapping[str, Any], opened: OpenedData) -> frozenset[str]:

@@ -41,6 +41,9 @@ from vitrail.models.resnet_config import (
 )
 from vitrail.settings import Effect, facts, problems, raise_problems, setting
 
+FIXED = ("none", "sincos-2d", "sincos-2d-mae", "rotary-2d")
+"""Position embeddings without weights. Those of a user can have weights."""
+
 Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "swiglu"]
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
 FinalNorm = Literal["tokens", "pooled"]
@@ -111,7 +114,11 @@ class ViTConfig(NetworkConfig):
     positions_at: PositionPlace | None = None
     """Layers that use positions. By default the stem, or every layer if the positions act inside attention."""
     positions_cover: Covered = setting(
-        "class", effect=Effect(lambda own: own.positions.startswith("learned"), "with learned --positions")
+        "class",
+        effect=Effect(
+            lambda own: own.positions not in FIXED and not own.positions.startswith("relative"),
+            "with learned --positions",
+        ),
     )
     """Tokens that have learned positions: all tokens ("all"), the patches and the class token ("class"), or only the
     patches ("patches")."""
@@ -119,9 +126,7 @@ class ViTConfig(NetworkConfig):
     """Interpolation that resizes learned positions to another grid. Each choice reproduces one library."""
     position_std: float = setting(
         0.02,
-        effect=Effect(
-            lambda own: own.positions.startswith(("learned", "relative")), "with learned or relative --positions"
-        ),
+        effect=Effect(lambda own: own.positions not in FIXED, "with learned or relative --positions"),
         least=0,
         below=math.inf,
         advice="0 means none",

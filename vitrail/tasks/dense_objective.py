@@ -60,7 +60,8 @@ class DenseObjective(Objective):
     each image and its mirror image (`KeptOutputs`).
     """
 
-    def __init__(self, network: nn.Module, task: Any) -> None:
+    def __init__(self, network: nn.Module, task: Any = None) -> None:
+        """A user's own objective can leave the `task` out."""
         super().__init__(network)
         self.task = task
         self._kept = KeptOutputs()

@@ -23,7 +23,7 @@ from vitrail.processes.group import Processes
 from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Objective
 from vitrail.training.job import Job, check_network, network_config_of
-from vitrail.training.optimizer import check_names, make_optimizer
+from vitrail.training.optimizer import make_optimizer
 from vitrail.training.sharding import GradientSum, StreamedCopy, can_stream, shard
 from vitrail.training.start import Origin, choose_weights, network_from
 from vitrail.training.state import Average, TrainState, process_seed
@@ -50,7 +50,6 @@ def make_network(
     if job.own_network is not None:
         network: Any = job.own_network.to(job.first_device)
         check_network(network, config.images, len(names))
-        check_names(network, config.optimizer)
         return network, job, notes
     if model is not None:
         network, kept, notes = network_from(model, config.start, config.images, config.model.overrides, task, names)
@@ -77,7 +76,6 @@ def make_network(
         notes = (*notes, *_notes_on_texts(job))
     if config.run.checkpoint_activations:
         network.checkpoints_activations = True
-    check_names(network, config.optimizer)
     network.to(job.first_device)
     if config.run.precision == "float8":
         from vitrail.models.linear.float8 import use_float8
@@ -88,11 +86,11 @@ def make_network(
 
 
 def _notes_on_texts(job: Job) -> tuple[str, ...]:
-    """Return a note if the text tower does not read some of the texts to their end. The first ones are examined."""
-    if job.words is None:
+    """Return a note if the text tower does not read some of the texts to their end. The first ones are examined. A
+    task of a user can learn with a text tower from images that have no texts."""
+    rows = range(min(len(job.splits.train), EXAMINED_TEXTS))
+    if job.words is None or (texts := truth_of(job.splits.train, rows).texts) is None:
         return ()
-    texts = truth_of(job.splits.train).texts
-    assert texts is not None, "the task checks the data"
     some = [texts[row] for row in range(min(len(texts), EXAMINED_TEXTS))]
     return job.words.notes(some, job.words.tokenizer.encode(some).cut)
 

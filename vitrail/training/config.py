@@ -376,9 +376,6 @@ OF_TRAINED_NETWORK = (
 )  # fmt: skip
 """Settings that have an effect only if weights of the network are trained."""
 
-OF_TRAINED_BLOCKS = ("dropout", "stochastic_depth", "skip_dropped")
-"""Settings that have an effect only in blocks that are trained, and below them."""
-
 WITHOUT_WEIGHTS = tuple(facts(ViTConfig, "changes_weights"))
 """Fields of a network's config that do not change its weights, or not always. A run that starts from a model can
 override only these, and those that belong to the kind of head that it chooses (`DenseHead.fields`)."""
@@ -496,10 +493,9 @@ class TrainConfig:
                         f"fixes the architecture; only {', '.join(allowed)} can"
                     )
         given = {**vars(self.start), **vars(self.early), **self.model.overrides}
-        of_blocks = OF_TRAINED_BLOCKS if self.start.train_blocks == 0 else ()
-        for name in of_blocks if self.task.trains_network else OF_TRAINED_NETWORK:
+        for name in OF_TRAINED_NETWORK if not self.task.trains_network else ():
             if given.get(name):
-                yield f"{name}={given[name]} is for blocks that are trained, but all of them are frozen; leave it out"
+                yield f"{name}={given[name]} is for a network that is trained, but this one is frozen; leave it out"
         if isinstance(self.task, HeadlessTask):
             for name in ("new_head", "linear_head", "head_bias", "head_normalises"):
                 if given.get(name):

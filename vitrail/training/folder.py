@@ -270,11 +270,18 @@ def run_of(model: Path) -> Path | None:
 
 
 def check_request(config: TrainConfig) -> None:
-    """Check what needs neither the initial model nor the data: the device and the run's folder.
+    """Check what needs neither the initial model nor the data: the device, the optimizer, settings of frozen blocks,
+    and the run's folder. Runs that began with settings that are refused now are continued.
 
     Raises `ConfigError`, `RunError` or `DestinationError`.
     """
     pick_device(config.run.device)
+    config.optimizer.check_new()
+    for name in ("dropout", "stochastic_depth", "skip_dropped") if config.start.train_blocks == 0 else ():
+        if value := config.model.overrides.get(name):
+            raise ConfigError(
+                f"{name}={value} is for blocks that are trained, but all of them are frozen; leave it out"
+            )
     check_place(place_of(config), config)
 
 

@@ -195,7 +195,7 @@ def prepare(
         for source in (splits.train, splits.validation, splits.test):
             if source is not None:
                 check_outlines(source, "head_kind='queries'", "choose head_kind='pyramid', which learns boxes")
-    if config.task.output in DENSE:
+    if config.task.output in DENSE and origin is None:  # a run that continues keeps its images
         config.images.check_whole(f"the task {config.task.name}")
     config.task.selection(splits)
     _check_choosing(config, splits)

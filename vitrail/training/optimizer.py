@@ -158,8 +158,10 @@ class OptimizerConfig:
     layer_decay: float = setting(
         1.0,
         effect=Effect(
-            lambda run: run.start.train_blocks != 0 and run.task.trains_network,
-            "with trained blocks below the head",
+            lambda run: (
+                run.task.trains_network and (run.start.train_blocks != 0 or "detection-tokens" in run.task.head_kinds)
+            ),
+            "with trained weights below the head",
             of_run=True,
         ),
         above=0,
@@ -183,17 +185,20 @@ class OptimizerConfig:
         ]
         if self.update_clip and self.kind != "adafactor":
             found.append(f"update_clip={self.update_clip} is for optimizer='adafactor'; use clip, or leave it out")
-        if self.kind == "lamb" and self.weight_decay_rule == "independent":
-            found.append(
-                "weight_decay_rule='independent' does not fit optimizer='lamb', which scales the update with its decay "
-                "to the length of the weight; choose 'decoupled' or 'coupled'"
-            )
         if self.end_weight_decay is not None and not self.weight_decay:
             found.append(
                 f"end_weight_decay={self.end_weight_decay} changes the weight decay, but weight_decay=0 switches it "
                 "off; set weight_decay above 0"
             )
         raise_problems(found)
+
+    def check_new(self) -> None:
+        """Raise `ConfigError` for settings that only runs of earlier versions can have, which can still be read."""
+        if self.kind == "lamb" and self.weight_decay_rule == "independent":
+            raise ConfigError(
+                "weight_decay_rule='independent' does not fit optimizer='lamb', which scales the update with its decay "
+                "to the length of the weight; choose 'decoupled' or 'coupled'"
+            )
 
     def _schedule_problems(self) -> Iterator[str]:
         for name in ("warmup", "backbone_wait", "backbone_warmup", "cooldown", "rsqrt_timescale", "rsqrt_shift"):

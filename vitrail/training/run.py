@@ -60,6 +60,7 @@ from vitrail.training.job import (
 )
 from vitrail.training.log import Log, end_of, read_journal, tracking
 from vitrail.training.loop import fit
+from vitrail.training.optimizer import check_names
 from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, write_pictures
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState
@@ -109,6 +110,7 @@ def train(
     processes = join_processes(config.run.process_seconds)
     with processes.reporting():
         config = processes.from_first(config)
+        config.optimizer.check_new()
         if initial is not None and config.start.init is None:
             raise ConfigError(
                 "initial: a model was passed, but config.start.init does not say where it comes from; set init to its "
@@ -124,6 +126,7 @@ def train(
             torch.manual_seed(config.run.seed)
             on_progress = log.extracting if log is not None and processes.is_first else None
             trained, job, notes = make_network(job, model, on_progress)
+            check_names(trained, job.config.optimizer)
             del model, initial  # the new network has copies of their weights
             folder = processes.on_first(lambda: new_folder(job.config))
             with _locked(folder, processes):
