@@ -20,7 +20,6 @@ from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.exported import exported_file, load_exported
 from vitrail.weights.layouts.layout import (
-    PRODUCER,
     Checkpoint,
     Description,
     Hints,
@@ -30,7 +29,7 @@ from vitrail.weights.layouts.layout import (
     check_heads,
 )
 from vitrail.weights.locate import PREFERRED, SHIPPED, download, looks_like_hub_name, shipped_folder
-from vitrail.weights.saved import check_model_folder, is_bundle, read_object, tokenizer_file
+from vitrail.weights.saved import PRODUCER, check_model_folder, is_bundle, read_object, tokenizer_file
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 from vitrail.weights.words import Words
 

@@ -31,6 +31,10 @@ from vitrail.errors import BundleError
 from vitrail.files import check_new_folder, disk_problem, replacing_folder, sha256, write_json
 
 FORMAT = 2
+PRODUCER = "vitrail"
+"""Value of "producer" in every `config.json` that Vitrail writes. `convert` recognises its earlier outputs by this
+value, and may replace them with `overwrite`."""
+
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
 TOKENIZER = "tokenizer.safetensors"

@@ -27,7 +27,6 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layouts.layout import (
     KEPT,
-    PRODUCER,
     SHAPE,
     Checkpoint,
     Description,
@@ -48,6 +47,7 @@ from vitrail.weights.layouts.layout import (
     patch_pair,
     theirs_of,
 )
+from vitrail.weights.saved import PRODUCER
 from vitrail.weights.tensors import TensorFile, save_tensors
 
 # --- config.json

@@ -62,11 +62,6 @@ class Pair:
         return {name: self.to_theirs(part).contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
 
-PRODUCER = "vitrail"
-"""Value of "producer" in every `config.json` that Vitrail writes. `convert` recognises its earlier outputs by this
-value, and may replace them with `overwrite`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Hints:
     """Facts about a model that the file does not contain, so the caller has to state them."""
