@@ -31,6 +31,7 @@ from vitrail.tasks.codebook import Coder, CoderConfig, join_patches
 from vitrail.tasks.teacher import Conversion, files_of
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
+from vitrail.weights.locate import find
 from vitrail.weights.saved import TOKENIZER, StoredFormat, tokenizer_file
 
 FORMAT = 1
@@ -89,8 +90,9 @@ def load_tokenizer(path: str | Path, *, device: str = "cpu") -> Tokenizer:
 
     Raise `BundleError` for a model that is no tokenizer, and for missing or altered files.
     """
-    bundle = load(path, device="cpu")
-    if (file := tokenizer_file(Path(path))) is None:
+    place = find(path)
+    bundle = load(place, device="cpu")
+    if (file := tokenizer_file(place)) is None:
         raise BundleError(
             f"{path} is a model without a codebook: it has no {TOKENIZER}; name a run or a model of the task 'vqvae'"
         )

@@ -21,6 +21,7 @@ from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage, nearest
+from vitrail.files import expanded
 from vitrail.machine import Precision, pick_device, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
@@ -336,7 +337,7 @@ class Bundle:
         `torch.compile` is saved without the compilation.
         """
         typed(StoredFormat, stored, "stored")
-        check_model_folder(path := Path(path), overwrite=overwrite)
+        check_model_folder(path := expanded(path), overwrite=overwrite)
         write_bundle(replace(self), path, stored=stored)
         return path
 

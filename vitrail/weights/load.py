@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from vitrail.weights.layouts.layout import (
     assemble,
     check_heads,
 )
-from vitrail.weights.locate import PREFERRED, SHIPPED, download, looks_like_hub_name, shipped_folder
+from vitrail.weights.locate import PREFERRED, SHIPPED, find
 from vitrail.weights.saved import check_model_folder, is_bundle, read_object, tokenizer_file
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 from vitrail.weights.words import Words
@@ -85,10 +84,10 @@ def load(
     """
     heads, image_size = typed(int | None, heads, "heads"), typed(tuple[int, int] | None, image_size, "image_size")
     mean, std = typed(tuple[float, ...], mean, "mean"), typed(tuple[float, ...], std, "std")
-    place: str = typed(str, os.fspath(path) if isinstance(path, os.PathLike) else path, "path")
     layout, drop_head_hidden = typed(str | None, layout, "layout"), typed(bool, drop_head_hidden, "drop_head_hidden")
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
-    source = download(place) if looks_like_hub_name(place) else shipped_folder(place) or expanded(place)
+    told: list[str] = []
+    source = find(path, told.append)
     exported = exported_file(source) if layout is None else None
     if exported is not None:
         if device != "auto" and target.type != "cpu":
@@ -124,6 +123,7 @@ def load(
     bundle = adapted(
         bundle, image_size=image_size, num_classes=num_classes, classes=classes, drop_head_hidden=drop_head_hidden
     )
+    bundle.notes = (*told, *bundle.notes)
     bundle.network.to(target)
     if bundle.words is not None:
         bundle.words.tower.to(target)
@@ -148,16 +148,19 @@ def convert(
     `options` are the options of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the
     layout cannot store an option that changes what the model computes.
     """
-    destination = Path(destination)
+    destination = expanded(destination)
     if to != "vitrail" and to not in LAYOUTS:
         raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
     _check_destination(destination, to, overwrite=overwrite)
-    bundle = load(source, device="cpu", **options)
-    has_codebook = tokenizer_file(Path(source)) is not None
+    told: list[str] = []
+    place = find(source, told.append)
+    bundle = load(place, device="cpu", **options)
+    notes = (*told, *bundle.notes)
+    has_codebook = tokenizer_file(place) is not None
     lost: tuple[str, ...] = ("the codebook and the decoder of the tokenizer",) if has_codebook else ()
     if to == "vitrail":
         write_bundle(bundle, destination)
-        return (*bundle.notes, *(f"not carried: {item}" for item in lost))
+        return (*notes, *(f"not carried: {item}" for item in lost))
     if bundle.precision != "float32":
         raise BundleError(
             f"the layout {to} cannot store precision={bundle.precision!r}, which only vitrail, our own layout, has; "
@@ -166,7 +169,7 @@ def convert(
     lost = (*lost, *LAYOUTS[to].write(bundle, destination))
     if bundle.words is not None and not isinstance(LAYOUTS[to], StoresTexts):
         lost = (*lost, "the text tower and its tokenizer")
-    return (*bundle.notes, *(f"not carried: {item}" for item in lost))
+    return (*notes, *(f"not carried: {item}" for item in lost))
 
 
 def _check_destination(path: Path, to: str, *, overwrite: bool) -> None:
