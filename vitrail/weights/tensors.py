@@ -30,6 +30,9 @@ from vitrail.weights.saved import save_safetensors, write_error
 
 SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 
+POINTER = b"version https://git-lfs.github.com/"
+"""First bytes of the file that Git LFS puts in the place of a large one."""
+
 WRAPPERS = (
     "state_dict", "model", "model_state", "model_state_dict", "network", "net", "student", "module", "backbone",
     "timm_model",
@@ -102,6 +105,9 @@ def _opened(path: Path) -> TensorFile:
     if path.stat().st_size == 0:
         raise BundleError(f"{path} is empty")
     kind = next((suffix for suffix in OPENERS if path.name.endswith(suffix)), None)
+    with path.open("rb") as opened:
+        if opened.read(len(POINTER)) == POINTER:
+            raise BundleError(f"{path} is a pointer of Git LFS; fetch the file itself with `git lfs pull`")
     if kind is None:
         raise BundleError(f"{path}: {path.suffix or 'no suffix'!r} is not one of {', '.join(SUFFIXES)}")
     try:
