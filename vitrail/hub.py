@@ -111,7 +111,6 @@ def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) 
             stored = path.resolve()  # a large file in the cache is called by its SHA-256
             if stored.parent.name != "blobs" or len(stored.name) != 64 or sha256(stored) == stored.name:
                 return path
-            path.unlink()
             stored.unlink()
             reason = "its SHA-256 is not the one that the hub states"
         except Exception as error:  # any exception, as in `listing`

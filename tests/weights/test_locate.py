@@ -21,9 +21,10 @@ from vitrail.errors import BundleError
 from vitrail.recipes import RECIPES
 from vitrail.serving.watch import ModelFiles
 from vitrail.tasks.tokenizer import load_tokenizer
+from vitrail.weights import locate
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert, load, model_name
-from vitrail.weights.locate import FOLDER, download, looks_like_hub_name, shipped_folder
+from vitrail.weights.locate import FOLDER, looks_like_hub_name, shipped_folder
 
 OTHERS = {
     "README.md": b"# A model", ".gitattributes": b"", "tf_model.h5": b"h5", "flax_model.msgpack": b"flax",
@@ -37,6 +38,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A server that replaces the hub for the client."""
     with serving(tmp_path / "home", monkeypatch) as server:
         yield server
+
+
+def download(name: str) -> Path:
+    return locate.download(name)[0]
 
 
 def files_in(folder: Path) -> set[str]:

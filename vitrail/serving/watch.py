@@ -42,7 +42,7 @@ class ModelFiles:
         """Return the files of a model by its path. Raise `ConfigError` for a name on the hub."""
         if looks_like_hub_name(model):
             raise ConfigError(f"watch=True needs files, but {model!r} is a name on the hub; give a folder or a file")
-        return cls(find(model), device)
+        return cls(find(model)[0], device)
 
     def state(self) -> State:
         """Return the state of the files. It is empty if there are none."""

@@ -90,7 +90,7 @@ def load_tokenizer(path: str | Path, *, device: str = "cpu") -> Tokenizer:
 
     Raise `BundleError` for a model that is no tokenizer, and for missing or altered files.
     """
-    place = find(path)
+    place, _ = find(path)
     bundle = load(place, device="cpu")
     if (file := tokenizer_file(place)) is None:
         raise BundleError(

@@ -86,8 +86,7 @@ def load(
     mean, std = typed(tuple[float, ...], mean, "mean"), typed(tuple[float, ...], std, "std")
     layout, drop_head_hidden = typed(str | None, layout, "layout"), typed(bool, drop_head_hidden, "drop_head_hidden")
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
-    told: list[str] = []
-    source = find(path, told.append)
+    source, told = find(path)
     exported = exported_file(source) if layout is None else None
     if exported is not None:
         if device != "auto" and target.type != "cpu":
@@ -152,24 +151,22 @@ def convert(
     if to != "vitrail" and to not in LAYOUTS:
         raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
     _check_destination(destination, to, overwrite=overwrite)
-    told: list[str] = []
-    place = find(source, told.append)
+    place, told = find(source)
     bundle = load(place, device="cpu", **options)
-    notes = (*told, *bundle.notes)
     has_codebook = tokenizer_file(place) is not None
     lost: tuple[str, ...] = ("the codebook and the decoder of the tokenizer",) if has_codebook else ()
     if to == "vitrail":
         write_bundle(bundle, destination)
-        return (*notes, *(f"not carried: {item}" for item in lost))
-    if bundle.precision != "float32":
+    elif bundle.precision != "float32":
         raise BundleError(
             f"the layout {to} cannot store precision={bundle.precision!r}, which only vitrail, our own layout, has; "
             "convert a model that predicts in float32"
         )
-    lost = (*lost, *LAYOUTS[to].write(bundle, destination))
-    if bundle.words is not None and not isinstance(LAYOUTS[to], StoresTexts):
-        lost = (*lost, "the text tower and its tokenizer")
-    return (*notes, *(f"not carried: {item}" for item in lost))
+    else:
+        lost = (*lost, *LAYOUTS[to].write(bundle, destination))
+        if bundle.words is not None and not isinstance(LAYOUTS[to], StoresTexts):
+            lost = (*lost, "the text tower and its tokenizer")
+    return (*told, *bundle.notes, *(f"not carried: {item}" for item in lost))
 
 
 def _check_destination(path: Path, to: str, *, overwrite: bool) -> None:

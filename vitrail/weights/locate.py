@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from vitrail.errors import BundleError, listed
@@ -45,20 +45,20 @@ def looks_like_hub_name(path: str | Path) -> bool:
     return model is not None and not model.name.lower().endswith((*SUFFIXES, ".json"))
 
 
-def find(path: str | Path, tell: Callable[[str], None] = lambda note: None) -> Path:
-    """Return the file or folder of a model: a path on disk, a model of the package, or a name on the hub, whose files
-    are downloaded. Raise the errors of `download`, which also explains `tell`."""
+def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the file or folder of a model, and notes: a path on disk, a model of the package, or a name on the hub,
+    whose files are downloaded. Raise the errors of `download`."""
     place: str = typed(str, os.fspath(path) if isinstance(path, os.PathLike) else path, "path")
-    return download(place, tell) if looks_like_hub_name(place) else shipped_folder(place) or expanded(place)
+    return download(place) if looks_like_hub_name(place) else (shipped_folder(place) or expanded(place), ())
 
 
-def download(name: str, tell: Callable[[str], None] = lambda note: None) -> Path:
-    """Download the model of this name to the cache, and return its folder there. Files in the cache are not downloaded
-    again.
+def download(name: str) -> tuple[Path, tuple[str, ...]]:
+    """Download the model of this name to the cache, and return its folder there, and notes. Files in the cache are not
+    downloaded again.
 
     Only the needed files are downloaded: those of our own models, or another library's JSON descriptions, its tokenizer
     of texts and one set of weights, preferably safetensors. Without a network connection, the files of an earlier call
-    are used, and `tell` receives a note.
+    are used, and a note says so.
 
     Raise `BundleError` if the repository or revision does not exist, access is refused, there are no weights, or the
     hub cannot be reached and the cache is incomplete. Raise `SaveError` if the cache cannot be written.
@@ -69,8 +69,7 @@ def download(name: str, tell: Callable[[str], None] = lambda note: None) -> Path
         raise BundleError(f"model {name!r} is not a name on the hub, which has the form org/name or org/name@revision")
     found = listing(model)
     if isinstance(found, str):
-        tell(from_cache(model, found))
-        return _cached(model, found)
+        return _cached(model, found), (from_cache(model, found),)
     commit, names = found
     get = functools.partial(fetch, model, commit)
     descriptions, weights = _choose(model, names)
@@ -82,7 +81,7 @@ def download(name: str, tell: Callable[[str], None] = lambda note: None) -> Path
             raise BundleError(f"model {name!r} is incomplete: {weights} names {shard}, which is not in the repository")
         get(shard)
     keep_branch(model, commit, (*descriptions, weights)[0])
-    return path.parent
+    return path.parent, ()
 
 
 def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
