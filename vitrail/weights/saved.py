@@ -120,8 +120,6 @@ def read_object(path: Path) -> dict[str, Any]:
 def _read_description(folder: Path) -> dict[str, Any]:
     """Return the content of `model.json`, with its types checked."""
     path = folder / DESCRIPTION
-    if not folder.is_dir():
-        raise BundleError(f"model {str(folder)!r} does not exist: there is no such folder")
     if not path.is_file():
         raise BundleError(f"{folder} is not a model: it has no {DESCRIPTION}")
     description = read_object(path)
