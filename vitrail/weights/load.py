@@ -284,6 +284,4 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _json(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    return read_object(path)
+    return read_object(path) if path.is_file() else {}

@@ -68,7 +68,8 @@ def open_hub_data(
     if not configurations:
         if repository.revision != "main":
             raise DataError(f"data {spec!r} has no {SUFFIX} files; its files are {listed(found.names)}")
-        _keep(found)
+        if not found.why:
+            _keep(found)
         found = _converted(found)
         configurations, preferred = _by_folder(found.names), None
         if not configurations:
@@ -77,11 +78,11 @@ def open_hub_data(
     splits, notes = _splits(spec, {split: names for split, names in stated.items() if names}, choice.splits)
     if empty := [split for split, names in stated.items() if not names]:
         notes.append(f"data {spec!r}: the README names no {SUFFIX} file of the repository for {', '.join(empty)}")
+    paths = _files(found, [name for names in splits.values() for name in names])
     if found.why:
         notes.append(from_cache(repository, found.why))
-    paths = _files(found, [name for names in splits.values() for name in names])
-    _keep(found)
-    if not found.why:
+    else:
+        _keep(found)
         keep_branch(found.repository, found.commit, next(iter(paths)))
     files = {
         split: [ParquetFile(name, paths[name], _identity(paths[name])) for name in names]
@@ -116,8 +117,6 @@ def _listing(repository: Repository) -> _Listing:
 
 def _keep(found: _Listing) -> None:
     """Save the list of files for offline use. It replaces the list of an earlier commit."""
-    if found.why:
-        return
     place = _kept(found.repository)
     with saving(f"the list of files of {found.repository.title}", place), replacing_file(place) as partial:
         partial.write_text(json.dumps({"commit": found.commit, "names": found.names}), encoding="utf-8")
