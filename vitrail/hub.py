@@ -49,8 +49,7 @@ class Repository(NamedTuple):
 
     @property
     def page(self) -> str:
-        folder = "" if self.kind == "model" else "datasets/"
-        return f"{client().constants.ENDPOINT}/{folder}{self.name}"
+        return f"{client().constants.ENDPOINT}/{'' if self.kind == 'model' else 'datasets/'}{self.name}"
 
 
 def parse(kind: Literal["model", "dataset"], given: str, text: str) -> Repository | None:
@@ -103,13 +102,12 @@ def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) 
     """
     hub = client()
     known = hub.try_to_load_from_cache(repository.name, file, repo_type=repository.kind, revision=commit)
-    if isinstance(known, str):
-        return Path(known)
     for attempt in range(attempts):
         try:
             path = Path(hub.hf_hub_download(repository.name, file, repo_type=repository.kind, revision=commit))
             stored = path.resolve()  # a large file in the cache is called by its SHA-256
-            if stored.parent.name != "blobs" or len(stored.name) != 64 or sha256(stored) == stored.name:
+            needs_check = not isinstance(known, str) and stored.parent.name == "blobs" and len(stored.name) == 64
+            if not needs_check or sha256(stored) == stored.name:
                 return path
             stored.unlink()
             reason = "its SHA-256 is not the one that the hub states"

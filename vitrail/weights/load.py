@@ -150,11 +150,15 @@ def convert(
     destination = expanded(destination)
     if to != "vitrail" and to not in LAYOUTS:
         raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
-    _check_destination(destination, to, overwrite=overwrite)
+    if to == "vitrail":
+        check_model_folder(destination, overwrite=overwrite)
+    elif LAYOUTS[to].folder_files and destination.suffix != ".safetensors":
+        check_new_folder(destination, LAYOUTS[to].folder_files, overwrite=overwrite, recognise=_is_ours)
+    else:
+        check_new_file(destination, overwrite=overwrite)
     place, told = find(source)
     bundle = load(place, device="cpu", **options)
-    has_codebook = tokenizer_file(place) is not None
-    lost: tuple[str, ...] = ("the codebook and the decoder of the tokenizer",) if has_codebook else ()
+    lost: tuple[str, ...] = () if tokenizer_file(place) is None else ("the codebook and the decoder of the tokenizer",)
     if to == "vitrail":
         write_bundle(bundle, destination)
     elif bundle.precision != "float32":
@@ -167,15 +171,6 @@ def convert(
         if bundle.words is not None and not isinstance(LAYOUTS[to], StoresTexts):
             lost = (*lost, "the text tower and its tokenizer")
     return (*told, *bundle.notes, *(f"not carried: {item}" for item in lost))
-
-
-def _check_destination(path: Path, to: str, *, overwrite: bool) -> None:
-    if to == "vitrail":
-        check_model_folder(path, overwrite=overwrite)
-    elif LAYOUTS[to].folder_files and path.suffix != ".safetensors":
-        check_new_folder(path, LAYOUTS[to].folder_files, overwrite=overwrite, recognise=_is_ours)
-    else:
-        check_new_file(path, overwrite=overwrite)
 
 
 def _is_ours(folder: Path) -> bool:

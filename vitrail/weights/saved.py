@@ -179,5 +179,4 @@ def save_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappin
 
 def write_error(path: Path, tensors: Mapping[str, Tensor], error: Exception) -> OSError:
     """Return the error of the operating system because of which a library could not write tensors."""
-    problem = disk_problem(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
-    return problem or OSError(None, str(error))
+    return disk_problem(path.parent, sum(tensor.nbytes for tensor in tensors.values())) or OSError(None, str(error))

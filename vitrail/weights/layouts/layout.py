@@ -389,8 +389,10 @@ def config_to_write(layout: str, bundle: Bundle, architecture: str = "ViT") -> A
     config = bundle.network.config
     if config.architecture != architecture:
         title = TITLES.get(config.architecture, f"a network of the architecture {config.architecture}")
-        fitting = LAYOUTS_OF.get(config.architecture, "vitrail, our own layout")
-        raise BundleError(f"{title} cannot be written as {layout}: choose {fitting}")
+        raise BundleError(
+            f"{title} cannot be written as {layout}: choose "
+            f"{LAYOUTS_OF.get(config.architecture, 'vitrail, our own layout')}"
+        )
     return config
 
 
