@@ -35,13 +35,13 @@ from vitrail.weights.layouts.layout import (
     Table,
     both,
     carried,
+    config_to_write,
     depth_of,
     dinov2_size,
     file_grid,
     heads_of,
     layers,
     only,
-    other_architecture,
     output_loss,
     own,
     patch_pair,
@@ -439,9 +439,7 @@ class HuggingFace:
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        config = bundle.network.config
-        if config.architecture != "ViT":
-            raise other_architecture(self.name, config.architecture)
+        config: ViTConfig = config_to_write(self.name, bundle)
         family = VIT if not config.layer_scale else DINOV2_REGISTERS if config.registers else DINOV2
         family = FAMILY_OF.get(config.head_kind, family)
         lost = _check_carried(config, family)
