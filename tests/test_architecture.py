@@ -28,8 +28,8 @@ LAYERS = (
     ("evaluation",),
     ("weights",),
     ("models", "data"),
-    ("report",),
-    ("cores", "files", "hub", "machine", "processes", "registry", "settings"),
+    ("report", "hub"),
+    ("cores", "files", "machine", "processes", "registry", "settings"),
     ("errors",),
 )
 """Subpackages and modules from the top layer to the bottom one, as in docs/design.md. A module imports only from lower

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple
 
 from vitrail.errors import BundleError, DataError, SaveError, nearest
+from vitrail.files import sha256
 
 NAME = re.compile(
     r"(?P<name>(?![^@]*(?:--|\.\.|\.git$|\.git@))\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?)"
@@ -48,8 +49,7 @@ class Repository(NamedTuple):
 
     @property
     def page(self) -> str:
-        folder = "" if self.kind == "model" else "datasets/"
-        return f"{client().constants.ENDPOINT}/{folder}{self.name}"
+        return f"{client().constants.ENDPOINT}/{'' if self.kind == 'model' else 'datasets/'}{self.name}"
 
 
 def parse(kind: Literal["model", "dataset"], given: str, text: str) -> Repository | None:
@@ -96,12 +96,21 @@ def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) 
     """Download a file unless it is in the cache, and return its path there.
 
     The client resumes a download after a lost connection. If the client gives up, the download is tried again, up to
-    `attempts` times in all. Raise `Repository.error`, or `SaveError` if the cache cannot be written.
+    `attempts` times in all. A downloaded file that does not have the SHA-256 that the hub states is deleted.
+
+    Raise `Repository.error`, or `SaveError` if the cache cannot be written.
     """
     hub = client()
+    known = hub.try_to_load_from_cache(repository.name, file, repo_type=repository.kind, revision=commit)
     for attempt in range(attempts):
         try:
-            return Path(hub.hf_hub_download(repository.name, file, repo_type=repository.kind, revision=commit))
+            path = Path(hub.hf_hub_download(repository.name, file, repo_type=repository.kind, revision=commit))
+            stored = path.resolve()  # a large file in the cache is called by its SHA-256
+            needs_check = not isinstance(known, str) and stored.parent.name == "blobs" and len(stored.name) == 64
+            if not needs_check or sha256(stored) == stored.name:
+                return path
+            stored.unlink()
+            reason = "its SHA-256 is not the one that the hub states"
         except Exception as error:  # any exception, as in `listing`
             cause = error.__cause__
             if isinstance(error, hub.errors.LocalEntryNotFoundError) and isinstance(cause, Exception):
@@ -152,6 +161,11 @@ def cached_folder(repository: Repository, why: str) -> Path:
         ) from None
     except OSError as error:
         raise repository.error(f"{repository.title} cannot be read from the cache ({error}), and {why}") from None
+
+
+def from_cache(repository: Repository, why: str) -> str:
+    """Return the note that a repository was read from the cache. `why` is the reason why the hub cannot be used."""
+    return f"{repository.title} was read from the cache, which can lack files or have older ones, because {why}"
 
 
 def _raise_if_final(repository: Repository, error: Exception) -> None:

@@ -202,6 +202,15 @@ def test_shards_on_a_server(server: Server, root: str, tmp_path: Path) -> None:
         open_shards(f"{root}/data/train-{{0..3}}.tar", None)
 
 
+def test_without_a_version_a_new_shard_of_the_same_size_is_read(server: Server) -> None:
+    server.states_versions = False
+    server.files["/x.tar"], changed = tar_of(1, 2), tar_of(2, 3)
+    assert len(changed) == len(server.files["/x.tar"])
+    assert open_shards(f"plain://{server.address}/x.tar", None).train.key(0) == "001"
+    server.files["/x.tar"] = changed
+    assert open_shards(f"plain://{server.address}/x.tar", None).train.key(0) == "002"
+
+
 def test_headers_are_asked_for_and_images_are_not(server: Server) -> None:
     file = io.BytesIO()
     sizes = (("1.jpg", 3_000_000), ("1.cls", 1), ("2.jpg", 2_000_000), ("2.cls", 1))

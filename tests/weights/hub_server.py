@@ -94,6 +94,8 @@ class Hub:
         """By file: number of bytes after which the next answers break off. Answers that are not listed are complete."""
         self.shrunk: dict[str, int] = {}
         """By file: number of its bytes that are served, as if they were all."""
+        self.altered: dict[str, bytes] = {}
+        """By file: other content of the same length that is served."""
         self.stalled: dict[str, int] = {}
         """By file: number of bytes after which its answers stall."""
         self.closing = threading.Event()
@@ -206,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stored(self, name: str, commit: str, file: str) -> None:
         content = self.state.repositories[name].commits[commit][file]
-        content = content[: self.state.shrunk.get(file)]
+        content = self.state.altered.get(file, content)[: self.state.shrunk.get(file)]
         headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "Accept-Ranges": "bytes"}
         status, start = 200, 0
         if self.headers["Range"]:

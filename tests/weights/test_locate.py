@@ -20,9 +20,11 @@ from vitrail.cli import main
 from vitrail.errors import BundleError
 from vitrail.recipes import RECIPES
 from vitrail.serving.watch import ModelFiles
+from vitrail.tasks.tokenizer import load_tokenizer
+from vitrail.weights import locate
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert, load, model_name
-from vitrail.weights.locate import FOLDER, download, looks_like_hub_name, shipped_folder
+from vitrail.weights.locate import FOLDER, looks_like_hub_name, shipped_folder
 
 OTHERS = {
     "README.md": b"# A model", ".gitattributes": b"", "tf_model.h5": b"h5", "flax_model.msgpack": b"flax",
@@ -36,6 +38,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A server that replaces the hub for the client."""
     with serving(tmp_path / "home", monkeypatch) as server:
         yield server
+
+
+def download(name: str) -> Path:
+    return locate.download(name)[0]
 
 
 def files_in(folder: Path) -> set[str]:
@@ -236,6 +242,38 @@ def test_a_download_that_breaks_off(hub: Hub, monkeypatch: pytest.MonkeyPatch, w
     assert hub.fetched() == ["model.safetensors"]
 
 
+def test_a_file_with_another_hash_is_deleted(hub: Hub) -> None:
+    hub.add("org/name", {"model.safetensors": b"weights"})
+    hub.altered["model.safetensors"] = b"Weights"
+    assert "SHA-256" in message("org/name")
+    hub.altered.clear()
+    assert (download("org/name") / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_note_names_a_model_that_comes_from_the_cache(hub: Hub, bundle: Bundle, tmp_path: Path) -> None:
+    hub.add("org/name", {file.name: file.read_bytes() for file in bundle.save(tmp_path / "model").iterdir()})
+    assert load("org/name", device="cpu").notes == ()
+    hub.status = 503
+    notes = load("org/name", device="cpu").notes
+    assert len(notes) == 1 and "'org/name' was read from the cache" in notes[0] and "503" in notes[0]
+    assert convert("org/name", tmp_path / "copy", "vitrail") == notes
+
+
+def test_a_codebook_on_the_hub_is_seen_and_paths_begin_at_home(
+    hub: Hub, bundle: Bundle, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert bundle.save("~/model") == tmp_path / "model"
+    (tmp_path / "model/tokenizer.safetensors").write_bytes(b"codebook")
+    hub.add("org/name", {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()})
+    for number, source in enumerate(("org/name", "~/model")):
+        assert "codebook" in convert(source, f"~/copy{number}", "vitrail")[0]
+        assert (tmp_path / f"copy{number}/model.json").is_file()
+    assert ModelFiles.of("~/model").state()
+    with pytest.raises(BundleError, match="is damaged"):
+        load_tokenizer("org/name")
+
+
 def test_a_repository_without_weights_or_with_several_and_a_name_that_is_none(hub: Hub) -> None:
     hub.add("org/name", {**OTHERS, "config.json": b"{}", "model.json": b"{}"})
     text = message("org/name")
@@ -243,6 +281,8 @@ def test_a_repository_without_weights_or_with_several_and_a_name_that_is_none(hu
     assert "README.md, config.json, flax_model.msgpack" in text
     hub.add("org/empty", {})
     assert message("org/empty").endswith("its files are none")
+    hub.add("org/inside", {"vit/model.safetensors": b""})
+    assert "vit/model.safetensors" in message("org/inside")
     hub.add("org/several", {"B_16.npz": b"", "L_16.npz": b"", "b.pth": b""})
     assert "has several files of weights, B_16.npz, L_16.npz: download one" in message("org/several")
     assert hub.fetched() == []

@@ -249,6 +249,12 @@ def test_what_is_no_file_of_weights_is_named(name: str, content: bytes | None, m
         open_tensors(tmp_path / name)
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(BundleError, match="git lfs pull"):
+        open_tensors(path)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.999])
 def test_a_file_cut_short(path: Path, share: float) -> None:
     write_file({f"w{number}": torch.randn(50) for number in range(20)}, path)

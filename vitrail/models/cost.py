@@ -30,15 +30,12 @@ def activation_bytes(
     return footprint.activations
 
 
-def checkpointed_bytes(
-    config: Any, image_size: tuple[int, int] | None = None, precision: FootprintPrecision = "float32"
-) -> int:
+def checkpointed_bytes(config: Any, image_size: tuple[int, int], precision: FootprintPrecision) -> int:
     """Return the bytes per image that are kept at most if the backward pass computes every block of a transformer
     again: the input of each block in float32, and everything that one block keeps."""
-    size = image_size or config.image_size
-    tokens = math.prod(config.grid_of(*size)) + config.prefix
+    tokens = math.prod(config.grid_of(*image_size)) + config.prefix
     inputs = 4 * config.num_blocks * tokens * config.stream_width
-    return inputs + activation_bytes(config, size, precision) // config.num_blocks
+    return inputs + activation_bytes(config, image_size, precision) // config.num_blocks
 
 
 def tensor_bytes(

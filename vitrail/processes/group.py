@@ -234,7 +234,8 @@ class Processes:
             try:
                 yield
             except RuntimeError as error:
-                if self.are_several and _is_of_exchange(error):
+                # Gloo raises plain errors that name its files.
+                if self.are_several and (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
                     raise ProcessError(self._cause("an exchange", error)) from error
                 raise
         except Exception as error:
@@ -336,11 +337,6 @@ def _appears(store: Any, key: str) -> bool:
     except RuntimeError:  # the time is over
         return bool(store.check([key]))
     return True
-
-
-def _is_of_exchange(error: RuntimeError) -> bool:
-    """Return True for errors of torch.distributed. Gloo raises plain errors that name its files."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 _JOINED: list[Processes] = []

@@ -192,8 +192,7 @@ def plan_continued(
         epochs = float(f"{min(config.run.epochs, length.epochs):.3g}")
         speed = length.speed.images_per_second
         choices.add(f"{epochs:.3g} epochs, at about {speed:,.3g} images/s on this machine", epochs=epochs)
-        choices.add(evaluations=length.evaluations)
-        _choose_threads(choices, length.speed)
+        _choose_pace(choices, length)
     return choices.plan(config)
 
 
@@ -224,8 +223,9 @@ def training_speed(config: TrainConfig, splits: Splits, seconds: float, budget: 
     return max(map(Speed, speeds, choices), key=lambda speed: speed.images_per_second)
 
 
-def _choose_threads(choices: Choices, speed: Speed) -> None:
-    if speed.threads == 0:
+def _choose_pace(choices: Choices, length: _Length) -> None:
+    choices.add(evaluations=length.evaluations)
+    if length.speed.threads == 0:
         choices.add("images are read between the steps, which is faster here than in threads", threads=0)
 
 
@@ -319,8 +319,7 @@ def _choose_length(
         limited = f"this machine trains about {speed}, and {left}"
         why = limited if length.is_limited else "each image is seen often enough"
         choices.add(f"{length.epochs:.3g} epochs: {why}", epochs=float(f"{length.epochs:.3g}"))
-        choices.add(evaluations=length.evaluations)
-        _choose_threads(choices, length.speed)
+        _choose_pace(choices, length)
     if facts.targets in PLACED:
         return
     seen = explicit.get("epochs", math.inf) if length is None else length.epochs

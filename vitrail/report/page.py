@@ -79,7 +79,7 @@ def environment() -> Environment:
         "thumbnail": thumbnail_address,
         "large": large_address,
         "breakable": _breakable_line,
-        "sha256": _sha256,
+        "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
     }
     return environment
 
@@ -87,10 +87,6 @@ def environment() -> Environment:
 def _escaped(value: Any) -> Any:
     """Return text as HTML, and other values as they are."""
     return Markup(escape(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def is_our_page(path: Path) -> bool:

@@ -19,7 +19,7 @@ from vitrail.serving.service import Service
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import exported_file
 from vitrail.weights.load import load
-from vitrail.weights.locate import TOKENIZERS, looks_like_hub_name, shipped_folder
+from vitrail.weights.locate import TOKENIZERS, find, looks_like_hub_name
 from vitrail.weights.saved import DESCRIPTION, NAMES
 from vitrail.weights.tensors import SUFFIXES
 
@@ -42,7 +42,7 @@ class ModelFiles:
         """Return the files of a model by its path. Raise `ConfigError` for a name on the hub."""
         if looks_like_hub_name(model):
             raise ConfigError(f"watch=True needs files, but {model!r} is a name on the hub; give a folder or a file")
-        return cls(shipped_folder(model) or Path(model), device)
+        return cls(find(model)[0], device)
 
     def state(self) -> State:
         """Return the state of the files. It is empty if there are none."""

@@ -16,8 +16,7 @@ from vitrail.files import check_new_folder, partial_path, replacing_folder, savi
 from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
 from vitrail.weights.bundle import Bundle, Images, load_bundle, write_bundle
-from vitrail.weights.layouts.layout import PRODUCER
-from vitrail.weights.saved import WEIGHTS, StoredFormat, save_safetensors
+from vitrail.weights.saved import PRODUCER, WEIGHTS, StoredFormat, save_safetensors
 from vitrail.weights.tensors import open_tensors
 
 MARK = {"producer": PRODUCER}

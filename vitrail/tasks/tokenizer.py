@@ -31,6 +31,7 @@ from vitrail.tasks.codebook import Coder, CoderConfig, join_patches
 from vitrail.tasks.teacher import Conversion, files_of
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
+from vitrail.weights.locate import find
 from vitrail.weights.saved import TOKENIZER, StoredFormat, tokenizer_file
 
 FORMAT = 1
@@ -84,13 +85,14 @@ class Tokenizer(Bundle):
         return {TOKENIZER: save(tensors, metadata={"tokenizer": json.dumps(header)})}
 
 
-def load_tokenizer(path: str | Path, *, device: str = "cpu") -> Tokenizer:
-    """Return the tokenizer in the folder of a model, or of the run that trained it.
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Return the tokenizer in the folder of a model, or of the run that trained it, on the CPU.
 
     Raise `BundleError` for a model that is no tokenizer, and for missing or altered files.
     """
-    bundle = load(path, device="cpu")
-    if (file := tokenizer_file(Path(path))) is None:
+    place, _ = find(path)
+    bundle = load(place, device="cpu")
+    if (file := tokenizer_file(place)) is None:
         raise BundleError(
             f"{path} is a model without a codebook: it has no {TOKENIZER}; name a run or a model of the task 'vqvae'"
         )
@@ -105,10 +107,7 @@ def load_tokenizer(path: str | Path, *, device: str = "cpu") -> Tokenizer:
         if header.get(name) != weights_sha256(part):
             other = "belongs to other weights of the encoder" if name == "encoder" else "was altered"
             raise BundleError(f"{file} {other}: a SHA-256 is not the one that its header states; copy the model again")
-    made = Tokenizer(**{name: getattr(bundle, name) for name in bundle.__dataclass_fields__}, coder=coder)
-    made.network.to(device)
-    made.coder.to(device)
-    return made
+    return Tokenizer(**{name: getattr(bundle, name) for name in bundle.__dataclass_fields__}, coder=coder)
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

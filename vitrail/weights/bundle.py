@@ -21,6 +21,7 @@ from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage, nearest
+from vitrail.files import expanded
 from vitrail.machine import Precision, pick_device, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
@@ -112,6 +113,11 @@ class Bundle:
             raise BundleError(
                 f"network is a {type(self.network).__name__} without a config; give the network that vitrail.create or "
                 "vitrail.load made, without a wrapper"
+            )
+        if any(tensor.is_meta or hasattr(tensor, "full_tensor") for tensor in self.network.parameters()):
+            raise BundleError(
+                "the network has parts of its weights (FSDP2) or none (the device meta); fill a network of "
+                "vitrail.create with all weights, such as those of get_model_state_dict with full_state_dict=True"
             )
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise BundleError(f"classes={names!r:.60} must be a list of names, one for each output")
@@ -336,7 +342,7 @@ class Bundle:
         `torch.compile` is saved without the compilation.
         """
         typed(StoredFormat, stored, "stored")
-        check_model_folder(path := Path(path), overwrite=overwrite)
+        check_model_folder(path := expanded(path), overwrite=overwrite)
         write_bundle(replace(self), path, stored=stored)
         return path
 

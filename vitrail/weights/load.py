@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.exported import exported_file, load_exported
 from vitrail.weights.layouts.layout import (
-    PRODUCER,
     Checkpoint,
     Description,
     Hints,
@@ -29,8 +27,8 @@ from vitrail.weights.layouts.layout import (
     assemble,
     check_heads,
 )
-from vitrail.weights.locate import PREFERRED, SHIPPED, download, looks_like_hub_name, shipped_folder
-from vitrail.weights.saved import check_model_folder, is_bundle, read_object, tokenizer_file
+from vitrail.weights.locate import PREFERRED, SHIPPED, find
+from vitrail.weights.saved import PRODUCER, check_model_folder, is_bundle, read_object, tokenizer_file
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 from vitrail.weights.words import Words
 
@@ -85,10 +83,9 @@ def load(
     """
     heads, image_size = typed(int | None, heads, "heads"), typed(tuple[int, int] | None, image_size, "image_size")
     mean, std = typed(tuple[float, ...], mean, "mean"), typed(tuple[float, ...], std, "std")
-    place: str = typed(str, os.fspath(path) if isinstance(path, os.PathLike) else path, "path")
     layout, drop_head_hidden = typed(str | None, layout, "layout"), typed(bool, drop_head_hidden, "drop_head_hidden")
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
-    source = download(place) if looks_like_hub_name(place) else shipped_folder(place) or expanded(place)
+    source, told = find(path)
     exported = exported_file(source) if layout is None else None
     if exported is not None:
         if device != "auto" and target.type != "cpu":
@@ -124,6 +121,7 @@ def load(
     bundle = adapted(
         bundle, image_size=image_size, num_classes=num_classes, classes=classes, drop_head_hidden=drop_head_hidden
     )
+    bundle.notes = (*told, *bundle.notes)
     bundle.network.to(target)
     if bundle.words is not None:
         bundle.words.tower.to(target)
@@ -148,34 +146,30 @@ def convert(
     `options` are the options of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the
     layout cannot store an option that changes what the model computes.
     """
-    destination = Path(destination)
+    destination = expanded(destination)
     if to != "vitrail" and to not in LAYOUTS:
         raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
-    _check_destination(destination, to, overwrite=overwrite)
-    bundle = load(source, device="cpu", **options)
-    has_codebook = tokenizer_file(Path(source)) is not None
-    lost: tuple[str, ...] = ("the codebook and the decoder of the tokenizer",) if has_codebook else ()
+    if to == "vitrail":
+        check_model_folder(destination, overwrite=overwrite)
+    elif LAYOUTS[to].folder_files and destination.suffix != ".safetensors":
+        check_new_folder(destination, LAYOUTS[to].folder_files, overwrite=overwrite, recognise=_is_ours)
+    else:
+        check_new_file(destination, overwrite=overwrite)
+    place, told = find(source)
+    bundle = load(place, device="cpu", **options)
+    lost: tuple[str, ...] = () if tokenizer_file(place) is None else ("the codebook and the decoder of the tokenizer",)
     if to == "vitrail":
         write_bundle(bundle, destination)
-        return (*bundle.notes, *(f"not carried: {item}" for item in lost))
-    if bundle.precision != "float32":
+    elif bundle.precision != "float32":
         raise BundleError(
             f"the layout {to} cannot store precision={bundle.precision!r}, which only vitrail, our own layout, has; "
             "convert a model that predicts in float32"
         )
-    lost = (*lost, *LAYOUTS[to].write(bundle, destination))
-    if bundle.words is not None and not isinstance(LAYOUTS[to], StoresTexts):
-        lost = (*lost, "the text tower and its tokenizer")
-    return (*bundle.notes, *(f"not carried: {item}" for item in lost))
-
-
-def _check_destination(path: Path, to: str, *, overwrite: bool) -> None:
-    if to == "vitrail":
-        check_model_folder(path, overwrite=overwrite)
-    elif LAYOUTS[to].folder_files and path.suffix != ".safetensors":
-        check_new_folder(path, LAYOUTS[to].folder_files, overwrite=overwrite, recognise=_is_ours)
     else:
-        check_new_file(path, overwrite=overwrite)
+        lost = (*lost, *LAYOUTS[to].write(bundle, destination))
+        if bundle.words is not None and not isinstance(LAYOUTS[to], StoresTexts):
+            lost = (*lost, "the text tower and its tokenizer")
+    return (*told, *bundle.notes, *(f"not carried: {item}" for item in lost))
 
 
 def _is_ours(folder: Path) -> bool:
@@ -284,6 +278,4 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _json(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    return read_object(path)
+    return read_object(path) if path.is_file() else {}

@@ -12,8 +12,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from vitrail.errors import BundleError
-from vitrail.hub import Repository, cached_folder, fetch, keep_branch, listing, parse
+from vitrail.errors import BundleError, listed
+from vitrail.files import expanded
+from vitrail.hub import Repository, cached_folder, fetch, from_cache, keep_branch, listing, parse
+from vitrail.settings import typed
 from vitrail.weights.saved import DESCRIPTION, NAMES, WEIGHTS
 from vitrail.weights.tensors import SUFFIXES
 
@@ -43,13 +45,20 @@ def looks_like_hub_name(path: str | Path) -> bool:
     return model is not None and not model.name.lower().endswith((*SUFFIXES, ".json"))
 
 
-def download(name: str) -> Path:
-    """Download the model of this name to the cache, and return its folder there. Files in the cache are not downloaded
-    again.
+def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the file or folder of a model, and notes: a path on disk, a model of the package, or a name on the hub,
+    whose files are downloaded. Raise the errors of `download`."""
+    place: str = typed(str, os.fspath(path) if isinstance(path, os.PathLike) else path, "path")
+    return download(place) if looks_like_hub_name(place) else (shipped_folder(place) or expanded(place), ())
+
+
+def download(name: str) -> tuple[Path, tuple[str, ...]]:
+    """Download the model of this name to the cache, and return its folder there, and notes. Files in the cache are not
+    downloaded again.
 
     Only the needed files are downloaded: those of our own models, or another library's JSON descriptions, its tokenizer
     of texts and one set of weights, preferably safetensors. Without a network connection, the files of an earlier call
-    are used.
+    are used, and a note says so.
 
     Raise `BundleError` if the repository or revision does not exist, access is refused, there are no weights, or the
     hub cannot be reached and the cache is incomplete. Raise `SaveError` if the cache cannot be written.
@@ -60,7 +69,7 @@ def download(name: str) -> Path:
         raise BundleError(f"model {name!r} is not a name on the hub, which has the form org/name or org/name@revision")
     found = listing(model)
     if isinstance(found, str):
-        return _cached(model, found)
+        return _cached(model, found), (from_cache(model, found),)
     commit, names = found
     get = functools.partial(fetch, model, commit)
     descriptions, weights = _choose(model, names)
@@ -72,7 +81,7 @@ def download(name: str) -> Path:
             raise BundleError(f"model {name!r} is incomplete: {weights} names {shard}, which is not in the repository")
         get(shard)
     keep_branch(model, commit, (*descriptions, weights)[0])
-    return path.parent
+    return path.parent, ()
 
 
 def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
@@ -81,7 +90,8 @@ def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
     The first value lists the files beside the weights: descriptions, and what a text tower needs. The second value is
     the weights file, or the index of sharded weights.
     """
-    names = sorted(name for name in names if "/" not in name)
+    everything = sorted(names)
+    names = [name for name in everything if "/" not in name]
     if DESCRIPTION in names and WEIGHTS in names:
         return [name for name in NAMES if name in names and name != WEIGHTS], WEIGHTS
     tokenizer = next((files for files in TOKENIZERS if set(files) <= set(names)), ())
@@ -99,7 +109,8 @@ def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
         if weights:
             return descriptions, weights[0]
     raise BundleError(
-        f"model {model.given!r} has no weights ({', '.join(SUFFIXES)}); its files are {', '.join(names) or 'none'}"
+        f"model {model.given!r} has no weights ({', '.join(SUFFIXES)}) outside of subfolders; its files are "
+        f"{listed(everything) or 'none'}"
     )
 
 

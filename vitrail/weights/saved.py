@@ -31,6 +31,10 @@ from vitrail.errors import BundleError
 from vitrail.files import check_new_folder, disk_problem, replacing_folder, sha256, write_json
 
 FORMAT = 2
+PRODUCER = "vitrail"
+"""Value of "producer" in every `config.json` that Vitrail writes. `convert` recognises its earlier outputs by this
+value, and may replace them with `overwrite`."""
+
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
 TOKENIZER = "tokenizer.safetensors"
@@ -120,8 +124,6 @@ def read_object(path: Path) -> dict[str, Any]:
 def _read_description(folder: Path) -> dict[str, Any]:
     """Return the content of `model.json`, with its types checked."""
     path = folder / DESCRIPTION
-    if not folder.is_dir():
-        raise BundleError(f"model {str(folder)!r} does not exist: there is no such folder")
     if not path.is_file():
         raise BundleError(f"{folder} is not a model: it has no {DESCRIPTION}")
     description = read_object(path)
@@ -181,5 +183,4 @@ def save_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappin
 
 def write_error(path: Path, tensors: Mapping[str, Tensor], error: Exception) -> OSError:
     """Return the error of the operating system because of which a library could not write tensors."""
-    problem = disk_problem(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
-    return problem or OSError(None, str(error))
+    return disk_problem(path.parent, sum(tensor.nbytes for tensor in tensors.values())) or OSError(None, str(error))

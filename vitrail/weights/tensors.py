@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitrail.errors import BundleError
-from vitrail.files import partial_path, saving
+from vitrail.files import replacing_file, saving
 from vitrail.weights.saved import save_safetensors, write_error
 
 SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
@@ -102,6 +102,9 @@ def _opened(path: Path) -> TensorFile:
     if path.stat().st_size == 0:
         raise BundleError(f"{path} is empty")
     kind = next((suffix for suffix in OPENERS if path.name.endswith(suffix)), None)
+    with path.open("rb") as opened:
+        if opened.read(100).startswith(b"version https://git-lfs.github.com/"):
+            raise BundleError(f"{path} is a pointer of Git LFS; fetch the file itself with `git lfs pull`")
     if kind is None:
         raise BundleError(f"{path}: {path.suffix or 'no suffix'!r} is not one of {', '.join(SUFFIXES)}")
     try:
@@ -129,9 +132,7 @@ def save_tensors(
     if not path.name.endswith(suffixes):
         raise BundleError(f"cannot write {str(path)!r}: the file name must end in {' or '.join(suffixes)}")
     path = path.resolve()
-    partial = partial_path(path)
-    with saving("the weights", path, is_replaced=True):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with saving("the weights", path, is_replaced=True), replacing_file(path) as partial:
         try:
             if path.suffix == ".safetensors":
                 save_safetensors(tensors, partial, metadata)
@@ -145,13 +146,9 @@ def save_tensors(
             else:
                 with partial.open("wb") as file:
                     torch.save({name: _alone(tensor) for name, tensor in tensors.items()}, file)
-            partial.replace(path)
         except RuntimeError as error:  # torch.save reports a full disk with this exception
             partial.unlink(missing_ok=True)
             raise write_error(path, tensors, error) from error
-        finally:
-            if not partial.is_dir():
-                partial.unlink(missing_ok=True)
 
 
 def _open_npz(path: Path) -> TensorFile:

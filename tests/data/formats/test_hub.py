@@ -169,6 +169,16 @@ def test_a_readme_that_says_nothing(hub: Hub, readme: bytes) -> None:
     assert len(open_hub_data(SPEC, None).train) == 2
 
 
+def test_patterns_of_a_readme(hub: Hub) -> None:
+    text = "config_name: x\n  data_files:\n  - split: train\n    path: '[!b].parquet'\n  - split: test\n    path: c.csv"
+    hub.add(NAME, {"a.parquet": parquet([0]), "b.parquet": parquet([0, 1]), "c.csv": b"", "README.md": card(text)})
+    splits = open_hub_data(SPEC, None)
+    assert len(splits.train) == 1 and splits.test is None
+    assert splits.notes[0].endswith("README names no .parquet file of the repository for test")
+    hub.status = 503
+    assert f"data {SPEC!r} was read from the cache" in open_hub_data(SPEC, None).notes[1]
+
+
 @pytest.mark.slow
 def test_splits_that_are_not_ours(hub: Hub) -> None:
     files = {f"data/{split}-00000-of-00001.parquet": parquet([0, 1]) for split in ("train", "train_full", "extra")}

@@ -20,7 +20,7 @@ from vitrail.data.formats.parquet import SUFFIX, ParquetFile, identity_of, open_
 from vitrail.data.splits import CHOICE, SPLITS, Choice, Split, SplitNames, Splits, check_chosen, split_of
 from vitrail.errors import DataError, listed, nearest
 from vitrail.files import cache_folder, replacing_file, saving
-from vitrail.hub import Repository, cached_folder, client, fetch, keep_branch, listing, parse
+from vitrail.hub import Repository, cached_folder, client, fetch, from_cache, keep_branch, listing, parse
 
 PREFIX = "hf:"
 CONVERTED = "refs/convert/parquet"
@@ -68,15 +68,21 @@ def open_hub_data(
     if not configurations:
         if repository.revision != "main":
             raise DataError(f"data {spec!r} has no {SUFFIX} files; its files are {listed(found.names)}")
-        _keep(found)
+        if not found.why:
+            _keep(found)
         found = _converted(found)
         configurations, preferred = _by_folder(found.names), None
         if not configurations:
             raise DataError(f"data {spec!r} has no {SUFFIX} files, and neither has the hub's own conversion")
-    splits, notes = _splits(spec, configurations[_chosen(spec, configurations, config, preferred)], choice.splits)
+    stated = configurations[_chosen(spec, configurations, config, preferred)]
+    splits, notes = _splits(spec, {split: names for split, names in stated.items() if names}, choice.splits)
+    if empty := [split for split, names in stated.items() if not names]:
+        notes.append(f"data {spec!r}: the README names no {SUFFIX} file of the repository for {', '.join(empty)}")
     paths = _files(found, [name for names in splits.values() for name in names])
-    _keep(found)
-    if not found.why:
+    if found.why:
+        notes.append(from_cache(repository, found.why))
+    else:
+        _keep(found)
         keep_branch(found.repository, found.commit, next(iter(paths)))
     files = {
         split: [ParquetFile(name, paths[name], _identity(paths[name])) for name in names]
@@ -111,8 +117,6 @@ def _listing(repository: Repository) -> _Listing:
 
 def _keep(found: _Listing) -> None:
     """Save the list of files for offline use. It replaces the list of an earlier commit."""
-    if found.why:
-        return
     place = _kept(found.repository)
     with saving(f"the list of files of {found.repository.title}", place), replacing_file(place) as partial:
         partial.write_text(json.dumps({"commit": found.commit, "names": found.names}), encoding="utf-8")
@@ -192,7 +196,7 @@ def _configurations(found: _Listing) -> tuple[Configurations, str | None]:
     result: Configurations = {}
     for entry in stated:
         splits = _matched(entry, [name for name in found.names if name.endswith(SUFFIX)])
-        if splits:
+        if any(splits.values()):
             result[str(entry["config_name"])] = splits
     preferred = next((str(entry["config_name"]) for entry in stated if entry.get("default") is True), None)
     return result, preferred if preferred in result else None
@@ -232,8 +236,8 @@ def _matched(entry: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[s
     for part in stated:
         paths = part.get("path")
         patterns = [_pattern(f"{folder}/{path}" if folder else str(path)) for path in _listed(paths)]
-        if matching := [name for name in within if any(pattern.fullmatch(name) for pattern in patterns)]:
-            result.setdefault(str(part.get("split", "train")), []).extend(matching)
+        matching = [name for name in within if any(pattern.fullmatch(name) for pattern in patterns)]
+        result.setdefault(str(part.get("split", "train")), []).extend(matching)
     return result
 
 
@@ -242,16 +246,11 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
-    """Return a path with * (within a folder), ** (across folders), ? and [abc] as a regular expression."""
+    """Return a path with * (within a folder), ** (across folders), ?, [abc] and [!abc] as a regular expression."""
     translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/\\]+\])", glob.removeprefix("./"))
-    return re.compile(
-        "".join(
-            translated.get(part) or (part if part[:1] == "[" and part[-1:] == "]" else re.escape(part))
-            for part in parts
-        ),
-        re.S,
-    )
+    sets = {part: part.replace("[!", "[^") for part in parts if part[:1] == "[" and part[-1:] == "]"}
+    return re.compile("".join(translated.get(part) or sets.get(part) or re.escape(part) for part in parts), re.S)
 
 
 def _by_folder(names: Iterable[str]) -> Configurations:

@@ -92,7 +92,7 @@ class Version(NamedTuple):
 
     size: int
     tag: str
-    """Modification time of a local file, or the version that the server states for a remote file."""
+    """Modification time of a local file, or the version that the server states for a remote file ("" if none)."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,18 @@ def is_numbers(label: RawLabel) -> bool:
 def open_shard(path: str) -> Shard:
     """Open the shard at a path or URL. A valid saved index is read. Otherwise the headers of the tar are scanned.
 
+    If a server states no version, no index is saved, because it would also be used for a new file of the same size.
+
     Raises `DataError` if the file does not exist, is not a usable tar (see `members`), or has unreadable labels.
     """
     try:
         version = version_of(path)
-        index = _load(path, version)
+        index = _load(path, version) if version.tag else None
         if index is None:
             with _reader(path, version.size) as read:
                 index = _scan(path, read, version.size)
-            _save(path, version, index)
+            if version.tag:
+                _save(path, version, index)
     except FileNotFoundError:
         raise DataError(f"shard {path} does not exist") from None
     except OSError as error:

@@ -114,7 +114,7 @@ def _taps(old: int, new: int, method: Filter, antialias: bool) -> _Taps:
         above = centres - np.float32(0.5) - below
         indices = np.stack([below, below + 1]).astype(np.int64).clip(0, old - 1)
         return _Taps(indices, np.stack([1 - above, above]))
-    kernel, radius = (_triangle, 1) if method == "bilinear" else (_cubic, 2)
+    kernel, radius = (lambda distance: (1 - np.abs(distance)).clip(0), 1) if method == "bilinear" else (_cubic, 2)
     width = max(1.0, float(scale)) if antialias else 1.0
     exact = centres.astype(np.float64)
     if not antialias:
@@ -141,10 +141,6 @@ def _kept(indices: Int64[np.ndarray, "taps size"], weights: Float32[np.ndarray, 
     """Return the taps that have a weight, with indices inside the image."""
     used = (weights != 0).any(1)
     return _Taps(indices.clip(0, old - 1)[used], weights[used])
-
-
-def _triangle(distance: Float64[np.ndarray, "taps size"]) -> Float64[np.ndarray, "taps size"]:
-    return (1 - np.abs(distance)).clip(0)
 
 
 def _cubic(distance: Float64[np.ndarray, "taps size"]) -> Float64[np.ndarray, "taps size"]:

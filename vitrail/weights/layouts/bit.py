@@ -16,10 +16,10 @@ from vitrail.weights.layouts.layout import (
     Table,
     bare_loss,
     carried,
+    config_to_write,
     default_preprocess,
     depth_of,
     only,
-    other_architecture,
     own,
     theirs_of,
 )
@@ -63,9 +63,7 @@ class Bit:
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        config = bundle.network.config
-        if config.architecture != "BiT":
-            raise other_architecture(self.name, config.architecture)
+        config: ResNetConfig = config_to_write(self.name, bundle, "BiT")
         lost = [*bare_loss(self.name, bundle), *carried(self.name, config, CARRIED)]
         theirs = theirs_of(bundle.network.state_dict(), self.pairs(config))
         save_tensors(theirs, path, (".npz",) if self.npz else (".pth", ".pt", ".bin"))

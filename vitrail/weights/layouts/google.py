@@ -33,11 +33,11 @@ from vitrail.weights.layouts.layout import (
     Table,
     bare_loss,
     carried,
+    config_to_write,
     default_preprocess,
     depth_of,
     file_grid,
     only,
-    other_architecture,
     own,
     theirs_of,
 )
@@ -118,9 +118,7 @@ class Google:
         return "big_vision-crop" if self.big_vision else "vision_transformer"
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        config = bundle.network.config
-        if config.architecture != "ViT":
-            raise other_architecture(self.name, config.architecture)
+        config: ViTConfig = config_to_write(self.name, bundle)
         rules: Table = {
             **SHAPE, "head_hidden": KEPT, "positions_cover": KEPT, "registers": only(0), "positions_at": only("stem"),
             "root": only(None) if self.big_vision else ROOT,

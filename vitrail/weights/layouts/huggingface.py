@@ -27,7 +27,6 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layouts.layout import (
     KEPT,
-    PRODUCER,
     SHAPE,
     Checkpoint,
     Description,
@@ -36,18 +35,19 @@ from vitrail.weights.layouts.layout import (
     Table,
     both,
     carried,
+    config_to_write,
     depth_of,
     dinov2_size,
     file_grid,
     heads_of,
     layers,
     only,
-    other_architecture,
     output_loss,
     own,
     patch_pair,
     theirs_of,
 )
+from vitrail.weights.saved import PRODUCER
 from vitrail.weights.tensors import TensorFile, save_tensors
 
 # --- config.json
@@ -439,9 +439,7 @@ class HuggingFace:
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        config = bundle.network.config
-        if config.architecture != "ViT":
-            raise other_architecture(self.name, config.architecture)
+        config: ViTConfig = config_to_write(self.name, bundle)
         family = VIT if not config.layer_scale else DINOV2_REGISTERS if config.registers else DINOV2
         family = FAMILY_OF.get(config.head_kind, family)
         lost = _check_carried(config, family)

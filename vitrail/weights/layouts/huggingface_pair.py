@@ -27,7 +27,6 @@ from vitrail.weights.layouts.huggingface import ConfigFile
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layouts.layout import (
     KEPT,
-    PRODUCER,
     SHAPE,
     Checkpoint,
     Description,
@@ -45,7 +44,7 @@ from vitrail.weights.layouts.layout import (
     patch_pair,
     theirs_of,
 )
-from vitrail.weights.saved import read_object
+from vitrail.weights.saved import PRODUCER, read_object
 from vitrail.weights.tensors import TensorFile, save_tensors
 from vitrail.weights.words import Words
 

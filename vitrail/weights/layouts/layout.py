@@ -62,11 +62,6 @@ class Pair:
         return {name: self.to_theirs(part).contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
 
-PRODUCER = "vitrail"
-"""Value of "producer" in every `config.json` that Vitrail writes. `convert` recognises its earlier outputs by this
-value, and may replace them with `overwrite`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Hints:
     """Facts about a model that the file does not contain, so the caller has to state them."""
@@ -384,12 +379,16 @@ def own(value: Any) -> Rule:
     return Rule(own=(value,))
 
 
-def other_architecture(layout: str, architecture: str) -> BundleError:
-    """Return the error for a network whose architecture the layout cannot store."""
-    title = TITLES.get(architecture, f"a network of the architecture {architecture}")
-    return BundleError(
-        f"{title} cannot be written as {layout}: choose {LAYOUTS_OF.get(architecture, 'vitrail, our own layout')}"
-    )
+def config_to_write(layout: str, bundle: Bundle, architecture: str = "ViT") -> Any:
+    """Return the config of the network. Raise `BundleError` for another architecture, which the layout cannot store."""
+    config = bundle.network.config
+    if config.architecture != architecture:
+        title = TITLES.get(config.architecture, f"a network of the architecture {config.architecture}")
+        raise BundleError(
+            f"{title} cannot be written as {layout}: choose "
+            f"{LAYOUTS_OF.get(config.architecture, 'vitrail, our own layout')}"
+        )
+    return config
 
 
 def carried(layout: str, options: Any, table: Table) -> list[str]:

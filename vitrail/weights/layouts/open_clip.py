@@ -33,7 +33,6 @@ from vitrail.weights.layouts.huggingface_pair import (
 )
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layouts.layout import (
-    PRODUCER,
     Checkpoint,
     Description,
     Hints,
@@ -51,7 +50,7 @@ from vitrail.weights.layouts.layout import (
 )
 from vitrail.weights.layouts.timm import POOLS, TIMM, check_arguments, network_loss, settings_of, written_config
 from vitrail.weights.layouts.timm import pairs as timm_pairs
-from vitrail.weights.saved import read_object
+from vitrail.weights.saved import PRODUCER, read_object
 from vitrail.weights.tensors import TensorFile, save_tensors
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"

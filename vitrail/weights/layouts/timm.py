@@ -25,7 +25,6 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import (
     IMAGENET,
     KEPT,
-    PRODUCER,
     SHAPE,
     Checkpoint,
     Description,
@@ -50,6 +49,7 @@ from vitrail.weights.layouts.layout import (
     resampling_loss,
     theirs_of,
 )
+from vitrail.weights.saved import PRODUCER
 from vitrail.weights.tensors import TensorFile, save_tensors
 
 # --- config.json

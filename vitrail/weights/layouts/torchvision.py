@@ -22,12 +22,12 @@ from vitrail.weights.layouts.layout import (
     bare_loss,
     both,
     carried,
+    config_to_write,
     default_preprocess,
     depth_of,
     file_grid,
     heads_of,
     only,
-    other_architecture,
     own,
     patch_pair,
     theirs_of,
@@ -104,9 +104,7 @@ class Torchvision:
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        config = bundle.network.config
-        if config.architecture != "ViT":
-            raise other_architecture(self.name, config.architecture)
+        config: ViTConfig = config_to_write(self.name, bundle)
         lost = [*bare_loss(self.name, bundle), f"heads={config.heads}", *carried(self.name, config, CARRIED)]
         if config.patch_size[0] != config.patch_size[1] or config.image_size[0] != config.image_size[1]:
             raise BundleError(
