@@ -517,13 +517,6 @@ def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None
         convert(tmp_path / "model", tmp_path / "timm", "timm")
 
 
-def test_a_network_without_weights_is_refused(bundle: Bundle) -> None:
-    with torch.device("meta"):
-        network = build(bundle.network.config)
-    with pytest.raises(BundleError, match="device meta"):
-        dataclasses.replace(bundle, network=network)
-
-
 def test_a_network_of_torch_compile_is_used_without_it(bundle: Bundle, tmp_path: Path) -> None:
     compiled = dataclasses.replace(bundle, network=torch.compile(bundle.network, backend="eager"))
     assert compiled.network is bundle.network and any("torch.compile" in note for note in compiled.notes)

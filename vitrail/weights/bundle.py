@@ -114,11 +114,6 @@ class Bundle:
                 f"network is a {type(self.network).__name__} without a config; give the network that vitrail.create or "
                 "vitrail.load made, without a wrapper"
             )
-        if any(tensor.is_meta or hasattr(tensor, "full_tensor") for tensor in self.network.parameters()):
-            raise BundleError(
-                "the network has parts of its weights (FSDP2) or none (the device meta); fill a network of "
-                "vitrail.create with all weights, such as those of get_model_state_dict with full_state_dict=True"
-            )
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise BundleError(f"classes={names!r:.60} must be a list of names, one for each output")
         self.classes = tuple(names)
