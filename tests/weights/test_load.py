@@ -258,7 +258,7 @@ OWN: dict[str, dict[str, Any]] = {
     "timm": {"position_resize": "bicubic-antialias"}, "huggingface": {"position_resize": "bicubic"},
     "torchvision": {"position_resize": "bicubic-corners"},
 }  # fmt: skip
-"""What the code of each layout computes in every network."""
+"""Settings that the libraries of these layouts use for every network."""
 OTHERS: list[dict[str, Any]] = [
     *({"pool": pool} for pool in ("gap", "map", "cls+gap")), {"pool": "gap", "class_token": True},
     {"pool": "cls+dist", "registers": 1},

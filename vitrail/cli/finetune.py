@@ -19,6 +19,7 @@ from vitrail.cli.options import Call, Command, Option, flag
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
+    common_options,
     default_texts,
     resume_options,
     run_options,
@@ -122,7 +123,7 @@ COMMAND = Command(
     ),
     options=(Finetune,),
     settings=_settings,
-    common=lambda: run_options(tasks=()),
+    common=common_options,
     depends=lambda given: task_options(task_of(given, TrainConfig().task.name)),
     essential={
         "Data": ("data", "validation_share"),

@@ -22,6 +22,11 @@ from vitrail.training.job import network_config_of
 from vitrail.training.log import Log
 
 
+def common_options() -> Iterator[Option]:
+    """Yield the options of a run without the settings of tasks."""
+    return run_options(tasks=())
+
+
 def run_options(tasks: Collection[str] = TASKS.keys()) -> Iterator[Option]:
     """Yield the options of a run, with the settings of these tasks. None of them is required, because a recipe or a
     rule provides every value.

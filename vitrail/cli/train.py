@@ -19,6 +19,7 @@ from vitrail.cli.options import Call, Command
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
+    common_options,
     default_texts,
     resume_options,
     run_options,
@@ -186,7 +187,7 @@ COMMAND = Command(
     ),
     options=(Train,),
     settings=run_options,
-    common=lambda: run_options(tasks=()),
+    common=common_options,
     depends=lambda given: task_options(task_of(given, recipe_for(given).task.name)),
     essential={
         "Data": ("data", "validation_share", "image_size"),

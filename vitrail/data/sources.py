@@ -543,9 +543,10 @@ def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
     """Yield a note on each kind of files in a folder that could be data, but were not read. By default class folders
     were read, otherwise `tables`."""
     kinds = (*TABLES, ".parquet", ".tar", *ARCHIVES)
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds and path.is_file())
+    files = (path for path in folder.iterdir() if path.suffix.lower() in kinds and path.name[0] != ".")
+    found = sorted(path for path in files if path.is_file())
     archives = [path.name for path in found if path.suffix.lower() in ARCHIVES]
-    unread = [path for path in found if path not in tables and path.name not in archives and path.name[0] != "."]
+    unread = [path for path in found if path not in tables and path.name not in archives]
     predictions = [path for path in unread if path.suffix.lower() in TABLES and has_predictions(path)]
     others = [path for path in unread if path not in predictions]
     inner = {table.parent for table in tables if table.parent != folder}

@@ -99,8 +99,7 @@ class EmbeddedPairs:
 
 
 def embedded(outputs: Outputs, held_out: Source) -> EmbeddedPairs:
-    """Return the embeddings of all images that can be decoded and have a text. Texts that are cut are
-    noted."""
+    """Return the embeddings of all images that can be decoded and have a text. A note says which texts are cut."""
     features = outputs.features(held_out)
     known = np.flatnonzero(features.truth.known)
     truth = features.truth.rows(known)

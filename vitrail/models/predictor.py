@@ -125,7 +125,7 @@ class Engine:
     """Function that computes this output from normalised images. Threads may call it at the same time."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Become None in copies and in other processes, which have another network, so that PyTorch computes there."""
+        """Become None when a bundle is copied or pickled. The copy has another network, which PyTorch computes."""
         return type(None), ()
 
     @property

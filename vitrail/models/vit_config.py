@@ -26,7 +26,7 @@ from vitrail.models.network import (
     refuse_assignment,
     weights_of,
 )
-from vitrail.models.positions import POSITIONS, Covered, PositionPlace, PositionResize, Positions
+from vitrail.models.positions import POSITIONS, WITHOUT_WEIGHTS, Covered, PositionPlace, PositionResize, Positions
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import GAPS as RESNET_GAPS
 from vitrail.models.resnet_config import (
@@ -40,9 +40,6 @@ from vitrail.models.resnet_config import (
     standardised_bytes,
 )
 from vitrail.settings import Effect, facts, problems, raise_problems, setting
-
-FIXED = ("none", "sincos-2d", "sincos-2d-mae", "rotary-2d")
-"""Position embeddings without weights. Those of a user can have weights."""
 
 Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "swiglu"]
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
@@ -116,7 +113,7 @@ class ViTConfig(NetworkConfig):
     positions_cover: Covered = setting(
         "class",
         effect=Effect(
-            lambda own: own.positions not in FIXED and not own.positions.startswith("relative"),
+            lambda own: own.positions not in WITHOUT_WEIGHTS and not own.positions.startswith("relative"),
             "with learned --positions",
         ),
     )
@@ -126,7 +123,7 @@ class ViTConfig(NetworkConfig):
     """Interpolation that resizes learned positions to another grid. Each choice reproduces one library."""
     position_std: float = setting(
         0.02,
-        effect=Effect(lambda own: own.positions not in FIXED, "with learned or relative --positions"),
+        effect=Effect(lambda own: own.positions not in WITHOUT_WEIGHTS, "with learned or relative --positions"),
         least=0,
         below=math.inf,
         advice="0 means none",

@@ -169,6 +169,39 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def cell_rows(results: Results, metrics: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each point and seed."""
+    return [
+        {
+            "arm": point.arm,
+            "place": point.label,
+            "x": point.x,
+            "seed": seed,
+            "cell": cell,
+            "seconds": round(point.seconds[seed], 1),
+            "diverged": point.diverged.get(seed, ""),
+            **{metric: point.metrics.get(seed, {}).get(metric) for metric in metrics},
+        }
+        for point in results.points
+        for seed, cell in point.cells.items()
+    ]
+
+
+def trial_rows(results: Results) -> list[dict[str, Any]]:
+    """Return a row for each trial of a learning rate."""
+    return [
+        {
+            "point": trial.tuning,
+            "stage": trial.stage + 1,
+            "learning_rate": trial.rate,
+            "validation_accuracy": trial.value,
+            "chosen": trial.chosen,
+            "cell": trial.cell,
+        }
+        for trial in results.trials
+    ]
+
+
 def edge_notes(results: Results) -> list[str]:
     """Return a sentence for the points whose chosen learning rate is the lowest or the highest that was tried, because
     a better one may lie beyond it."""
@@ -204,31 +237,8 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
     shared = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     rows = {
         "points": point_rows(results, study.metrics),
-        "cells": [
-            {
-                "arm": point.arm,
-                "place": point.label,
-                "x": point.x,
-                "seed": seed,
-                "cell": cell,
-                "seconds": round(point.seconds[seed], 1),
-                "diverged": point.diverged.get(seed, ""),
-                **{metric: point.metrics.get(seed, {}).get(metric) for metric in study.metrics},
-            }
-            for point in results.points
-            for seed, cell in point.cells.items()
-        ],
-        "trials": [
-            {
-                "point": trial.tuning,
-                "stage": trial.stage + 1,
-                "learning_rate": trial.rate,
-                "validation_accuracy": trial.value,
-                "chosen": trial.chosen,
-                "cell": trial.cell,
-            }
-            for trial in results.trials
-        ],
+        "cells": cell_rows(results, study.metrics),
+        "trials": trial_rows(results),
     }
     plain = {
         **shared,

@@ -79,9 +79,9 @@ def mix(
     if cut.any():
         pasted = np.flatnonzero(cut)
         mixture.paste(pasted, *cut_boxes(draws[pasted, 1:5], cutmix, *batch.images.shape[2:], even=as_timm))
-    # The range of the labels is not checked, because the CPU would have to wait for the device.
-    is_class = batch.labels.clamp(min=0)[:, None] == torch.arange(classes, device=batch.labels.device)
-    targets = is_class.float() if batch.targets is None else batch.targets
+    targets = batch.targets
+    if targets is None:  # `F.one_hot` checks the range of the labels, for which the CPU has to wait for the device
+        targets = (batch.labels.clamp(min=0)[:, None] == torch.arange(classes, device=batch.labels.device)).float()
     return replace(batch, images=mixture.images, targets=mixture.mixed(targets), valid=batch.counted)
 
 

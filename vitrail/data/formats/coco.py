@@ -104,7 +104,9 @@ def open_coco(request: Request) -> Splits:
                 "files the same numbers and names"
             )
     images = ImageFiles(folder)
-    found = {split: _images(files[split], one, categories, images, split) for split, one in read.items()}
+    found = {split: _images(files[split], one, images, split) for split, one in read.items()}
+    for split, one in read.items():
+        _add_objects(found[split], files[split], one, categories)
     if root.is_dir():
         listed_keys = {key for one in found.values() for key in one.keys}
         unlisted = sorted(key for key in images.inodes if key not in listed_keys and not holds_masks(key))
@@ -128,7 +130,7 @@ def _captions(
     """Return the images of COCO files with their captions as texts."""
     sources, faults, reader = {}, [], TextReader()
     for split, values in read.items():
-        result = _images(files[split], {**values, "annotations": []}, {}, images, split, sized=False)
+        result = _images(files[split], values, images, split, sized=False)
         rows = {number: row for row, number in enumerate(result.ids)}
         texts: list[tuple[str, ...]] = [()] * len(rows)
         strange = []
@@ -230,16 +232,14 @@ def _categories(path: Path, values: Mapping[str, Any]) -> dict[int, str]:
 def _images(
     path: Path,
     values: Mapping[str, Any],
-    categories: Mapping[int, str],
     images: ImageFiles,
     split: Split,
     *,
     sized: bool = True,
 ) -> AnnotatedImages:
-    """Return the images and objects of a file. If `sized` is true, the size of each image is needed."""
+    """Return the images of a file. If `sized` is true, the size of each image is needed."""
     result = AnnotatedImages()
     near = path.parent.relative_to(images.root).as_posix() if path.parent != images.root else ""
-    rows: dict[Any, int] = {}
     missing: list[str] = []
     unstated: list[str] = []
     known = set()
@@ -255,7 +255,6 @@ def _images(
         if key is None:
             missing.append(one["file_name"])
             continue
-        rows[one["id"]] = len(result.keys)
         result.keys.append(key)
         result.ids.append(one["id"])
         if not sized:
@@ -269,6 +268,13 @@ def _images(
         twice = [key for key, count in Counter(result.keys).items() if count > 1]
         raise DataError(f"{path}: several entries are of the same image file: {listed(twice, 4)}; state each file once")
     result.faults += [*missing_images(str(path), missing), *unstated_sizes(f"{path}: the entries", unstated)]
+    return result
+
+
+def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any], categories: Mapping[int, str]) -> None:
+    """Add the objects of a file to its images, with their faults."""
+    known = {one["id"] for one in values["images"]}
+    rows = {number: row for row, number in enumerate(result.ids)}
     places = {number: place for place, number in enumerate(categories)}
     strange: list[str] = []
     with_keypoints = 0
@@ -308,7 +314,6 @@ def _images(
             "keypoints", "note", with_keypoints, f"{path}: the keypoints of {plural(with_keypoints, 'object')} are not "
             "read", "Only boxes and outlines are learned.", "Nothing needs to be done.",
         ))  # fmt: skip
-    return result
 
 
 def _annotation(

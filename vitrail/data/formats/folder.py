@@ -88,7 +88,8 @@ def read_folder(
         samples = file_samples(root, [key for key, _ in images], [inode for _, inode in images], targets)
         return FolderImages(samples, faults, tuple(scan.others))
     scan.system, scan.own = _never_data(root)
-    folders = [name for name in _subfolders(root) if name not in scan.system + scan.own and not name.startswith(".")]
+    never = {*scan.system, *scan.own}
+    folders = [name for name in _subfolders(root) if name not in never and not name.startswith(".")]
     if not folders:
         raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
     named = {name: class_name(name) for name in folders}

@@ -49,3 +49,6 @@ POSITIONS: dict[str, type[Positions]] = {
     "rotary-2d": RotaryPositions,
 }
 """All position embeddings, by the name that `ViTConfig.positions` uses."""
+
+WITHOUT_WEIGHTS = ("none", "sincos-2d", "sincos-2d-mae", "rotary-2d")
+"""Those that learn nothing. A user's own are taken to have weights."""
