@@ -37,7 +37,7 @@ def test_a_run_says_if_its_model_learned_from_the_validation_images(
     job = prepare(config, model=model)
     assert any("9 of the 18" in note and note.startswith(str(config.start.init)) for note in job.splits.notes)
     assert not any(
-        "learned" in note for note in prepare(config.override(validation_share=0.25), model=model).splits.notes
+        "have trained" in note for note in prepare(config.override(validation_share=0.25), model=model).splits.notes
     )
     network, job, _ = make_network(job, model)
     assert job.origin is not None and job.origin == Origin.from_plain(job.origin.to_plain())

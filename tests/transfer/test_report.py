@@ -108,12 +108,17 @@ def run(tmp_path: Path) -> MakeRun:
     """Write the folder of a run with these settings and events, and make a model for it."""
 
     def make(
-        events: Iterable[tuple[str, dict[str, Any]]] = (), *, kept: int | None = None, steps: int = 100, **fields: Any
+        events: Iterable[tuple[str, dict[str, Any]]] = (),
+        *,
+        kept: int | None = None,
+        steps: int = 100,
+        note: str = "cut",
+        **fields: Any,
     ) -> tuple[Path, Bundle]:
         folder = tmp_path / "run"
         folder.mkdir()
         config = TrainConfig().override(**{"data": "flowers", "image_size": (14, 21), "batch_size": 32, **fields})
-        data = {"train": 320, "validation": 40, "test": 0, "fingerprint": "0", "classes": ["a", "b"], "notes": ["cut"]}
+        data = {"train": 320, "validation": 40, "test": 0, "fingerprint": "0", "classes": ["a", "b"], "notes": [note]}
         record = {
             "format": 2, "config": config.to_plain(), "steps": steps, "init": None, "data": data,
             "machine": {"device": "X"},
@@ -222,6 +227,15 @@ def test_the_top_says_that_training_changed_nothing(
     text = written(kept=kept, init="somewhere", linear_head=linear_head)
     top = text[: text.index("<table")]
     assert ("training did not improve" in top) == (shown is not None) and (shown or "") in top
+
+
+def test_the_top_says_that_the_initial_model_learned_from_the_measured_images(
+    run: MakeRun, measured: ClassificationReport, source: Source
+) -> None:
+    folder, bundle = run(kept=9, init="somewhere", note="somewhere: 9 of 13")
+    for split, is_said in (("validation", True), ("test", False)):
+        page = write_report(folder, bundle, source, split, measured).read_text(encoding="utf-8")
+        assert ("9 of 13" in page[: page.index("<table")]) == is_said
 
 
 @pytest.mark.parametrize("steps", [0, 5])

@@ -141,14 +141,14 @@ def overlap_note(bundle: Bundle, opened: OpenedData, held_out: Source) -> str | 
             return None
         cuts = [_held_out_by(known, opened) for known in _trainings(bundle) if is_data_of(known, opened)]
     except UserError as error:  # the cut of an earlier training, such as train[9:], does not exist in this data
-        return f"the measured images may be among those that the model learned from, whose cut is lost: {error}"
+        return f"the measured images may have trained this model; those that it held out are not known: {error}"
     measured = _keys(held_out)
     learned = len(measured) - len(measured.intersection(*cuts))
     if not learned:
         return None
     return (
-        f"{learned:,} of the {plural(len(measured), 'measured image')} are among those that the model, or a model that "
-        "it was fine-tuned from, learned from, so the metrics are better than on new images"
+        f"{learned:,} of the {plural(len(measured), 'measured image')} have trained this model or one from which it "
+        "was fine-tuned, so the metrics are better than on new images"
     )
 
 

@@ -97,7 +97,7 @@ def write_report(
         interval=interval,
         level=f"{LEVEL:.0%}",
         images=_images(report, split),
-        notes=_notes(config, split, report, source, bundle),
+        notes=_notes(config, record["data"]["notes"], split, report, source, bundle),
         held_out=_held_out(report, results["errors"]["pictures"], examples),
         is_large=isinstance(report, PlacedReport),
         inside=Markup(inside_link(folder)),
@@ -194,15 +194,18 @@ def _images(report: AnyReport, split: str) -> str:
 
 
 def _notes(
-    config: TrainConfig, split: str, report: AnyReport, source: Source, bundle: Bundle
+    config: TrainConfig, of_data: Sequence[str], split: str, report: AnyReport, source: Source, bundle: Bundle
 ) -> list[dict[str, str | bool]]:
-    """Return the sentences about the model and its metrics below the main metric."""
+    """Return the sentences about the model and its metrics below the main metric. Of the notes on the data (`of_data`),
+    they include one on validation images from which the initial model has learned."""
     absent = absent_note(report, split) if isinstance(report, ClassificationReport) else ""
     method = "trained from scratch" if config.start.init is None else "fine-tuned"
     untrained = untrained_note(config, bundle)
     colours = colour_note(images_of(source), config.images.channels)
     chosen = split == "validation" and config.run.keep == "best"
+    learned = next((note for note in of_data if note.startswith(f"{config.start.init}: ")), "")
     found = [
+        (learned and split == "validation", f"Note: {learned}.", False),
         (absent, f"Note: {absent}.", False),
         (method, f"{_model(config)}, {method} on {config.data.spec}.", True),
         (untrained, f"Note: {untrained}.", False),
