@@ -14,12 +14,14 @@ from PIL import Image
 from tests.cli.conftest import Cli
 from tests.make import make_colour_folder
 from vitrail.cli import main
-from vitrail.cli.train import recipe_for
+from vitrail.cli.train import recipe_for, restarted_run
+from vitrail.processes.launch import Launch
 from vitrail.recipes import RECIPES
 from vitrail.recipes.from_data import CONTINUED
 from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.training.folder import read_record
 from vitrail.training.log import read_journal
+from vitrail.training.run import RunResult
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 
@@ -123,6 +125,26 @@ def test_worker_processes_print_nothing(tmp_path: Path) -> None:
         [sys.executable, "-m", "vitrail", *words.split()], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "jax" not in found.stderr + found.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "continues"),
+    [
+        ({}, True),
+        ({"recipe": "demo", "steps": 30, "width": 16, "threads": 5, "precision": "auto", "overwrite": True}, True),
+        ({"data": "bundled", "variant": "Conv+ViT-Pico/8"}, True),
+        ({"steps": 31}, False),
+        ({"data": "photos"}, False),
+        ({"recipe": "fashion-mnist"}, False),
+        ({"task": "mae"}, False),
+    ],
+)
+def test_a_command_that_is_started_again_continues_only_a_run_of_its_settings(
+    given: dict[str, object], continues: bool, trained: RunResult
+) -> None:
+    again = {"run": trained.folder, **given}
+    assert restarted_run(again, Launch(restarts=1)) == (trained.folder if continues else None)
+    assert restarted_run(again, Launch()) is None
 
 
 def test_the_recipe_follows_the_data_and_the_task() -> None:

@@ -37,8 +37,8 @@ from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import RECIPES, PaperRecipe
 from vitrail.settings import setting
-from vitrail.training.config import RunConfig, TrainConfig
-from vitrail.training.folder import check_request, read_record, settings_beside
+from vitrail.training.config import ON_RESUME, RunConfig, TrainConfig
+from vitrail.training.folder import check_request, read_record, settings_beside, settings_of
 from vitrail.training.job import check_columns, prepare
 from vitrail.training.log import Log
 from vitrail.training.page import try_command
@@ -202,15 +202,25 @@ COMMAND = Command(
 
 def restarted_run(given: Mapping[str, Any], place: Launch) -> Path | None:
     """Return the run that a command continues because torchrun or SLURM has started the command again. Return None for
-    other commands, and if the run was not begun. Raise `ConfigError` if the command does not name the run."""
+    other commands, and unless the run was begun with the settings that are given. Raise `ConfigError` if the command
+    does not name the run."""
     if not place.restarts or "resume" in given:
         return None
-    if (folder := given.get("run")) is None:
+    if given.get("run") is None:
         raise ConfigError(
             "--run: the command was started again after a failure, and continues its run only if --run names the "
             "run's folder; give --run, or leave --max-restarts out"
         )
-    return expanded(folder) if (expanded(folder) / "run.json").is_file() else None
+    if not ((folder := expanded(given["run"])) / "run.json").is_file():
+        return None
+    config = read_record(folder).config
+    own = {
+        name: value
+        for name, value in given.items()
+        if name in settings_of(config) and (name == "data" or name not in ON_RESUME)
+    }
+    is_named = is_chosen(given) or given.get("name", recipe_for(given).run.name) == config.run.name
+    return folder if is_named and config.override(**own) == config else None
 
 
 def main(call: Call) -> None:
