@@ -82,9 +82,13 @@ def run_rounds(
     All settings are checked before anything is written. Raises `UserError` for settings, data and teachers that cannot
     work, and for a folder with rounds of other settings. Raises the errors of `train` and `label_images`.
     """
-    log, splits = log or Log(), _checked(config)
-    teacher_sha256 = None if config.rounds.teacher is None else teacher_facts(config.rounds.teacher).sha256
-    record = {"format": FORMAT, "teacher": teacher_sha256, "settings": config.to_plain()}
+    log, (splits, pool) = log or Log(), _checked(config)
+    record = {
+        "format": FORMAT,
+        "teacher": None if config.rounds.teacher is None else teacher_facts(config.rounds.teacher).sha256,
+        "settings": config.to_plain(),
+        "fingerprint": fingerprint(splits.train, splits.validation, splits.test, pool),
+    }
     with experiment(folder / RECORD, record, "rounds of Noisy Student", "--run"):
         rounds: list[Round] = []
         for number in range(config.rounds.rounds + 1):
@@ -97,8 +101,8 @@ def run_rounds(
     return rounds
 
 
-def _checked(config: NoisyStudentConfig) -> Splits:
-    """Check the settings, the data and the teacher, and return the splits of the labelled data."""
+def _checked(config: NoisyStudentConfig) -> tuple[Splits, Source]:
+    """Check the settings, the data and the teacher. Return the splits of the labelled data, and the images to label."""
     student = config.student
     setup = prepare(student, model=open_initial(student.start))
     splits = setup.splits
@@ -129,7 +133,7 @@ def _checked(config: NoisyStudentConfig) -> Splits:
                 f"{splits.title}, such as {printable(held_out.key(shared[0]))}; held-out images must not be labelled: "
                 "remove them, or name other images"
             )
-    return splits
+    return splits, pool
 
 
 def _first(config: NoisyStudentConfig, folder: Path, splits: Splits, log: Log) -> Round:

@@ -173,6 +173,23 @@ def test_a_named_teacher_is_measured_and_its_labels_are_learned(
         run_rounds(config_of(student, teacher=str(teacher.folder)), tmp_path / "rounds")
 
 
+def test_changed_images_are_not_answered_by_earlier_rounds(
+    student: TrainConfig, colour_folder: Path, tmp_path: Path
+) -> None:
+    def begin(event: Mapping[str, Any]) -> None:
+        if "the first teacher learns" in event.get("text", ""):
+            raise KeyboardInterrupt
+
+    config = config_of(student, unlabelled=str(colour_folder))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run_rounds(config, tmp_path / "rounds", Log(begin))
+    picture = next(colour_folder.rglob("*.png"))
+    picture.rename(picture.with_name("other.png"))
+    with pytest.raises(RunError, match="the images, labels or splits have changed"):
+        run_rounds(config, tmp_path / "rounds", Log(begin))
+
+
 @pytest.mark.parametrize(
     ("changes", "fields", "error", "message"),
     [
@@ -232,7 +249,8 @@ def test_other_folders_are_left_alone(student: TrainConfig, tmp_path: Path) -> N
     (tmp_path / "mine" / "noisy-student.json").write_text("{}")
     with pytest.raises(RunError, match=r"noisy-student\.json is damaged: KeyError\('format'\); choose another --run"):
         run_rounds(config_of(student), tmp_path / "mine")
-    (tmp_path / "mine" / "noisy-student.json").write_text('{"format": 2, "teacher": null, "settings": {}}')
+    recorded = {"format": 2, "teacher": None, "settings": {}, "fingerprint": ""}
+    (tmp_path / "mine" / "noisy-student.json").write_text(json.dumps(recorded))
     with pytest.raises(RunError, match="with other settings: format was 2 and is 1"):
         run_rounds(config_of(student), tmp_path / "mine")
 
