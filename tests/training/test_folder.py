@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from vitrail.analysis.pages.overview_page import OVERVIEW_FILES
+from vitrail.errors import RunError
 from vitrail.recipes import RECIPES
-from vitrail.training.folder import ENTRIES, INSIDE, inside_link, link_inside, new_folder, run_of
+from vitrail.training.folder import ENTRIES, INSIDE, LOCK, inside_link, link_inside, locked, new_folder, run_of
 
 
 def test_names_come_from_the_recipe_or_the_data_and_are_numbered(
@@ -22,6 +23,20 @@ def test_names_come_from_the_recipe_or_the_data_and_are_numbered(
     assert new_folder(folder.override(data="/")) == Path("runs/run")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert new_folder(demo.override(run="~/mine")) == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("left", [(LOCK,), (LOCK, ".run.json.vitrail-partial")])
+def test_a_folder_in_which_no_run_was_recorded_is_new(left: tuple[str, ...], tmp_path: Path) -> None:
+    for name in left:
+        (tmp_path / name).touch()
+    config = RECIPES["demo"]().override(run=str(tmp_path))
+    assert new_folder(config) == tmp_path
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(RunError, match="exists; choose another --run"):
+        new_folder(config)
+    (tmp_path / "mine.txt").unlink()
+    with locked(tmp_path), pytest.raises(RunError, match="exists; choose another --run"):
+        new_folder(config)
 
 
 LINK = '<p id="inside"><a href="inside/report.html">Look inside the model</a>: '

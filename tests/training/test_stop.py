@@ -19,7 +19,7 @@ from tests.training.curves import steps_of
 from tests.training.jobs import Make
 from vitrail.errors import Stopped
 from vitrail.training.folder import read_record
-from vitrail.training.log import read_journal
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.stop import StopRequest, interrupted_by_signals
 
@@ -116,6 +116,15 @@ def test_a_signal_while_the_finished_model_is_measured(tiny: Make, monkeypatch: 
         patch.setattr("vitrail.training.run.write_examples", lambda *_: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped) as caught:
             train(tiny(steps=2))
+    assert steps_of(caught.value.run, "stopped") == [2]
+    assert resume(caught.value.run).summary["steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_signal_after_the_last_step_is_not_lost(tiny: Make) -> None:
+    log = Log(lambda event: event["event"] == "checkpoint" and signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Stopped) as caught:
+        train(tiny(steps=2, checkpoints=1), log=log)
     assert steps_of(caught.value.run, "stopped") == [2]
     assert resume(caught.value.run).summary["steps"] == 2
 

@@ -36,7 +36,7 @@ from vitrail.models.variants import override_fields
 from vitrail.settings import bare_names, setting
 from vitrail.tasks import TASKS
 from vitrail.training.config import LENGTHS, WITHOUT_WEIGHTS, TrainConfig
-from vitrail.training.folder import check_request, read_record
+from vitrail.training.folder import check_request, has_current, read_record
 from vitrail.training.log import Log
 from vitrail.training.page import try_command
 from vitrail.training.run import changed_config, finished, resume
@@ -179,7 +179,7 @@ def _resumed(folder: Path, given: Mapping[str, Any], log: Log, started: float) -
     config, _ = changed_config(folder, read_record(folder).config, options["changes"], options["allow"])
     data = config.data.open_whole()
     is_extended = bool({*LENGTHS} & options["changes"].keys())
-    run = None if is_extended or (folder / "report.html").exists() else finished(folder)
+    run = None if is_extended or has_current(folder, "report.html") else finished(folder)
     run = run or resume(folder, data=data, **options, log=log, started=started)
     return evaluate_run(run, config, config.data.cut(data))
 

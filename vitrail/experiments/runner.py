@@ -29,7 +29,7 @@ from vitrail.errors import ConfigError, RunError, VitrailError, nearest
 from vitrail.files import check_parent, partial_path, recover_folder, replaced_path, saving, write_json
 from vitrail.settings import from_plain
 from vitrail.training.config import RESOLVED, TrainConfig
-from vitrail.training.folder import LOCK, locked, read_record
+from vitrail.training.folder import is_unrecorded, locked, read_record
 from vitrail.training.log import Log, end_of, read_journal
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -75,7 +75,7 @@ def check_folder(path: Path, settings: Mapping[str, Any], content: str, option: 
                 f"{folder} holds {content} with other settings: {'; '.join(changed[:5])}. Give the same settings to "
                 f"continue, or choose another {option}"
             )
-    elif not folder.is_dir() or any(folder.iterdir()):
+    elif not folder.is_dir() or any(entry != partial_path(path) for entry in folder.iterdir()):
         raise RunError(f"{folder} exists and does not hold {content}: it has no {path.name}; choose another {option}")
 
 
@@ -122,8 +122,8 @@ def complete_run(
             run = resume(folder, data=data, measure_test=measure_test, changes=changes, log=log)
             return run.metrics, run
         config = config.override(overwrite=True)
-    elif all(path.name == LOCK or path == partial_path(folder / "run.json") for path in folder.glob("*")):
-        shutil.rmtree(folder, ignore_errors=True)  # killed before the run was recorded
+    elif is_unrecorded(folder):
+        shutil.rmtree(folder, ignore_errors=True)
     run = train(config, data=data, initial=initial, log=log, measure_test=measure_test)
     return run.metrics, run
 

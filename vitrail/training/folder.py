@@ -118,12 +118,16 @@ PLACE = re.compile(rb'<p id="inside">.*?</p>', re.DOTALL)
 """The paragraph of a run's report that has the link."""
 
 
+def has_current(run: Path, page: str) -> bool:
+    """Return True if a run has a page that is not older than its model."""
+    path, model = run / page, run / "model" / "model.json"
+    return path.is_file() and not (model.is_file() and model.stat().st_mtime > path.stat().st_mtime)
+
+
 def inside_link(run: Path) -> str:
     """Return the paragraph with the link. It is empty unless the run has a page that is newer than its model."""
-    page, model = run / PAGE, run / "model" / "model.json"
-    is_current = page.is_file() and not (model.is_file() and model.stat().st_mtime > page.stat().st_mtime)
     text = f'<a href="{PAGE}">Look inside the model</a>: its layers, saliency maps, embeddings and errors.'
-    return f'<p id="inside">{text if is_current else ""}</p>'
+    return f'<p id="inside">{text if has_current(run, PAGE) else ""}</p>'
 
 
 def link_inside(run: Path) -> None:
@@ -230,18 +234,20 @@ def new_folder(config: TrainConfig) -> Path:
     """Make the run's folder, and return its path. Raises `RunError` if the folder exists and may not be replaced."""
     folder = place_of(config)
     check_place(folder, config)
-    if folder.exists():
+    if (folder / "run.json").is_file():
         shutil.rmtree(folder)
     with saving("the run", folder):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def check_place(folder: Path, config: TrainConfig) -> None:
     """Raise `RunError` if the folder exists and the run may not replace it, and `DestinationError` if it cannot be
-    made."""
+    made. A folder in which a process was killed before it recorded its run is new."""
     if not folder.exists():
         check_parent(folder)
+        return
+    if is_unrecorded(folder) and any(folder.iterdir()) and not is_locked(folder):
         return
     if not config.run.overwrite:
         raise RunError(
@@ -261,6 +267,12 @@ def check_place(folder: Path, config: TrainConfig) -> None:
         )
     if is_locked(folder):
         raise RunError(_in_use(folder))
+
+
+def is_unrecorded(folder: Path) -> bool:
+    """Return True if a folder has nothing but what a process leaves that is killed before it records its run."""
+    left = (LOCK, partial_path(folder / "run.json").name)
+    return folder.is_dir() and all(path.name in left for path in folder.iterdir())
 
 
 def run_of(model: Path) -> Path | None:

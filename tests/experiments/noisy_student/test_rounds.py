@@ -181,6 +181,8 @@ def test_changed_images_are_not_answered_by_earlier_rounds(
             raise KeyboardInterrupt
 
     config = config_of(student, unlabelled=str(colour_folder))
+    (tmp_path / "rounds").mkdir()
+    (tmp_path / "rounds" / ".noisy-student.json.vitrail-partial").touch()  # by a command that was killed
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run_rounds(config, tmp_path / "rounds", Log(begin))
