@@ -438,6 +438,8 @@ def _complete(run: Run, state: TrainState) -> RunResult:
         _train(run, state)
         try:
             with interrupted_by_signals():
+                if any(job.processes.gather(run.stop.is_asked)):  # too late for the last step to see it
+                    raise KeyboardInterrupt
                 return finish(run, state)
         except KeyboardInterrupt:
             log.tell("stopped", step=state.step)
