@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import html
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable

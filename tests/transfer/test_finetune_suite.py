@@ -243,8 +243,12 @@ def test_a_run_that_diverges_is_skipped_with_the_reason(small: Suite, tuned: Tun
 @pytest.mark.slow
 def test_what_cannot_be_used(small: Suite, tuned: Tune, tmp_path: Path) -> None:
     tuned(small)
+    results = (tmp_path / "runs" / "suite.json").read_bytes()
     with pytest.raises(RunError, match=r"near contains a run with other settings: steps was 2 and is 3"):
         tuned(small, method={"explicit": {"steps": 3}})
+    with pytest.raises(RunError, match=r"with other settings: model was .* and is 'other'"):
+        tuned(small, method={"explicit": {"init": "other"}})
+    assert (tmp_path / "runs" / "suite.json").read_bytes() == results, "refused calls leave the results"
     with pytest.raises(RunError, match="runs of a suite with other settings: suite was 'small' and is 'other'"):
         tuned(replace(small, name="other"))
     (tmp_path / "runs" / "suite.json").write_text("{")

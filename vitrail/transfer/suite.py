@@ -355,8 +355,9 @@ def finetune_suite(
     Raise `DataError` if every task was skipped, `RunError` if `place` contains other runs, and the errors of `plan` and
     `finetune`.
     """
-    check_folder(place / RESULTS, {"suite": suite.name}, "the runs of a suite", "--name")
-    return _SuiteRun(suite, initial, config, folder, place, method, log or Log()).go(strict=strict)
+    run = _SuiteRun(suite, initial, config, folder, place, method, log or Log())
+    check_folder(place / RESULTS, {"suite": suite.name, **run.about}, "the runs of a suite", "--name")
+    return run.go(strict=strict)
 
 
 def is_suite_run(folder: Path) -> bool:
@@ -388,7 +389,7 @@ class _SuiteRun:
                     raise type(error)(f"task {task.name}: {error}") from error
                 self.log.note(f"skipped {task.name}: {error}")
                 self.rows.append(TaskResult(task, reason=str(error)))
-        result = self._result()
+        result = SuiteResult(self.suite, tuple(self.rows))
         result.check()
         self._write_results()
         return result
@@ -406,7 +407,9 @@ class _SuiteRun:
         chosen = self._plan(task, data, images.spec, place)
         for reason in () if (place / "run.json").is_file() else chosen.reasons:
             self.log.say(f"  {reason}")
-        self._write_results()  # marks the folder, so that a run that is stopped is known to belong to a suite
+        # A run that is stopped is known by this file to belong to a suite. Earlier results stay if it is refused.
+        if any(row.metrics for row in self.rows) or not (self.place / RESULTS).exists():
+            self._write_results()
         config, trials = choose_best_rate(chosen.config, data, self.initial, chosen.rates, place, log=self.log)
         found, run = complete_run(config, data=data, initial=self.initial, log=self.log)
         splits = config.data.cut(data)
@@ -447,11 +450,12 @@ class _SuiteRun:
         found = planned()
         return planned(validation_share=of_suite.held_out) if found.rates else found
 
-    def _result(self) -> SuiteResult:
-        return SuiteResult(self.suite, tuple(self.rows))
+    @property
+    def about(self) -> dict[str, Any]:
+        """The model and the protocol of all tasks, in the file with the results."""
+        return {"model": self.config.start.init, "protocol": self.method.protocol}
 
     def _write_results(self) -> None:
-        about = {"model": self.config.start.init, "protocol": self.method.protocol}
         with saving("the results", self.place):
             self.place.mkdir(parents=True, exist_ok=True)
-            write_json(self.place / RESULTS, suite_as_plain(self._result()) | about)
+            write_json(self.place / RESULTS, suite_as_plain(SuiteResult(self.suite, tuple(self.rows))) | self.about)
