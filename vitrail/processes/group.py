@@ -364,7 +364,7 @@ def join_processes(timeout: float = 600.0) -> Processes:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         joined = Processes(place, PrefixStore("vitrail", store), timeout)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:  # ValueError: an address that cannot be one
         host, port = place.address
         raise ConfigError(
             f"MASTER_ADDR={host} MASTER_PORT={port}: the {place.world} processes did not come together within "

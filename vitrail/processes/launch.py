@@ -32,7 +32,7 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Return the place of this process from the environment variables of torchrun, else from those of SLURM.
 
     A SLURM job counts only inside `srun`, which sets the number of tasks of the step. Raises `ConfigError` for values
-    that are not numbers.
+    that are not numbers, and for several processes of which this one has no number.
     """
     try:
         if environment.get("RANK") and environment.get("WORLD_SIZE"):
@@ -47,12 +47,13 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch:
                 world,
                 _number(environment, "LOCAL_RANK", rank),
                 _number(environment, "LOCAL_WORLD_SIZE", world),
-                (environment.get("MASTER_ADDR", "localhost"), _number(environment, "MASTER_PORT", 29500)),
+                (environment.get("MASTER_ADDR") or "localhost", _number(environment, "MASTER_PORT", 29500)),
                 _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
             )
         if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
             per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-            port = _number(environment, "MASTER_PORT", 20000 + _number(environment, "SLURM_JOB_ID") % 20000)
+            step = _number(environment, "SLURM_JOB_ID") + 997 * _number(environment, "SLURM_STEP_ID", 0)
+            port = _number(environment, "MASTER_PORT", 20000 + step % 20000)  # steps of a job can run side by side
             return Launch(
                 _number(environment, "SLURM_PROCID"),
                 _number(environment, "SLURM_STEP_NUM_TASKS"),
@@ -61,9 +62,12 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch:
                 (environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]), port),
                 _number(environment, "SLURM_RESTART_COUNT", 0),
             )
+        if _number(environment, "WORLD_SIZE", 1) > 1:
+            raise KeyError("RANK")
     except KeyError as error:
         raise ConfigError(
-            f"the environment of torchrun or SLURM is incomplete ({error}); start the command with torchrun or srun"
+            f"the environment of torchrun or SLURM is incomplete ({error}); start the command with torchrun or srun, "
+            "or leave WORLD_SIZE out"
         ) from None
     return Launch()
 
