@@ -14,6 +14,7 @@ import uvicorn
 from starlette.requests import Request
 
 from tests.serving.running import Running
+from vitrail.errors import ConfigError
 from vitrail.serving.ray import ModelDeployment
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -74,3 +75,9 @@ def test_the_token_of_the_environment(model: Path, monkeypatch: pytest.MonkeyPat
     with running(ModelDeployment(str(model), max_batch=4)) as server:
         assert server.ask("GET", "/metrics").status == 401
         assert server.ask("GET", "/metrics", Authorization="Bearer secret").status == 200
+
+
+@pytest.mark.parametrize("settings", [{"workers": 2}, {"port": 80}, {"watch": True}, {"max_connections": 9}])
+def test_settings_of_the_framework_are_refused(settings: dict[str, int], model: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(settings))}="):
+        ModelDeployment(str(model), **settings)

@@ -15,7 +15,11 @@ from vitrail.serving.model import OverlayMaker
 from vitrail.serving.server import named_models
 from vitrail.serving.service import Service
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings
+from vitrail.settings import raise_problems
 from vitrail.weights.load import load
+
+OF_FRAMEWORK = ("port", "workers", "watch", "max_connections", "keep_alive_seconds", "drain_seconds")
+"""Settings of a process that listens by itself. Here the framework listens and starts the processes."""
 
 
 class ModelDeployment:
@@ -34,8 +38,12 @@ class ModelDeployment:
         **settings: Any,
     ) -> None:
         """Load models, which are given as on the command line: MODEL, or NAME=MODEL. `settings` are those of
-        `ServeSettings`; the framework chooses the address and the number of processes. Raise `ConfigError` and
-        `BundleError`."""
+        `ServeSettings` without `OF_FRAMEWORK`. Raise `ConfigError` and `BundleError`."""
+        raise_problems(
+            f"{name}={settings[name]!r} has no effect here; set what the framework has in its place"
+            for name in OF_FRAMEWORK
+            if name in settings
+        )
         bundles = {name: load(path, device=device) for name, path in named_models(models).items()}
         # The framework listens, so its address is not known here. Names of hosts are checked only if some are
         # given.
