@@ -225,13 +225,18 @@ def write_table(path: Path, heads: Sequence[str], rows: Iterable[Sequence[Any]])
         writer.writerows(rows)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, replacing it in one step."""
+    partial = partial_path(path)
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, replacing the file in one step."""
-    partial = partial_path(path)
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     # A file name that is not UTF-8 has lone surrogates, whose backslash form is also their form in JSON.
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    partial.replace(path)
+    write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
 def sha256(path: Path) -> str:

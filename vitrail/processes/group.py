@@ -59,7 +59,7 @@ class Processes:
         self.group: Any = None
         """The process group of torch.distributed for exchanges. None is the default one."""
         self._store = store
-        self._has_store = store is not None
+        """The store that the processes share. None for a process that is alone, or if the store is lost."""
         self._life = None if store is None else SignsOfLife(store.clone(), place.rank)
         self._timeout = timedelta(seconds=timeout)
         self._flag: Later | None = None
@@ -269,7 +269,7 @@ class Processes:
             self._store.set(f"heard/{self.rank}", "")
             return bool(told)
 
-        if self._has_store:
+        if self._store is not None:
             with suppress(Exception):
                 return within(STORE_SECONDS, tell)
         return False
@@ -301,7 +301,7 @@ class Processes:
             gone, behind, message = within(STORE_SECONDS, look)
         except (RuntimeError, TimeoutError):  # the store is in the first process, or in its torchrun
             gone, behind, message = [0], [], None
-            self._has_store = False
+            self._store = None
         if message is not None:
             return message
         for those, verb in ((gone, "ended, or its machine cannot be reached"), (behind, "does not answer")):

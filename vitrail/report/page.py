@@ -19,7 +19,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from vitrail.errors import plural
-from vitrail.files import partial_path, saving
+from vitrail.files import saving, write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -43,9 +43,7 @@ GENERATOR = '<meta name="generator" content="vitrail">'
 def write_page(what: str, path: Path, template: str, **values: Any) -> None:
     """Write a page in one step. Raise `SaveError`, whose message names it `what`. See `render` for the rest."""
     with saving(what, path):
-        partial = partial_path(path)
-        partial.write_text(render(template, **values), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, render(template, **values).encode())
 
 
 def render(template: str, **values: Any) -> str:

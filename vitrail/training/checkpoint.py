@@ -315,9 +315,7 @@ class BestModel:
         The copy consists of links where the file system has them, because files of models are replaced and never
         changed.
         """
-        for kept in self._kept():
-            if kept.name.removeprefix(KEPT) not in map(str, referenced):
-                shutil.rmtree(kept, ignore_errors=True)
+        self.forget(referenced)
         copy = self._copy(step)
         if step not in referenced or copy.exists() or not self.path.is_dir():
             return
@@ -347,13 +345,11 @@ class BestModel:
                 entry.rename(target)
             copy.rmdir()
 
-    def forget(self) -> None:
-        """Delete the copies of earlier models, because the run is complete."""
-        for kept in self._kept():
-            shutil.rmtree(kept, ignore_errors=True)
-
-    def _kept(self) -> list[Path]:
-        return list(self.folder.glob(f"{KEPT}*"))
+    def forget(self, referenced: Collection[int] = ()) -> None:
+        """Delete the copies of earlier models of steps that no checkpoint refers to: all of a complete run."""
+        for kept in list(self.folder.glob(f"{KEPT}*")):
+            if kept.name.removeprefix(KEPT) not in map(str, referenced):
+                shutil.rmtree(kept, ignore_errors=True)
 
     def _copy(self, step: int) -> Path:
         return self.folder / f"{KEPT}{step}"

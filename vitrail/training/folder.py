@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitrail.errors import ConfigError, RunError
-from vitrail.files import check_parent, expanded, partial_path, saving, write_json
+from vitrail.files import check_parent, expanded, partial_path, saving, write_json, write_whole
 from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig
 from vitrail.settings import bare_names, facts
@@ -139,9 +139,7 @@ def link_inside(run: Path) -> None:
         before = path.read_bytes()
         after = PLACE.sub(lambda _: inside_link(run).encode(), before, count=1)
         if after != before:
-            partial = partial_path(path)
-            partial.write_bytes(after)
-            partial.replace(path)
+            write_whole(path, after)
 
 
 # The lock of a run's folder. Only the process that holds it may train the run or replace the folder.
