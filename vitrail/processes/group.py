@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,15 +35,6 @@ LOOK_SECONDS = 5.0
 """Seconds between two looks for signs of life of the first process while the others wait for a long computation."""
 
 
-@dataclass
-class Later:
-    """The result of a computation that runs while this process does something else."""
-
-    tensor: Tensor
-    wait: Callable[[], None]
-    """A function that returns when `tensor` holds the result."""
-
-
 class Processes:
     """The processes that train one network together, seen from one of them. By default this process is alone.
 
@@ -62,7 +52,7 @@ class Processes:
         """The store that the processes share. None for a process that is alone, or if the store is lost."""
         self._life = None if store is None else SignsOfLife(store.clone(), place.rank)
         self._timeout = timedelta(seconds=timeout)
-        self._flag: Later | None = None
+        self._flag: Callable[[], Tensor] | None = None
         self._long = 0
         """Number of long computations of the first process so far."""
 
@@ -98,23 +88,23 @@ class Processes:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by its sum over all processes, and return it."""
-        later = self.sum_later(tensor)
-        later.wait()
-        return later.tensor
+        return self.sum_later(tensor)()
 
-    def sum_later(self, tensor: Tensor) -> Later:
-        """Begin to replace a tensor by its sum over all processes."""
+    def sum_later(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to replace a tensor by its sum over all processes while this process does something else. Return a
+        function that waits for the sum, and returns it."""
         if not self.are_several:
-            return Later(tensor, lambda: None)
+            return lambda: tensor
         with self.exchange("a sum"):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
 
-        def wait() -> None:
+        def wait() -> Tensor:
             with self.exchange("a sum", begins=False):
                 work.wait()
+            return tensor
 
-        return Later(tensor, wait)
+        return wait
 
     def sum_with_gradients(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes, through which gradients pass. The gradient is that of the sum
@@ -138,8 +128,7 @@ class Processes:
         earlier, self._flag = self._flag, self.sum_later(torch.tensor(int(value)))
         if earlier is None:
             return False
-        earlier.wait()
-        return bool(earlier.tensor)
+        return bool(earlier())
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all processes in their order. Values are pickled."""

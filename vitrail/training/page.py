@@ -261,20 +261,17 @@ def _word(labels: tuple[str, ...]) -> str:
 # The report of a run without labels: one HTML page with metrics and pictures.
 
 
-def write_pictures(
-    folder: Path, heading: str, metrics: dict[str, float], tables: Sequence[PictureTable]
-) -> Path | None:
-    """Write `report.html` into a run's folder, replace an earlier report, and return the path. Without tables of
-    pictures, write nothing. Raise `SaveError`.
+def write_pictures(folder: Path, heading: str, metrics: dict[str, float], tables: Sequence[PictureTable]) -> None:
+    """Write `report.html` into a run's folder, over an earlier report. Without tables of pictures, write nothing. Raise
+    `SaveError`.
 
     `heading` is a sentence about the run.
     """
     if not tables:
-        return None
-    path = folder / "report.html"
+        return
     write_page(
         "the report",
-        path,
+        folder / "report.html",
         "training/pictures.html",
         title=f"Report of {folder.resolve().name}",
         heading=heading,
@@ -283,7 +280,6 @@ def write_pictures(
         metrics=[(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.items()],
         tables=tables,
     )
-    return path
 
 
 # `progress.html`: a run on one page, which is updated during the run.
@@ -320,8 +316,8 @@ class ProgressPage:
             self._written = now
             self.write()
 
-    def write(self) -> Path:
-        """Write the page, and return its path. Raises `SaveError`."""
+    def write(self) -> None:
+        """Write the page. Raises `SaveError`."""
         events = read_journal(self.folder / "journal.jsonl")
         config, task = self.config, self.config.task
         kept = "finished" if config.run.keep == "last" else "best"
@@ -330,10 +326,9 @@ class ProgressPage:
         changed = {
             name: value for name, value in settings_of(config).items() if value not in (None, defaults.get(name))
         }
-        path = self.folder / "progress.html"
         write_page(
             "the page of the run",
-            path,
+            self.folder / "progress.html",
             "training/progress.html",
             title=f"Run {self.folder.resolve().name}",
             state=self._state(events),
@@ -356,7 +351,6 @@ class ProgressPage:
                 if event["event"] == "skipped"
             ],
         )
-        return path
 
     def _state(self, events: Sequence[dict[str, Any]]) -> str:
         """Return a sentence about how far the run is."""

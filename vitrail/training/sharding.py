@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from vitrail.errors import ProcessError
 from vitrail.models.compiled import uncompiled
 from vitrail.models.linear.lora import ADAPTER
 from vitrail.models.variants import transformer
-from vitrail.processes.group import Later, Processes, local, whole
+from vitrail.processes.group import Processes, local, whole
 from vitrail.tasks.task import BatchObjective, Objective
 from vitrail.training.config import Shard
 from vitrail.training.optimizer import OptimizerConfig
@@ -48,7 +48,7 @@ class GradientSum:
         self._bucket_of: dict[int, int] = {}
         self._awaited: list[int] = []
         """Number of gradients that each bucket still lacks."""
-        self._sums: list[Later] = []
+        self._sums: list[Callable[[], Tensor]] = []
         self._is_last = False
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
@@ -74,10 +74,9 @@ class GradientSum:
                 )
         self._awaited = [0] * len(self._buckets)
         self._send()
-        for bucket, later in zip(self._buckets, self._sums, strict=True):
-            later.wait()
+        for bucket, summed in zip(self._buckets, self._sums, strict=True):
             gradients = [_gradient(parameter) for parameter in bucket]
-            parts = torch.split(later.tensor, [gradient.numel() for gradient in gradients])
+            parts = torch.split(summed(), [gradient.numel() for gradient in gradients])
             views = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
             torch._foreach_copy_(gradients, views)
         self._sums = []

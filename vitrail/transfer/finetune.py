@@ -54,7 +54,7 @@ from vitrail.transfer.protocols import (
 )
 from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.rules import enough_validation, plan_by_rule
-from vitrail.transfer.trials import Tried, choose_rate, forget_tried, read_tried, search_settings, trials_folder
+from vitrail.transfer.trials import RESULTS, Tried, choose_rate, read_tried, search_settings, trials_folder
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.zero_shot import readable_name, zero_shot
@@ -275,7 +275,8 @@ def finetune(
                 if any(one.steps for one in tried):  # these trials are beside this folder
                     config = config.override(run=str(folder))
             else:
-                forget_tried(folder)
+                # The trials of an earlier command must not be shown with another run of this name.
+                (trials_folder(folder) / RESULTS).unlink(missing_ok=True)
             config, trials = choose_best_rate(config, data, initial, rates, folder, log=log)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped before the run; finished trials stay in {trials_folder(folder)}") from None

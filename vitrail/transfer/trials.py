@@ -228,11 +228,6 @@ def read_tried(folder: Path) -> tuple[Tried, ...]:
     return () if recorded is None else tuple(Tried(*row) for row in recorded["tried"])
 
 
-def forget_tried(folder: Path) -> None:
-    """Delete the record of an earlier command's trials, so that it is not shown with another run of this name."""
-    (trials_folder(folder) / RESULTS).unlink(missing_ok=True)
-
-
 def _read(place: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads((place / RESULTS).read_text(encoding="utf-8"))
