@@ -42,7 +42,7 @@ EVALUATORS = Registry[Any](
         "masks": "vitrail.evaluation.segmentation:ByMasks",
         "segmentation": "vitrail.evaluation.segmentation:BySegmentation",
         "retrieval": "vitrail.evaluation.retrieval:ByRetrieval",
-        "zeroshot": "vitrail.evaluation.zero_shot:ByZeroShot",
+        "zeroshot": "vitrail.evaluation.retrieval:ByZeroShot",
     },
     fits=SETTINGS,
 )

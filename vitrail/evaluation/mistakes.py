@@ -14,8 +14,7 @@ from vitrail.data.batch import Skipped
 from vitrail.data.objects import Mask, Objects, overlaps_with
 from vitrail.data.source import Source
 from vitrail.errors import plural
-from vitrail.evaluation.detection import objects_in
-from vitrail.evaluation.metrics.average_precision import average_precision
+from vitrail.evaluation.detection import average_precision, objects_in
 from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.segmentation import confused_pixels, intersection_over_union, mask_metrics, pixel_confusion
