@@ -28,8 +28,7 @@ from vitrail.data.sources import open_data
 from vitrail.evaluation.detection import average_precision
 from vitrail.evaluation.evaluators import EVALUATORS
 from vitrail.evaluation.metrics.report import report
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.settings import setting
 from vitrail.training.run import RunResult
 from vitrail.weights.load import load
