@@ -12,10 +12,11 @@ from jaxtyping import Bool, Float64
 from vitrail.data.objects import Objects, Runs, overlaps_with
 from vitrail.data.source import Source, check_outlines, target_kind
 from vitrail.errors import ConfigError, DataError, plural
+from vitrail.evaluation.evaluators import Bootstrapped
 from vitrail.evaluation.metrics.intervals import Metric, interval, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.heads.dense_head import MOST_BOXES
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.settings import setting
 from vitrail.weights.answers import AnyPrediction, Detections
 
 
@@ -31,15 +32,12 @@ class FoundInSource(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ByDetection:
+class ByDetection(Bootstrapped):
     """Average precision of the objects that a model finds, with intervals (`average_precision`). It is that of masks
     if the model finds them, else that of boxes."""
 
     bootstrap: int = setting(200, least=0)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` if the model does not predict boxes, and `DataError` if the data has none, has other

@@ -12,7 +12,7 @@ from vitrail.data.source import Source
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.outputs import Outputs
 from vitrail.registry import SETTINGS, Registry
-from vitrail.settings import from_plain
+from vitrail.settings import from_plain, problems, raise_problems, setting
 from vitrail.weights.answers import OutputKind
 
 
@@ -29,6 +29,17 @@ class Evaluator(Protocol):
     """
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Bootstrapped:
+    """The setting of an evaluator whose metrics have bootstrap intervals."""
+
+    bootstrap: int = setting(1000, least=0, advice="0 computes no intervals")
+    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
+
+    def __post_init__(self) -> None:
+        raise_problems(problems(self))
 
 
 EVALUATORS = Registry[Any](

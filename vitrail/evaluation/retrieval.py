@@ -15,11 +15,10 @@ from torch import Tensor
 
 from vitrail.data.source import Source, check_known, target_kind
 from vitrail.errors import DataError
-from vitrail.evaluation.evaluators import COUNTS
+from vitrail.evaluation.evaluators import COUNTS, Bootstrapped
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.metrics.intervals import interval_or_wilson, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import problems, raise_problems, setting
 from vitrail.weights.zero_shot import read_templates, zero_shot
 
 KS = (1, 5, 10)
@@ -37,15 +36,9 @@ BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class ByRetrieval:
+class ByRetrieval(Bootstrapped):
     """R@1, R@5 and R@10 in both directions, with intervals. Each of several texts of an image is right, and equal texts
     count as one. Of equally similar ones, those that are wrong come first."""
-
-    bootstrap: int = setting(1000, least=0)
-    """Number of bootstrap resamples of the images for each 95 % confidence interval. 0 computes no intervals."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` for a model without a text tower, and `DataError` for data without texts."""
@@ -143,17 +136,15 @@ def best_ranks(
 
 
 @dataclass(frozen=True)
-class ByZeroShot:
+class ByZeroShot(Bootstrapped):
     """Metrics of a classifier whose head is made from the names of the data's classes (`vitrail.weights.zero_shot`)."""
 
     templates: str = "usual"
     """Texts around the name of a class: usual (a photo of a {}.), imagenet (80), short (7), or a file with a text that
     contains {} in each line. The embeddings of all texts of a class are averaged."""
-    bootstrap: int = 1000
-    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:
-        ByAccuracy(bootstrap=self.bootstrap)
+        super().__post_init__()
         read_templates(self.templates)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:

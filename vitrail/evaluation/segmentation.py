@@ -27,6 +27,7 @@ from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset, target_kind, typical_size
 from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, plural
+from vitrail.evaluation.evaluators import Bootstrapped
 from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
@@ -59,14 +60,8 @@ class ConfusedPixels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ByMasks:
+class ByMasks(Bootstrapped):
     """Intersection over union of the masks that a model predicts, with intervals (`mask_metrics`)."""
-
-    bootstrap: int = setting(1000, least=0)
-    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` if the model does not predict a mask of the whole image, and `DataError` if the data has
