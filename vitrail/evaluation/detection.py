@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float64
 
 from vitrail.data.objects import Objects, Runs, overlaps_with
 from vitrail.data.source import Source, check_outlines, target_kind
+from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.evaluation.evaluators import Bootstrapped
 from vitrail.evaluation.metrics.intervals import Metric, interval, with_intervals
@@ -18,17 +19,6 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.models.heads.dense_head import MOST_BOXES
 from vitrail.settings import setting
 from vitrail.weights.answers import AnyPrediction, Detections
-
-
-class FoundInSource(NamedTuple):
-    """The true objects of the images of a source, and those that a model finds."""
-
-    indices: list[int]
-    """Indices in the source of the images that can be used."""
-    truths: list[Objects]
-    found: list[Detections]
-    is_finite: bool
-    """False if an output of the model is not finite. `found` is then empty."""
 
 
 @dataclass(frozen=True)
@@ -67,40 +57,32 @@ class ByDetection(Bootstrapped):
         Raise `DataError` if none of the images can be used.
         """
         self.check(outputs, train, held_out)
-        seen = outputs.once(held_out, objects_in)
+        seen = outputs.answered(held_out, true_and_found)
         counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
         if not seen.is_finite:
             return {"average_precision": float("nan"), **counts}
-        if not seen.found:
+        if not seen.judged:
             raise outputs.none_usable(plural(len(held_out), "image"), "boxes")
+        truths, found = zip(*seen.judged, strict=True)
         classes, of_masks = len(held_out.classes), outputs.bundle.finds_masks
-        report = average_precision(seen.truths, seen.found, classes, of_masks=of_masks, resamples=self.bootstrap)
+        report = average_precision(truths, found, classes, of_masks=of_masks, resamples=self.bootstrap)
         main = {"": report.precision, "_50": report.precision_50, "_75": report.precision_75}
         values = with_intervals({f"average_precision{ending}": metric for ending, metric in main.items()})
         parts = {f"average_precision_{name}": value for name, value in report.by_size.items()}
         if of_masks:
-            of_boxes = average_precision(seen.truths, seen.found, classes, resamples=0)
+            of_boxes = average_precision(truths, found, classes, resamples=0)
             parts["box_average_precision"] = of_boxes.precision.value
         of_classes = zip(held_out.classes, report.by_class, strict=True)
         parts |= {f"{name}:average_precision": value for name, value in of_classes}
         values |= {name: value for name, value in parts.items() if value is not None}
-        values["score_threshold"] = best_threshold(seen.truths, seen.found)
+        values["score_threshold"] = best_threshold(truths, found)
         return values | counts
 
 
-def objects_in(outputs: Outputs, source: Source) -> FoundInSource:
-    """Return the true objects of the images of a source, and those that the model finds. Images that cannot be decoded
-    or whose annotation has another size are skipped. An image without a target has no objects."""
-    seen = FoundInSource([], [], [], is_finite=True)
-
-    def take(place: int, found: AnyPrediction) -> None:
-        assert isinstance(found, Detections)
-        seen.indices.append(place)
-        seen.found.append(found)
-        target = source.target(place)
-        seen.truths.append(target if isinstance(target, Objects) else Objects.of([], []))
-
-    return seen if outputs.each_answer(source, take) else FoundInSource([], [], [], is_finite=False)
+def true_and_found(target: Target, found: AnyPrediction) -> tuple[Objects, Detections]:
+    """Return the true objects of an image, and those that a model finds. An image without a target has no objects."""
+    assert isinstance(found, Detections)
+    return (target if isinstance(target, Objects) else Objects.of([], [])), found
 
 
 # COCO's average precision of boxes and of masks, with bootstrap intervals over the images.

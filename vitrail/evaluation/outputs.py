@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from vitrail.cores import share_cores
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
 from vitrail.data.source import Source, image_of, truth_of
-from vitrail.data.targets import Targets
+from vitrail.data.targets import Target, Targets
 from vitrail.errors import BundleError, ConfigError, DataError
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
 from vitrail.machine import Precision
@@ -29,7 +29,7 @@ from vitrail.weights.answers import AnyPrediction, OutputKind
 from vitrail.weights.bundle import Bundle, is_described
 
 Take = Callable[[Batch, Tensor], None]
-Seen = TypeVar("Seen")
+Stored = TypeVar("Stored")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +101,17 @@ class Rows:
         return Predictions(logits, truth, keys, indices, self.source.classes, scores, skipped)
 
 
+class Answered(NamedTuple):
+    """The images of a source to which a model of boxes or masks has given an answer."""
+
+    indices: list[int]
+    """Indices in the source of the images that can be used."""
+    judged: list[Any]
+    """What an evaluator has made of the target and of the answer of each of these images."""
+    is_finite: bool
+    """False if an output of the model is not finite. The lists are then empty."""
+
+
 @dataclass(eq=False)
 class Outputs:
     """A model with its features and predictions for all samples of a source, and the way in which they are computed.
@@ -138,11 +149,11 @@ class Outputs:
         # Each result is stored with its source, because Python can reuse the id of a freed source.
         self._stored: dict[tuple[int, str], tuple[Source, Any]] = {}
 
-    def _stored_or(self, source: Source, name: str, compute: Callable[[], Seen]) -> Seen:
+    def _stored_or(self, source: Source, name: str, compute: Callable[[], Stored]) -> Stored:
         """Return what is stored for a source under a name, or else what `compute` returns, which is then stored."""
         if (id(source), name) not in self._stored:
             self._stored[id(source), name] = source, compute()
-        found: Seen = self._stored[id(source), name][1]
+        found: Stored = self._stored[id(source), name][1]
         return found
 
     def batch_for(self, precision: Precision) -> int:
@@ -245,12 +256,15 @@ class Outputs:
             self._stored[id(source), "rows"] = source, (rows, skipped)
         return skipped
 
-    def each_answer(self, source: Source, take: Callable[[int, AnyPrediction], None]) -> bool:
-        """Call `take` with the index of each image of a source that can be used, and with the prediction of a model of
-        boxes or masks for it. Return False if an output is not finite; the images after it are then left out."""
+    def answered(self, source: Source, judge: Callable[[Target, AnyPrediction], Any]) -> Answered:
+        """Return what `judge` makes of the target of each image of a source that can be used, and of the answer of a
+        model of boxes or masks. An image is skipped if `judge` returns None. The images are answered once, also for the
+        report of a run (`remember`)."""
+        indices: list[int] = []
+        judged: list[Any] = []
         is_finite = True
 
-        def answer(batch: Batch, made: Tensor) -> None:
+        def take(batch: Batch, made: Tensor) -> None:
             nonlocal is_finite
             valid = batch.valid.cpu()
             places, made = batch.samples[valid].tolist(), made.cpu()[valid]
@@ -259,19 +273,20 @@ class Outputs:
                 return
             placements = self.bundle.placements([image_of(source, place) for place in places])
             for place, found in zip(places, self.bundle.answers(made, placements=placements), strict=True):
-                take(place, found)
+                one = judge(source.target(place), found)
+                if one is not None:
+                    indices.append(place)
+                    judged.append(one)
 
-        self.each_batch(source, answer)
-        return is_finite
+        def compute() -> Answered:
+            self.each_batch(source, take)
+            return Answered(indices, judged, True) if is_finite else Answered([], [], False)
 
-    def once(self, source: Source, compute: Callable[[Outputs, Source], Seen]) -> Seen:
-        """Return `compute(self, source)`: what a model of boxes or masks answers to the images of a source, and what is
-        true. It is computed once, also for the report of a run (`remember`)."""
-        return self._stored_or(source, "seen", lambda: compute(self, source))
+        return self._stored_or(source, "answered", compute)
 
-    def remember(self, source: Source, seen: Any) -> None:
-        """Store what `once` returns for a source."""
-        self._stored[id(source), "seen"] = source, seen
+    def remember(self, source: Source, answered: Answered) -> None:
+        """Store what `answered` returns for a source."""
+        self._stored[id(source), "answered"] = source, answered
 
     def batches(self, source: Source) -> Iterator[Batch]:
         """Yield the batches of a source that this process computes, for evaluators that need more than the outputs of
@@ -292,10 +307,10 @@ class Outputs:
         return len(everyone)
 
     def kept(self, source: Source) -> Any:
-        """Return the outputs that `each_batch` stored for a source (`Predictions`), what `once` has stored, or None.
+        """Return the outputs that `each_batch` stored for a source (`Predictions`), or what `answered` stored, or None.
         Raise the errors of `Rows.predictions`."""
         if (id(source), "rows") not in self._stored:
-            return self._stored.get((id(source), "seen"), (source, None))[1]
+            return self._stored.get((id(source), "answered"), (source, None))[1]
         rows, skipped = self._stored[id(source), "rows"][1]
         return rows.predictions(self.bundle.output, skipped)
 
