@@ -288,10 +288,11 @@ class Outputs:
         """Store what `answered` returns for a source."""
         self._stored[id(source), "answered"] = source, answered
 
-    def batches(self, source: Source) -> Iterator[Batch]:
+    def batches(self, source: Source, batch_size: int | None = None) -> Iterator[Batch]:
         """Yield the batches of a source that this process computes, for evaluators that need more than the outputs of
-        the head. Without a `batch_size`, they have 256 images."""
-        return self._batches(source, self.batch_size or 256)
+        the head. By default they have `batch_size` images, or 256 if the size was not given."""
+        size, preprocess = batch_size or self.batch_size or 256, self.bundle.preprocess
+        return evaluation_batches(source, preprocess, batch_size=size, readers=self.readers, ranks=self.ranks)
 
     def none_usable(self, images: str, target: str) -> DataError:
         """Return the error of images, such as "9 images", of which none can be used with its target."""
@@ -314,10 +315,6 @@ class Outputs:
         rows, skipped = self._stored[id(source), "rows"][1]
         return rows.predictions(self.bundle.output, skipped)
 
-    def _batches(self, source: Source, batch_size: int) -> Iterator[Batch]:
-        preprocess = self.bundle.preprocess
-        return evaluation_batches(source, preprocess, batch_size=batch_size, readers=self.readers, ranks=self.ranks)
-
     def _each_batch(self, source: Source, take: Take) -> tuple[Skipped, ...]:
         network, preprocess = self.bundle.network, self.bundle.preprocess
         if getattr(network, "head", network) is None:
@@ -339,7 +336,7 @@ class Outputs:
             batch = batch.to(predictor.device)
             return batch, predictor.logits(preprocess.normalise(batch.images)).float()
 
-        found: Iterator[tuple[Batch, Tensor]] = map(outputs_of, self._batches(source, size))
+        found: Iterator[tuple[Batch, Tensor]] = map(outputs_of, self.batches(source, size))
         if self.processes.are_several:
             found = self._of_all(found, math.ceil(len(source) / size), predictor.device)
         share_cores()
