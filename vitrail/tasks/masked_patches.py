@@ -346,7 +346,7 @@ def _between(size: int, first: np.ndarray, length: np.ndarray) -> Bool[np.ndarra
 # to 255 of a channel are divided into 8 equal bins, which are 3 bits. The paper does not state its bins. A colour of
 # three channels is one of 512 classes: 64 times the bin of red, plus 8 times the bin of green, plus the bin of blue.
 # A grey image has one channel, so its levels are 8 classes. Grey images that are read as three equal channels use the
-# 8 of the 512 classes that are grey. Tokens are those of a trained tokenizer (`vitrail.tasks.tokens`).
+# 8 of the 512 classes that are grey. Tokens are those of a trained tokenizer (`vitrail.tasks.tokenizer`).
 
 
 PatchTarget = Literal["mean-colour", "colours", "pixels", "tokens"]

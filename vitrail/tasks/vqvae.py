@@ -31,7 +31,6 @@ from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems, setting
-from vitrail.tasks.codebook import Coder, CoderConfig, perplexity
 from vitrail.tasks.patches import batch_key, decoder_config, unfit_parts
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, picture_of, spread
 from vitrail.tasks.task import (
@@ -45,7 +44,7 @@ from vitrail.tasks.task import (
     mean_losses,
     mean_of_counted,
 )
-from vitrail.tasks.tokenizer import Tokenizer, all_tokens
+from vitrail.tasks.tokenizer import Coder, CoderConfig, Tokenizer, all_tokens, perplexity
 from vitrail.weights.bundle import Bundle
 
 
