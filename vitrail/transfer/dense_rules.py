@@ -21,6 +21,7 @@ from vitrail.data.objects import Objects
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, typical_size
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, plural
+from vitrail.experiments.runner import training_speeds
 from vitrail.machine import Precision, TrainingPrecision, autocast, available_memory, resolve_precision
 from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
@@ -29,7 +30,6 @@ from vitrail.tasks.kept_outputs import KEPT_FRACTION
 from vitrail.tasks.segmentation import Segmentation
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
-from vitrail.training.pilot import training_speeds
 from vitrail.training.start import fitted, head_fields
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.facts import (

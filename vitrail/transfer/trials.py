@@ -33,7 +33,7 @@ from vitrail.training.linear_start import linear_score
 from vitrail.training.log import Log, kept_result, read_journal
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.facts import Candidate, Search
-from vitrail.transfer.rules import MIN_STEPS
+from vitrail.transfer.protocols import MIN_STEPS
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256
 
