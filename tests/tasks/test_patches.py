@@ -27,7 +27,7 @@ from vitrail.tasks.masked_patches import (
     draw_blocks,
     draw_corruption,
 )
-from vitrail.tasks.patches import PatchTask, draw_order
+from vitrail.tasks.unlabelled import PatchTask, draw_order
 
 GRIDS = [((14, 14), 75), ((7, 7), 20), ((5, 12), 24), ((14, 14), 140), ((2, 3), 2)]
 

@@ -26,7 +26,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import setting
 from vitrail.tasks.task import BatchObjective, LossOutput, Objective, Position, StepCost, TaskMetric, mean_of_counted
-from vitrail.tasks.views import COLLAPSE, ViewObjective, ViewTask, follow, mean_of, momentum_at
+from vitrail.tasks.unlabelled import COLLAPSE, ViewObjective, ViewTask, follow, mean_of, momentum_at
 
 GROUP = 256
 """Number of held-out images whose views are compared with each other. The loss depends on it."""

@@ -30,8 +30,8 @@ from vitrail.models.tokens import cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import setting
-from vitrail.tasks.patches import PatchObjective, PatchTask, Restored, decoder_config, draw_order
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
+from vitrail.tasks.unlabelled import PatchObjective, PatchTask, Restored, decoder_config, draw_order
 
 PUBLISHED_WIDTH, PUBLISHED_DEPTH, PUBLISHED_HEADS = 512, 8, 16
 """The decoder of the paper, for all sizes of the network."""

@@ -31,9 +31,9 @@ from vitrail.models.tokens import Replace, cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import setting
-from vitrail.tasks.patches import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
 from vitrail.tasks.tokenizer import TokenizerTargets, check_grid, tokenizer_facts
+from vitrail.tasks.unlabelled import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
 
 ACCURACY: dict[PatchTarget, str] = {
     "mean-colour": "colour_accuracy",

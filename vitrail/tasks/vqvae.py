@@ -31,7 +31,6 @@ from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems, setting
-from vitrail.tasks.patches import batch_key, decoder_config, unfit_parts
 from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, picture_of, spread
 from vitrail.tasks.task import (
     HeadlessObjective,
@@ -45,6 +44,7 @@ from vitrail.tasks.task import (
     mean_of_counted,
 )
 from vitrail.tasks.tokenizer import Coder, CoderConfig, Tokenizer, all_tokens, perplexity
+from vitrail.tasks.unlabelled import batch_key, decoder_config, unfit_parts
 from vitrail.weights.bundle import Bundle
 
 
