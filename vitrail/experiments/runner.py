@@ -33,11 +33,11 @@ from vitrail.files import check_parent, partial_path, recover_folder, replaced_p
 from vitrail.processes.group import join_processes
 from vitrail.settings import from_plain
 from vitrail.tasks.pictures import spread
-from vitrail.training.build import pixels_fit
 from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.folder import LOCK, locked, read_record
 from vitrail.training.log import Log, end_of, read_journal
 from vitrail.training.run import RunResult, resume, train
+from vitrail.training.state import pixels_fit
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 CELLS, CELL, RESULT, LOG = "cells", "cell.json", "result.json", "log.txt"
