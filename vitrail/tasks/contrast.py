@@ -162,8 +162,7 @@ class BatchNorm(nn.Module):
 class SimClr(ContrastTask):
     """Find the two views of each image among all views of a batch, which needs no labels.
 
-    The saved model is the network without a head. The constructor raises `ConfigError` if fields have invalid values.
-    The message names all of them.
+    The saved model is the network without a head.
     """
 
     name = "simclr"
@@ -252,8 +251,7 @@ NARROW, NARROW_HIDDEN = 192, 512
 class MoCo(ContrastTask):
     """Find each view among the embeddings of a running mean of the network, which needs no labels.
 
-    The saved model is the network without a head. The constructor raises `ConfigError` if fields have invalid values.
-    The message names all of them.
+    The saved model is the network without a head.
     """
 
     name = "moco"

@@ -64,8 +64,7 @@ WITH_WARMUP = Effect(lambda own: own.target_temperature_epochs > 0, "with --targ
 class Dino(ViewTask):
     """Predict the outputs of a running mean of the network for other views of the same image, which needs no labels.
 
-    The saved model is the running mean, which is the teacher, without a head. The constructor raises `ConfigError` if
-    fields have invalid values. The message names all of them.
+    The saved model is the running mean, which is the teacher, without a head.
     """
 
     name = "dino"

@@ -27,10 +27,7 @@ from vitrail.tasks.teacher import Teacher, check_teacher, teacher_facts
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Classification):
-    """Learn the classes of images from labels and from the predictions of a teacher.
-
-    The constructor raises `ConfigError` if fields have invalid values. The message names all of them.
-    """
+    """Learn the classes of images from labels and from the predictions of a teacher."""
 
     name = "distillation"
 

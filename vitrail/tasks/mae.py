@@ -41,8 +41,7 @@ PUBLISHED_WIDTH, PUBLISHED_DEPTH, PUBLISHED_HEADS = 512, 8, 16
 class Mae(PatchTask):
     """Remove most patches of images and predict their pixels, which needs no labels.
 
-    The saved model is the network without a head. The constructor raises `ConfigError` if fields have invalid values.
-    The message names all of them.
+    The saved model is the network without a head.
     """
 
     name = "mae"

@@ -47,8 +47,7 @@ ACCURACY: dict[PatchTarget, str] = {
 class MaskedPatches(PatchTask):
     """Predict the colours or the pixels of corrupted patches, which needs no labels.
 
-    The saved model is the network without a head. The constructor raises `ConfigError` if fields have invalid values.
-    The message names all of them.
+    The saved model is the network without a head.
     """
 
     name = "masked-patches"

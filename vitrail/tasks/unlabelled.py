@@ -60,10 +60,7 @@ from vitrail.weights.bundle import Bundle
 
 @dataclass(frozen=True, kw_only=True)
 class PatchTask(HeadlessTask):
-    """A task in which a Vision Transformer predicts hidden patches. The saved model is the network without a head.
-
-    The constructor raises `ConfigError` if fields have invalid values. The message names all of them.
-    """
+    """A task in which a Vision Transformer predicts hidden patches. The saved model is the network without a head."""
 
     loss_metric = "patch_loss"
 
@@ -286,10 +283,7 @@ COLLAPSE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ViewTask(HeadlessTask):
-    """A task that compares two views of each image. The saved model is the network without a head.
-
-    The constructor raises `ConfigError` if fields have invalid values. The message names all of them.
-    """
+    """A task that compares two views of each image. The saved model is the network without a head."""
 
     views = 2
 

@@ -52,8 +52,7 @@ from vitrail.weights.bundle import Bundle
 class VqVae(HeadlessTask):
     """Learn discrete tokens of patches, from which a decoder restores the image. This needs no labels.
 
-    The saved model is a tokenizer: the network without a head, with a codebook and a decoder in a file beside it. The
-    constructor raises `ConfigError` if fields have invalid values. The message names all of them.
+    The saved model is a tokenizer: the network without a head, with a codebook and a decoder in a file beside it.
     """
 
     name = "vqvae"
