@@ -44,7 +44,7 @@ from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.report.page import printable
 from vitrail.settings import Checked, setting, to_plain
 from vitrail.tasks.classification import Classification
-from vitrail.tasks.teacher import TeacherFacts, check_classifier, check_teacher, load_teacher, teacher_facts
+from vitrail.tasks.distillation import TeacherFacts, check_classifier, check_teacher, load_teacher, teacher_facts
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
 from vitrail.training.log import Log

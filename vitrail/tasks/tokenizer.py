@@ -32,7 +32,7 @@ from vitrail.models.positions import sincos_2d
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import from_plain, to_plain
-from vitrail.tasks.teacher import Conversion, files_of
+from vitrail.tasks.distillation import Conversion, files_of
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
 from vitrail.weights.locate import find
