@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vitrail.bench.workload import timed, waits_for
 from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Objects
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, typical_size
@@ -325,15 +326,14 @@ def _head_seconds(config: ViTConfig, device: torch.device, precision: TrainingPr
     network: Any = build(replace(config, **shallow)).to(device)
     with torch.no_grad():
         tokens: Features = network.features(torch.zeros(batch, config.channels, *config.image_size, device=device))
-    best = math.inf
-    for _ in range(4):
-        begin = time.perf_counter()
+
+    def step() -> None:
         with autocast(precision, device):
             found = network.head(tokens)
         torch.autograd.backward(found.float().square().mean())
-        next(network.head.parameters()).sum().item()  # waits for the device
-        best = min(best, (time.perf_counter() - begin) / batch)
-    return best
+
+    timer = timed(step, waits_for(device))
+    return min(timer() for _ in range(4)) / batch
 
 
 def sizes_for(network: AnyConfig, shape: tuple[float, float], train: Source) -> list[tuple[int, int]]:
