@@ -34,14 +34,13 @@ from vitrail.training import checkpoint, loop
 from vitrail.training import job as forecast
 from vitrail.training import run as execution
 from vitrail.training.after_step import Run
-from vitrail.training.build import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked
 from vitrail.training.job import prepare
 from vitrail.training.run import resume, train
 from vitrail.training.sharding import StreamedCopy
 from vitrail.training.start import open_initial
-from vitrail.training.state import TrainState
+from vitrail.training.state import TrainState, make_network, make_state
 from vitrail.weights.load import load
 
 

@@ -42,7 +42,6 @@ from vitrail.training.log import check_trackers
 from vitrail.training.schedule import RunLength, Schedule, is_zero
 from vitrail.training.sharding import shard_problems
 from vitrail.training.start import Origin, check_choice, fitted, head_fields
-from vitrail.training.state import TrainState
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, check_loadable
 from vitrail.weights.words import Words
@@ -137,15 +136,6 @@ class Job:
     def work(self, step: int) -> float:
         """Return the cost of the steps before this one, in steps of the last phase."""
         return sum(phase.cost * phase.before(step) for phase in self.phases)
-
-    def is_over(self, state: TrainState) -> bool:
-        """Return True after the last step, or if patience is exhausted.
-
-        The answer depends on the training state alone. A run that ended early therefore also ends when it is resumed
-        from its last checkpoint.
-        """
-        patience = self.config.run.patience
-        return state.step >= self.steps or (patience is not None and state.best.waited >= patience)
 
 
 def prepare(

@@ -42,7 +42,6 @@ from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.tasks.task import Objective, Task
 from vitrail.training.after_step import Run, before_first_step, check_finite, reader_trials
-from vitrail.training.build import make_bundle, make_network, make_state
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, Timing
 from vitrail.training.config import ALLOWED, LENGTHS, ON_RESUME, EarlyConfig, TrainConfig
@@ -63,7 +62,7 @@ from vitrail.training.loop import fit
 from vitrail.training.optimizer import check_names
 from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, write_pictures
 from vitrail.training.start import open_again, open_initial
-from vitrail.training.state import TrainState
+from vitrail.training.state import TrainState, make_bundle, make_network, make_state
 from vitrail.training.stop import StopRequest, interrupted_by_signals
 from vitrail.weights.bundle import Bundle, load_bundle
 

@@ -46,13 +46,14 @@ from vitrail.transfer.facts import (
 from vitrail.transfer.protocols import (
     TableRow,
     check_final_run,
+    enough_validation,
     final_config,
     plan_by_hyperrule,
     plan_by_paper,
+    plan_by_rule,
     with_all_images,
 )
 from vitrail.transfer.report import AnyReport, write_report
-from vitrail.transfer.rules import enough_validation, plan_by_rule
 from vitrail.transfer.trials import Tried, choose_rate, forget_tried, read_tried, search_settings, trials_folder
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle
