@@ -77,8 +77,8 @@ def test_scaling(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_kinds_of_attention(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.bench.growth.SIDES", (3, 4))
-    monkeypatch.setattr("vitrail.bench.growth.measure_memory", lambda entry, workload: 10**6)
+    monkeypatch.setattr("vitrail.bench.compare.SIDES", (3, 4))
+    monkeypatch.setattr("vitrail.bench.compare.measure_memory", lambda entry, workload: 10**6)
     words = ["train", "ViT-Pico/7", *SHAPE[3:], "--batch-size", "2", "--repetitions", "1", "--warmup", "0"]
     words += ["--attention", "blocks:size=2,axial", "--scaling", "tokens"]
     found = cli.json("bench", *words)["attention"]

@@ -22,7 +22,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.evaluation.detection import ByDetection
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.heads.queries import CELLS
+from vitrail.models.heads.masks import CELLS
 from vitrail.tasks import mask_loss
 from vitrail.tasks.detection import Detection
 from vitrail.tasks.mask_loss import QueryObjective, Segments, masking_chances, query_losses, segments_of

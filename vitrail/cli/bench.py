@@ -18,9 +18,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from vitrail.bench.compare import compare
-from vitrail.bench.growth import Axis, attention_scaling, full_at, scaling
-from vitrail.bench.memory import is_out_of_memory, largest_batch
+from vitrail.bench.compare import Axis, attention_scaling, compare, full_at, scaling
 from vitrail.bench.peers import LOADERS, ToRead, check_loaders
 from vitrail.bench.reading import (
     DECODING,
@@ -32,7 +30,7 @@ from vitrail.bench.reading import (
     write_parquet,
     write_photographs,
 )
-from vitrail.bench.step import OURS
+from vitrail.bench.step import OURS, is_out_of_memory, largest_batch
 from vitrail.bench.workload import Spread, Workload, interleave, timed
 from vitrail.cli.console import Column, ReductionOptions, message_console, print_notes, terminal_table
 from vitrail.cli.lists import OWN_SIZES

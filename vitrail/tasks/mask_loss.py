@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.data.objects import IGNORED
-from vitrail.models.heads.queries import CELLS
+from vitrail.models.heads.masks import CELLS
 from vitrail.tasks.set_loss import class_loss, match, token_amounts
 from vitrail.tasks.task import LossOutput, Objective, Position, Task
 

@@ -21,7 +21,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.copies import shared_copy
+from vitrail.models.network import shared_copy
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems

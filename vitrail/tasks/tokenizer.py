@@ -22,16 +22,14 @@ from torch import Tensor
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, UserError
-from vitrail.models.copies import shared_copy
 from vitrail.models.cost import prediction_bytes
-from vitrail.models.network import FootprintPrecision
+from vitrail.models.network import FootprintPrecision, shared_copy
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.codebook import Coder, CoderConfig, join_patches
 from vitrail.tasks.teacher import Conversion, files_of
 from vitrail.weights.bundle import Bundle, weights_sha256
-from vitrail.weights.load import load
-from vitrail.weights.locate import find
+from vitrail.weights.load import find, load
 from vitrail.weights.saved import TOKENIZER, StoredFormat, tokenizer_file
 
 FORMAT = 1

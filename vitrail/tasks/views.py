@@ -22,7 +22,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.compiled import compile_copy
-from vitrail.models.copies import shared_copy
+from vitrail.models.network import shared_copy
 from vitrail.processes.group import local
 from vitrail.tasks.pictures import PictureTable, neighbour_table
 from vitrail.tasks.task import (

@@ -24,8 +24,7 @@ from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.copies import shared_copy
-from vitrail.models.network import Footprint, FootprintPrecision
+from vitrail.models.network import Footprint, FootprintPrecision, shared_copy
 from vitrail.models.tokens import cut_patches
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
