@@ -9,7 +9,6 @@ read, `spiece.model`, or BERT's `vocab.txt` is expected beside it. Without it th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from vitrail.weights.layouts.google import (
     TEXT_TOWERS,
     Google,
     dense,
-    encoder_pairs,
+    encoder_names,
     heads_of,
     norm,
     unscanned,
@@ -47,8 +46,9 @@ from vitrail.weights.layouts.layout import (
     Checkpoint,
     Description,
     Hints,
-    Pair,
+    Names,
     StoresTexts,
+    Theirs,
     carried,
     depth_of,
     inside,
@@ -109,7 +109,7 @@ class BigVisionPair(StoresTexts):
             tensors=TensorFile(whole.path, shapes, read),
             config=pair,
             preprocess=image.preprocess,
-            pairs=tuple(_pairs(pair, layout)),
+            names=_names(pair, layout),
             classes=(),
             tokenizer=tokenizer,
             notes=tuple(part.notes),
@@ -127,7 +127,7 @@ class BigVisionPair(StoresTexts):
         ]
         if words.bias is not None:
             state["bias"] = state["scale"].new_tensor(words.bias)
-        tensors = theirs_of(state, _pairs(PairConfig(image=config, text=text, bias=words.bias)))
+        tensors = theirs_of(state, _names(PairConfig(image=config, text=text, bias=words.bias)))
         encoder = "txt/Transformer/", "txt/Encoder_0/"
         named = {f"{PREFIX}{name.replace(*encoder)}": tensor for name, tensor in tensors.items()}
         with replacing_folder("the model", path, self.folder_files) as partial:
@@ -171,22 +171,24 @@ def _own_text(tensors: TensorFile, place: Path) -> TextPart:
     return TextPart(text, config, tokenizer, notes)
 
 
-def _pairs(config: PairConfig, layout: Google = BIG_VISION) -> Iterator[Pair]:
+def _names(config: PairConfig, layout: Google = BIG_VISION) -> Names:
     image, text = config.image, config.text
     assert isinstance(image, ViTConfig)
-    yield from inside(layout.pairs(image), "image.", "img/")
-    yield from inside((bert_pairs if text.post_norm else _text_pairs)(text), "text.", "txt/")
-    for ours, theirs in (("scale", "t"), ("bias", "b")):
-        if ours == "scale" or config.bias is not None:
-            yield Pair(ours, (theirs,), lambda t: t.reshape(()), lambda t: t.reshape(1))
+    return {
+        **inside(layout.names(image), "image.", "img/"),
+        **inside(BERT_NAMES if text.post_norm else _text_names(text), "text.", "txt/"),
+        "scale": Theirs(("t",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
+        "bias": Theirs(("b",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
+    }
 
 
-def _text_pairs(config: TextConfig) -> Iterator[Pair]:
-    yield Pair("embedding.weight", ("Embed_0/embedding",))
-    yield Pair("positions", ("pos_embedding",), lambda t: t[0], lambda t: t[None])
-    yield from encoder_pairs(config.depth, config.heads, config.pool)
-    if config.outputs:
-        yield from dense("projection", "head")
+def _text_names(config: TextConfig) -> Names:
+    return {
+        "embedding.weight": "Embed_0/embedding",
+        "positions": Theirs(("pos_embedding",), lambda t: t[0], lambda t: t[None]),
+        **encoder_names(config.heads),
+        **dense("projection", "head"),
+    }
 
 
 BIG_VISION_PAIR = BigVisionPair()
@@ -262,24 +264,22 @@ def describe_bert(tensors: TensorFile, place: Path) -> TextPart:
     return TextPart(TensorFile(tensors.path, shapes | {POSITIONS: (context, width)}, read), config, tokenizer, [note])
 
 
-def bert_pairs(config: TextConfig) -> Iterator[Pair]:
-    """Yield the pairs of tensor names of a text tower."""
-    yield Pair("embedding.weight", (TOKENS,))
-    yield Pair("positions", (POSITIONS,))
-    yield from norm("norm", f"{ENCODER}layer_norm")
-    for layer in range(config.depth):
-        ours, theirs = f"blocks.{layer}", f"{LAYERS}{layer}"
-        attention = f"{theirs}/attention_block"
-        parts = [f"{attention}/attention_layer/{part}" for part in ("query", "key", "value")]
-        yield Pair(f"{ours}.attention.qkv.weight", tuple(f"{part}/kernel" for part in parts), Tensor.t, Tensor.t)
-        yield Pair(f"{ours}.attention.qkv.bias", tuple(f"{part}/bias" for part in parts))
-        yield from dense(f"{ours}.attention.out", f"{attention}/dense_layer")
-        yield from norm(f"{ours}.norm1", f"{attention}/layer_norm")
-        yield from dense(f"{ours}.mlp.up", f"{theirs}/{UP}")
-        yield from dense(f"{ours}.mlp.down", f"{theirs}/mlp_block/dense_layer")
-        yield from norm(f"{ours}.norm2", f"{theirs}/mlp_block/layer_norm")
-    if config.outputs:
-        yield from dense("projection", "head")
+_BLOCK, _ATTENTION = f"{LAYERS}*", f"{LAYERS}*/attention_block"
+_PARTS = [f"{_ATTENTION}/attention_layer/{part}" for part in ("query", "key", "value")]
+BERT_NAMES: Names = {
+    "embedding.weight": TOKENS,
+    "positions": POSITIONS,
+    **norm("norm", f"{ENCODER}layer_norm"),
+    "blocks.*.attention.qkv.weight": Theirs(tuple(f"{part}/kernel" for part in _PARTS), Tensor.t, Tensor.t),
+    "blocks.*.attention.qkv.bias": tuple(f"{part}/bias" for part in _PARTS),
+    **dense("blocks.*.attention.out", f"{_ATTENTION}/dense_layer"),
+    **norm("blocks.*.norm1", f"{_ATTENTION}/layer_norm"),
+    **dense("blocks.*.mlp.up", f"{_BLOCK}/{UP}"),
+    **dense("blocks.*.mlp.down", f"{_BLOCK}/mlp_block/dense_layer"),
+    **norm("blocks.*.norm2", f"{_BLOCK}/mlp_block/layer_norm"),
+    **dense("projection", "head"),
+}
+"""Our names of the tensors of a text tower, and those of BERT."""
 
 
 def _tokenizer(place: Path, context: int) -> TextTokenizer:
