@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.tasks.books import make
 from vitrail.processes.group import Processes
-from vitrail.tasks.codebook import perplexity
+from vitrail.tasks.tokenizer import perplexity
 
 ALONE = Processes()
 

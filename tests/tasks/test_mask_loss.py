@@ -23,11 +23,16 @@ from vitrail.data.sources import open_data
 from vitrail.evaluation.detection import ByDetection
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.heads.masks import CELLS
-from vitrail.tasks import mask_loss
-from vitrail.tasks.detection import Detection
-from vitrail.tasks.mask_loss import QueryObjective, Segments, masking_chances, query_losses, segments_of
-from vitrail.tasks.segmentation import Segmentation
-from vitrail.tasks.set_loss import token_amounts
+from vitrail.tasks import segmentation
+from vitrail.tasks.detection import Detection, token_amounts
+from vitrail.tasks.segmentation import (
+    QueryObjective,
+    Segmentation,
+    Segments,
+    masking_chances,
+    query_losses,
+    segments_of,
+)
 
 CLASSES, QUERIES, GRID = 4, 6, (3, 5)
 
@@ -178,7 +183,7 @@ LEARNED: dict[str, dict[str, Any]] = {
 def test_the_objects_of_ten_drawn_images_are_learned_by_heart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_kind: str
 ) -> None:
-    monkeypatch.setattr(mask_loss, "POINTS", 1000)
+    monkeypatch.setattr(segmentation, "POINTS", 1000)
     make_outlines_folder(tmp_path / "data", train=10, validation=0, test=0)
     config = tiny_config(
         data=tmp_path / "data", run=tmp_path / "run", variant="ViT-Pico/8", image_size=(48, 64), heads=3, steps=200,

@@ -33,12 +33,12 @@ from vitrail.models.variants import ModelConfig
 from vitrail.processes.group import Processes
 from vitrail.tasks.pairs import Clip, Embeddings, PairObjective, PairTask, SigLip
 from vitrail.tasks.task import Position
-from vitrail.training.build import make_network
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place
 from vitrail.training.job import prepare
 from vitrail.training.log import read_journal
 from vitrail.training.run import resume, train
+from vitrail.training.state import make_network
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.words import Words
 

@@ -22,7 +22,7 @@ from vitrail.data.objects import IGNORED
 from vitrail.data.sources import open_data
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.segmentation import ByMasks
-from vitrail.tasks import mask_loss
+from vitrail.tasks import segmentation
 from vitrail.tasks.segmentation import Segmentation, SegmentationObjective, at_pixels, dice_loss
 
 SIZE = 24, 40
@@ -115,7 +115,7 @@ def test_a_network_of_masks_fulfils_the_contract(head_kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("head_kind", ["fine-patches", "queries"])
 def test_ten_drawn_images_are_learned_by_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_kind: str) -> None:
-    monkeypatch.setattr(mask_loss, "POINTS", 1000)
+    monkeypatch.setattr(segmentation, "POINTS", 1000)
     of_head = {"queries": {"queries": 8, "query_blocks": 2, "depth": 4}, "fine-patches": {"loss_stride": 1}}[head_kind]
     make_scenes(tmp_path / "data", "train", 10)
     config = tiny_config(

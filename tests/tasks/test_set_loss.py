@@ -21,8 +21,7 @@ from scipy.optimize import linear_sum_assignment
 import vitrail
 from tests.tasks.objectives import batch_of_boxes, check_parts
 from vitrail.errors import ConfigError
-from vitrail.tasks.detection import Detection
-from vitrail.tasks.set_loss import match, set_losses
+from vitrail.tasks.detection import Detection, match, set_losses
 
 
 def objective_of(tokens: int = 7, **settings: Any) -> Any:

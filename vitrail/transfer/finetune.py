@@ -18,8 +18,7 @@ from vitrail.errors import ConfigError, Interrupted, plural
 from vitrail.evaluation.metrics.classes import fit_temperature
 from vitrail.evaluation.metrics.report import regression_report, report
 from vitrail.evaluation.mistakes import box_report, mask_report
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.machine import Precision, available_memory, keep_freed_memory, pick_device, resolve_precision
 from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.regression import Regression
@@ -47,13 +46,14 @@ from vitrail.transfer.facts import (
 from vitrail.transfer.protocols import (
     TableRow,
     check_final_run,
+    enough_validation,
     final_config,
     plan_by_hyperrule,
     plan_by_paper,
+    plan_by_rule,
     with_all_images,
 )
 from vitrail.transfer.report import AnyReport, write_report
-from vitrail.transfer.rules import enough_validation, plan_by_rule
 from vitrail.transfer.trials import Tried, choose_rate, forget_tried, read_tried, search_settings, trials_folder
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle

@@ -10,7 +10,7 @@ import torch
 
 from vitrail.models.variants import build
 from vitrail.studies.claims import Alike, Better, Claim, GainShrinks
-from vitrail.studies.cost import CELL_SECONDS, cost_of, sizes_for
+from vitrail.studies.engine import CELL_SECONDS, cost_of, sizes_for
 from vitrail.studies.questions import STUDIES
 from vitrail.studies.study import Point, Scale, Settings, Study
 

@@ -15,9 +15,9 @@ from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped, UndecodableImage
-from vitrail.training import pilot
+from vitrail.experiments import runner
+from vitrail.experiments.runner import training_speeds
 from vitrail.training.config import TrainConfig
-from vitrail.training.pilot import training_speeds
 
 
 class Made(Pictures):
@@ -52,7 +52,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Splits]]:
         calls.append((config.run.steps, data.whole))
         return SimpleNamespace(summary={"images_per_second": 200.0 if config.run.threads == 0 else 100.0})
 
-    monkeypatch.setattr(pilot, "train", train)
+    monkeypatch.setattr(runner, "train", train)
     return calls
 
 
@@ -62,7 +62,7 @@ def test_a_pilot_has_the_epochs_of_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     # Of 9,000 images in 90 s, each of the 900 is seen 10 times. 20 s are 500 steps of 4 images: 200 images 10 times.
     assert training_speeds([small()], splits, 20.0, 90.0) == [100.0]
     (first, whole), (steps, few) = calls
-    assert (first, steps) == (pilot.FIRST_STEPS, 500) and whole.train is splits.train and len(few.train) == 200
+    assert (first, steps) == (runner.FIRST_STEPS, 500) and whole.train is splits.train and len(few.train) == 200
     assert {few.train.target(index) for index in range(200)} == {0, 1}, "sorted data keeps its classes"
     assert few.validation is None and few.test is None
 
@@ -94,6 +94,6 @@ def test_a_stop_offers_no_run_to_resume(monkeypatch: pytest.MonkeyPatch) -> None
     def stopped(*_: Any, **__: Any) -> None:
         raise Stopped("stopped", Path("run"))
 
-    monkeypatch.setattr(pilot, "train", stopped)
+    monkeypatch.setattr(runner, "train", stopped)
     with pytest.raises(KeyboardInterrupt):
         training_speeds([small()], Splits(Made(), None, None), 1.0, 1.0)
