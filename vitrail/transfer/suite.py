@@ -23,8 +23,8 @@ from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.run import finished
-from vitrail.transfer.facts import Explicit, FinetunePlan
-from vitrail.transfer.finetune import Protocol, choose_best_rate, evaluate_run, plan
+from vitrail.transfer.facts import FinetunePlan
+from vitrail.transfer.finetune import Method, choose_best_rate, evaluate_run, plan
 from vitrail.transfer.protocols import TableRow
 from vitrail.weights.bundle import Bundle
 
@@ -317,19 +317,6 @@ RESULTS = "suite.json"
 """Name of the file with the results, in the folder of the runs."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """Settings of `plan` that all tasks of a suite share."""
-
-    protocol: Protocol = "rule"
-    explicit: Explicit = field(default_factory=dict)
-    """Settings of the user. They replace those of the suite and of the protocol."""
-    rates: tuple[float, ...] | None = None
-    """Learning rates to try on images that the suite holds out. By default the learning rates of the protocol."""
-    row: TableRow | None = None
-    """Row of the paper's Table 4 for the paper's protocol. By default the row of the suite."""
-
-
 def finetune_suite(
     suite: Suite,
     initial: Bundle,
@@ -440,9 +427,7 @@ class _SuiteRun:
 
         def planned(**more: Any) -> FinetunePlan:
             explicit = {**chosen, **more, **method.explicit}
-            return plan(
-                self.initial, data, config, method.protocol, explicit, rates=method.rates, row=row, search=False
-            )
+            return plan(self.initial, data, config, replace(method, explicit=explicit, row=row), search=False)
 
         found = planned()
         return planned(validation_share=of_suite.held_out) if found.rates else found
