@@ -37,8 +37,7 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.metrics.classes import PerSample, per_sample
 from vitrail.evaluation.metrics.report import ClassificationReport, report
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.report.page import jpeg
 from vitrail.weights.answers import check_predicts_classes
 from vitrail.weights.bundle import Bundle

@@ -18,7 +18,7 @@ from vitrail.analysis.tracing import has_maps, trace
 from vitrail.data.pixels.decode import image_size_of, to_pil
 from vitrail.data.source import Source
 from vitrail.evaluation.metrics.classes import PerSample
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Predictions
 from vitrail.weights.bundle import Bundle
 
 BATCH = 16

@@ -20,11 +20,11 @@ from vitrail.data.splits import (
     check_classes,
     choice_in,
     chosen,
+    drawn,
+    drawn_per_class,
     named_splits,
     one_class,
     split_of,
-    take,
-    take_per_class,
     with_validation,
     without_training,
 )
@@ -632,7 +632,7 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
                 f"data {spec!r} selects {match['number']} of {plural(len(train), 'training image')}; give a whole "
                 f"number up to {len(train)}, or a percentage such as [:10%]"
             )
-        train = take(train, count, seed=seed, method=method)
+        train = subset(train, drawn(train, count, seed=seed, method=method))
     if per_class is not None:
         if splits.target_kind in ("numbers", "mask") or not splits.classes:
             held = "masks, and their classes are not counted" if splits.target_kind == "mask" else "no classes"
@@ -640,7 +640,7 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
                 f"per_class={per_class}: data {spec!r} has {held}; take a number of images instead, like "
                 f"{spec}[:{per_class}]"
             )
-        train = take_per_class(train, per_class, seed=seed, method=method)
+        train = subset(train, drawn_per_class(train, per_class, seed=seed, method=method))
     if train is splits.train:
         return splits
     if not len(train):

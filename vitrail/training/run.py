@@ -567,7 +567,7 @@ class RunResult:
     """The task that the model was trained for."""
     predictions: Mapping[str, Any] = field(default_factory=dict)
     """Outputs of the model by the name of the held-out split: `Predictions`, or what a model of boxes or masks answers
-    (`FoundInSource`, `ConfusedPixels`). A split with more than `MAX_KEPT` outputs of classes is missing."""
+    (`Answered`). A split with more than `MAX_KEPT` outputs of classes is missing."""
 
     def texts(self, split: str) -> list[str]:
         """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".

@@ -18,8 +18,7 @@ from vitrail.errors import ConfigError, Interrupted, plural
 from vitrail.evaluation.metrics.classes import fit_temperature
 from vitrail.evaluation.metrics.report import regression_report, report
 from vitrail.evaluation.mistakes import box_report, mask_report
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.machine import Precision, available_memory, keep_freed_memory, pick_device, resolve_precision
 from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.regression import Regression

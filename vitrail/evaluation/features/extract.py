@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -25,12 +25,14 @@ from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_fingerprint, weights_fingerprint
-from vitrail.evaluation.predictions import Pass
 from vitrail.machine import Precision, resolve_precision
 from vitrail.models.predictor import Predictor
 from vitrail.settings import typed
 from vitrail.weights.answers import finite
 from vitrail.weights.bundle import Bundle
+
+if TYPE_CHECKING:
+    from vitrail.evaluation.outputs import Outputs
 
 Layer = Literal["embedding", "head-inputs"]
 """Layer of a network whose outputs are the features. The two layers differ if the network has a hidden layer before its
@@ -74,7 +76,7 @@ def existing_layer(network: nn.Module, layer: Layer) -> Layer:
     return layer if getattr(network.config, "head_hidden", 0) else "embedding"
 
 
-def extract(how: Pass, source: Source, layer: Layer = "embedding") -> FeatureSet:
+def extract(how: Outputs, source: Source, layer: Layer = "embedding") -> FeatureSet:
     """Return a feature vector for every sample, as float32: the output of `network.embed`, or with the layer
     "head-inputs" the vectors that the head receives.
 
@@ -84,7 +86,7 @@ def extract(how: Pass, source: Source, layer: Layer = "embedding") -> FeatureSet
     little.
 
     Features of the same weights, data, preprocessing and precision are memory-mapped from the cache, and new ones are
-    stored there, unless the network was changed (`Pass.usable_cache`). An interrupted extraction continues where it
+    stored there, unless the network was changed (`Outputs.usable_cache`). An interrupted extraction continues where it
     stopped. The resulting bytes are the same as without the interruption if the batch sizes are the same. If another
     process is computing the same features, this call waits for it. If the cache cannot be written, the features are
     computed in memory and not stored.
@@ -117,7 +119,7 @@ def extract(how: Pass, source: Source, layer: Layer = "embedding") -> FeatureSet
 class _Job:
     """The features to extract."""
 
-    how: Pass
+    how: Outputs
     source: Source
     layer: Layer
     batch_size: int

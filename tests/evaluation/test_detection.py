@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.objects import Objects, Runs, drawn
-from vitrail.evaluation.metrics.average_precision import average_precision, best_threshold
+from vitrail.evaluation.detection import average_precision, best_threshold
 from vitrail.weights.answers import Detections
 
 CLASSES = 3
