@@ -122,13 +122,3 @@ def measure(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source
             )
         metrics |= found
     return metrics
-
-
-@dataclass(frozen=True)
-class Together:
-    """Several evaluators combined into one. They share features and predictions."""
-
-    evaluators: Mapping[str, Evaluator]
-
-    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        return measure(self.evaluators, outputs, train, held_out)

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
 from vitrail.errors import ConfigError, DataError, UndecodableImage, plural
-from vitrail.evaluation.evaluators import EVALUATORS, OF_PLACED, Evaluator, Together, evaluators_of
+from vitrail.evaluation.evaluators import EVALUATORS, OF_PLACED, Evaluator, evaluators_of, measure
 from vitrail.machine import check_memory, describe, pick_device, resolve_precision, total_memory
 from vitrail.models.compiled import Compiled, resolve_compile
 from vitrail.models.cost import activation_bytes, checkpointed_bytes, prediction_bytes, training_bytes
@@ -362,7 +362,7 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
                 f"probe={run.probe!r}: {', '.join(wrong)} cannot be measured on {splits.title}, whose targets are "
                 f"{kind}; choose from {', '.join(sorted(usable))}, or leave it out"
             )
-        probes = (Probe(run.probe, every, Together(evaluators)), *probes)
+        probes = (Probe(run.probe, every, partial(measure, evaluators)), *probes)
     if probes and splits.validation is None:
         names = ", ".join(probe.name for probe in probes)
         raise ConfigError(
