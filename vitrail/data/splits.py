@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -28,6 +28,8 @@ from vitrail.data.source import Samples, Source, first_copies, samples_of, subse
 from vitrail.data.targets import PLACED, Target, TargetKind, class_indices
 from vitrail.errors import ConfigError, DataError, listed, plural
 from vitrail.files import expanded
+
+T = TypeVar("T")
 
 Split = Literal["train", "validation", "test"]
 
@@ -187,6 +189,14 @@ def split_names(words: Sequence[str]) -> SplitNames:
     return chosen
 
 
+def grouped(items: Iterable[T], split_of_item: Callable[[T], Split | None]) -> tuple[dict[Split, list[T]], list[T]]:
+    """Return the items of each split, and those of no split. `split_of_item` returns the split of an item."""
+    found: dict[Split | None, list[T]] = {}
+    for item in items:
+        found.setdefault(split_of_item(item), []).append(item)
+    return {split: found[split] for split in SPLITS if split in found}, found.get(None, [])
+
+
 def by_split(
     where: str, paths: Iterable[str], chosen: SplitNames | None = None
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
@@ -197,11 +207,7 @@ def by_split(
     none of the paths.
     """
     paths = sorted(paths)
-    found: dict[Split | None, list[str]] = {}
-    for path in paths:
-        found.setdefault(split_of(path, chosen), []).append(path)
-    unnamed = found.pop(None, [])
-    named: dict[Split, list[str]] = {split: found[split] for split in SPLITS if split in found}
+    named, unnamed = grouped(paths, lambda path: split_of(path, chosen))
     if chosen:
         check_chosen(where, chosen, named, paths)
         return named, left_out(where, unnamed)
@@ -378,31 +384,23 @@ def slice_bounds(text: str, count: int) -> tuple[int, int]:
     return start, stop
 
 
-def take(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> Samples:
-    """Return `count` samples, chosen by a hash of seed and key. The label fractions are about the same as in `source`.
+def drawn(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
+    """Return the indices of `count` samples, chosen by a hash of seed and key. The label fractions are about those of
+    `source`.
 
     A larger count returns the samples of a smaller count and more. If a label's fraction of `count` is less than half a
     sample, none of its samples may be selected.
     """
-    return subset(source, drawn(source, count, seed=seed, method=method))
-
-
-def drawn(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
-    """Return the indices of the samples that `take` returns."""
     return sorted(_ordered(source, _salt(seed), method)[:count].tolist())
 
 
-def take_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> Samples:
-    """Return `count` samples per class, chosen by a hash of seed and key. A class with fewer samples is kept whole.
+def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
+    """Return the indices of `count` samples per class, chosen by a hash of seed and key. A class with fewer samples is
+    kept whole.
 
     A sample with several labels, or with boxes of several classes, counts for each of them, so a class can have more
     than `count` samples. If the targets are numbers, masks or texts, or there are none, all samples count as one class.
     """
-    return subset(source, drawn_per_class(source, count, seed=seed, method=method))
-
-
-def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
-    """Return the indices of the samples that `take_per_class` returns."""
     places = _places(source, _salt(seed))
     if method == "stratified" and target_kind(source) in ("classes", "boxes"):
         return sorted(_by_rounds(_labels(source), places, count))
@@ -724,22 +722,15 @@ def divide(
 ) -> tuple[dict[Split, list[int]], tuple[str, ...]]:
     """Return the rows of each split, of which `values` holds the name in each row, and notes. `row_name` names a row in
     messages. Raise `DataError` for a name that is not one of a split."""
-    parts: dict[Split, list[int]] = {}
-    others: dict[str, None] = {}
-    for row, value in enumerate(values):
-        split = split_of(value, chosen)
-        if split is not None:
-            parts.setdefault(split, []).append(row)
-        elif chosen is not None:
-            others[value] = None
-        else:
-            raise DataError(
-                f"{where}, {row_name(row)}: the split {value!r} is not one of train, val, test; choose the values of "
-                f"the splits: {CHOICE}"
-            )
+    parts, others = grouped(range(len(values)), lambda row: split_of(values[row], chosen))
+    if others and chosen is None:
+        raise DataError(
+            f"{where}, {row_name(others[0])}: the split {values[others[0]]!r} is not one of train, val, test; choose "
+            f"the values of the splits: {CHOICE}"
+        )
     if chosen:
         check_chosen(where, chosen, parts, list(dict.fromkeys(values)))
-    return {split: parts[split] for split in SPLITS if split in parts}, left_out(where, list(others))
+    return parts, left_out(where, list(dict.fromkeys(values[row] for row in others)))
 
 
 OPTIONS = {
@@ -873,9 +864,9 @@ class Format:
     """A format of data."""
 
     recognises: Callable[[Request], object]
-    """Returns a true value for data of this format."""
-    open: Callable[[Request], Splits]
-    """Opens the data. Raises `DataError`."""
+    """Returns a true value for data of this format, such as the files to read."""
+    open: Callable[[Request, Any], Splits]
+    """Opens the data. Its second argument is what `recognises` returned. Raises `DataError`."""
     uses: tuple[str, ...] = ()
     """The fields of `Choice` on which the format acts. A choice of others is refused."""
     has_numbers: bool = False

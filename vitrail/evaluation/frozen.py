@@ -16,10 +16,8 @@ from jaxtyping import Float32, Int64
 from vitrail.data.source import Source, check_known, subset
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
-from vitrail.evaluation.classifiers.linear import linear_probe
-from vitrail.evaluation.classifiers.nearest import check_settings as check_neighbours
-from vitrail.evaluation.classifiers.nearest import knn
+from vitrail.evaluation.classifiers.linear import check_counts, check_few_shot, draw_shots, few_shot, linear_probe
+from vitrail.evaluation.classifiers.nearest import check_settings, knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import problems, raise_problems, setting
@@ -56,9 +54,10 @@ class ByLinear:
         """Return the metrics of the probe, the chosen penalty (`linear_penalty`) and the number of `training_images`.
 
         For classes, the accuracy is called `linear`. For numbers, the metrics are called `linear_r2` and so on. Raise
-        the errors of `linear_probe`.
+        the errors of `check` and of `linear_probe`.
         """
-        known, asked = _both_known("linear", outputs, train, held_out, self.features)
+        self.check(outputs, train, held_out)
+        known, asked = (labelled_features(outputs, source, self.features) for source in (train, held_out))
 
         def measure() -> dict[str, float]:
             found = linear_probe(
@@ -94,7 +93,7 @@ class ByFewShot:
 
     def __post_init__(self) -> None:
         raise_problems(problems(self))
-        check_settings(self.shots or SHOTS, range(self.seeds), self.l2)
+        check_few_shot(self.shots or SHOTS, range(self.seeds), self.l2)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if images can have several labels, or if a class has fewer images than shots."""
@@ -189,7 +188,7 @@ class ByNeighbours:
     """Layer of the network whose outputs are the features."""
 
     def __post_init__(self) -> None:
-        check_neighbours(self.k or NEIGHBOURS, self.temperature)
+        check_settings(self.k or NEIGHBOURS, self.temperature)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if no target of `train` or of `held_out` is known, and `ConfigError` if a k exceeds the
@@ -205,9 +204,10 @@ class ByNeighbours:
         """Return the metrics for each number of neighbours, and `training_images`.
 
         For classes, the accuracy with 20 neighbours is called `knn_20`. For numbers, the metrics are called `knn_20_r2`
-        and so on. Raise the errors of `knn`.
+        and so on. Raise the errors of `check` and of `knn`.
         """
-        known, asked = _both_known("knn", outputs, train, held_out, self.features)
+        self.check(outputs, train, held_out)
+        known, asked = (labelled_features(outputs, source, self.features) for source in (train, held_out))
 
         def measure() -> dict[str, float]:
             found = knn(
@@ -235,18 +235,6 @@ class Labelled:
 
     def counts(self) -> dict[str, float]:
         return {"images": float(len(self.truth)), "skipped": float(self.skipped)}
-
-
-def _both_known(
-    name: str, outputs: Outputs, train: Source, held_out: Source, layer: Layer
-) -> tuple[Labelled, Labelled]:
-    """Return the features of the labelled images of `train` and `held_out`.
-
-    Raise `DataError` before any feature is computed if one of the sources has no labelled image.
-    """
-    for source in (train, held_out):
-        check_known(source, name)
-    return labelled_features(outputs, train, layer), labelled_features(outputs, held_out, layer)
 
 
 def labelled_features(outputs: Outputs, source: Source, layer: Layer) -> Labelled:

@@ -52,14 +52,17 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch:
             )
         if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
             per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+            # Steps of a job can run side by side, so each has a port of its own.
             step = _number(environment, "SLURM_JOB_ID") + 997 * _number(environment, "SLURM_STEP_ID", 0)
-            port = _number(environment, "MASTER_PORT", 20000 + step % 20000)  # steps of a job can run side by side
             return Launch(
                 _number(environment, "SLURM_PROCID"),
                 _number(environment, "SLURM_STEP_NUM_TASKS"),
                 _number(environment, "SLURM_LOCALID"),
                 int(per_node[0]) if per_node else 1,
-                (environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]), port),
+                (
+                    environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+                    _number(environment, "MASTER_PORT", 20000 + step % 20000),
+                ),
                 _number(environment, "SLURM_RESTART_COUNT", 0),
             )
         if _number(environment, "WORLD_SIZE", 1) > 1:

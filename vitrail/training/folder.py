@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import fnmatch
 import json
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitrail.errors import ConfigError, RunError
-from vitrail.files import check_parent, expanded, partial_path, saving, write_json, write_whole
+from vitrail.files import check_parent, expanded, lock, partial_path, saving, write_json, write_whole
 from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig
 from vitrail.settings import bare_names, facts
@@ -188,13 +187,7 @@ def is_locked(folder: Path) -> bool:
 
 def _acquire(file: int) -> bool:
     """Acquire the lock of an open file. Return False if it is held elsewhere, or if its holder has deleted the file."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return os.fstat(file).st_nlink > 0
+    return lock(file) and os.fstat(file).st_nlink > 0
 
 
 def _in_use(folder: Path) -> str:
@@ -242,10 +235,8 @@ def new_folder(config: TrainConfig) -> Path:
 def check_place(folder: Path, config: TrainConfig) -> None:
     """Raise `RunError` if the folder exists and the run may not replace it, and `DestinationError` if it cannot be
     made. A folder in which a process was killed before it recorded its run is new."""
-    if not folder.exists():
+    if not folder.exists() or (is_unrecorded(folder) and any(folder.iterdir()) and not is_locked(folder)):
         check_parent(folder)
-        return
-    if is_unrecorded(folder) and any(folder.iterdir()) and not is_locked(folder):
         return
     if not config.run.overwrite:
         raise RunError(
@@ -269,8 +260,7 @@ def check_place(folder: Path, config: TrainConfig) -> None:
 
 def is_unrecorded(folder: Path) -> bool:
     """Return True if a folder has nothing but what a process leaves that is killed before it records its run."""
-    left = (LOCK, partial_path(folder / "run.json").name)
-    return folder.is_dir() and all(path.name in left for path in folder.iterdir())
+    return folder.is_dir() and {*folder.iterdir()} <= {folder / LOCK, partial_path(folder / "run.json")}
 
 
 def run_of(model: Path) -> Path | None:

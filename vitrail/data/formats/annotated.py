@@ -27,6 +27,7 @@ from vitrail.data.splits import (
     SplitNames,
     Splits,
     check_chosen,
+    grouped,
     left_out,
     split_of,
     splits_from,
@@ -270,14 +271,7 @@ def divided(
         found, notes = _by_lists(images, set(keys), used)
         check_chosen(str(images.root), chosen or {}, found, names)
         return found, notes
-    found = {}
-    unnamed = []
-    for key in keys:
-        split = split_of(key.rpartition("/")[0], chosen)
-        if split is None:
-            unnamed.append(key)
-        else:
-            found.setdefault(split, []).append(key)
+    found, unnamed = grouped(keys, lambda key: split_of(key.rpartition("/")[0], chosen))
     check_chosen(str(images.root), chosen or {}, found, names)
     if not found:
         return {"train": unnamed}, ()
@@ -286,7 +280,7 @@ def divided(
             f"{images.root} has images in folders of splits, like {next(iter(found.values()))[0]}, and others, "
             f"like {unnamed[0]}; choose the splits: {CHOICE}"
         )
-    return {split: found[split] for split in SPLITS if split in found}, left_out(str(images.root), unnamed)
+    return found, left_out(str(images.root), unnamed)
 
 
 def _is_plain(path: Path, images: ImageFiles) -> bool:
@@ -351,8 +345,9 @@ def object_splits(
     *,
     ids: Sequence[int] = (),
     notes: Iterable[str] = (),
+    faults: Iterable[Fault] = (),
 ) -> Splits:
-    """Return the splits of images with boxes.
+    """Return the splits of images with boxes. `faults` are those that do not belong to the images of one split.
 
     `categories` are the names of the categories in the order of their numbers, and `ids` the numbers themselves. With
     `known`, such as the classes of a model, objects of other categories are a fault. Boxes are clipped to their
@@ -363,7 +358,7 @@ def object_splits(
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError(f"{title}: several categories are called {listed(twice)}; give each a name of its own")
-    faults = [fault for one in found.values() for fault in one.faults]
+    faults = [*(fault for one in found.values() for fault in one.faults), *faults]
     if not any(one.keys for one in found.values()):
         raise DataError("\n".join([f"{title} has no images that are annotated", *(fault.text for fault in faults)]))
     sources: dict[Split, Samples] = {}
