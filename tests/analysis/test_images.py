@@ -53,7 +53,7 @@ def test_overlays_are_those_of_explanations(changes: dict[str, Any]) -> None:
     bundle, image = small_bundle(**changes), file_of((47, 61))
     for target in (0, 2, None) if bundle.classes else (None,):
         explained = explain(bundle, image, wanted=Wanted(target))
-        values = explained.overlays["rollout" if target is None else "relevance"]
+        values = explained.enlarge(explained.by_patch["rollout" if target is None else "relevance"])
         found = pixels_of(Overlays().draw(bundle, image, target))
         assert found.shape == (47, 61, 3)
         assert np.abs(found - overlay(explained.picture, values)).mean() < 4  # of 255: JPEG loses a little

@@ -205,7 +205,7 @@ def mosaic(
 def png(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
     """Return a picture as a PNG file."""
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "PNG", optimize=True)
+    Image.fromarray(picture).save(file, "PNG")
     return file.getvalue()
 
 

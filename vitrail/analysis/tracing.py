@@ -25,6 +25,7 @@ from vitrail.models.network import block_numbers
 from vitrail.models.positions.embedding import AttentionPositions
 from vitrail.models.variants import transformer
 from vitrail.models.vit import VisionTransformer
+from vitrail.settings import typed
 from vitrail.weights.exported import ExportedNetwork
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -169,7 +170,7 @@ def trace(
     tensors. "gradients" are those of the logit of `targets`, one class per image (or another output of `explainable`),
     which by default is the predicted class. The network is not changed: neither its mode, nor its hooks, nor its
     gradients. It runs in evaluation mode, and `batch_size` images at a time. A network that merges or prunes tokens is
-    traced with all its tokens.
+    traced with all its tokens; its logits and its predicted classes are those of the usual forward pass.
 
     The result takes `images * layers * heads * tokens**2 * 4` bytes. `traces` yields it in pieces of bounded size.
 
@@ -316,9 +317,11 @@ class _Tracer:
         precision: TracePrecision,
     ) -> None:
         self.network = with_all_tokens(shared_copy(network))
+        self.predicting = self.network if network.config.reduction is None else shared_copy(network)
         self.layers = layers
         self.keep = keep
         self.device = network.norm.weight.device
+        typed(TracePrecision, precision, "precision")
         is_bf16 = resolve_precision(precision, self.device) == "bf16"
         self.precision: Literal["bf16", "float32"] = "bf16" if is_bf16 else "float32"
         self._check_attention()
@@ -332,9 +335,11 @@ class _Tracer:
     def pieces(self, images: Tensor, targets: Tensor | None) -> Iterator[Trace]:
         """Yield the traces of one batch."""
         config = self.network.config
-        grid = config.grid_of(images.shape[2], images.shape[3])
         with torch.no_grad(), autocast(self.precision, self.device):
             logits = self.network(images)
+            if self.predicting is not self.network:
+                logits = self.predicting(images)
+        grid = config.grid_of(images.shape[2], images.shape[3])
         chosen = explainable(self.network, logits).argmax(dim=1) if targets is None else targets
         size = self._piece_size(grid)
         stride = config.root.stride if config.root else 1

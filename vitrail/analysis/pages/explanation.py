@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32, UInt8
 from PIL import Image
+from torch import Tensor
 
 from vitrail.analysis.charts import png
 from vitrail.analysis.explained_outputs import ExplainedOutput, Wanted, outputs_to_explain
@@ -39,16 +41,18 @@ NAMED_SIDE = 160
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """The maps of one image at the image's own size. Pixels that the network did not see are NaN."""
+    """The maps of one image."""
 
     picture: UInt8[np.ndarray, "height width 3"]
     ranking: tuple[tuple[str, str], ...]
     """Names of the likeliest classes with their probabilities, or names of numbers with their values, as texts."""
     chosen: ExplainedOutput | None
     """The output that the maps explain, or None if the model has no head."""
-    overlays: dict[str, Float[np.ndarray, "height width"]]
+    by_patch: dict[str, Float[np.ndarray, "rows columns"]]
     """The maps by their names: "rollout", "relevance" for the chosen output if there is one, and the attention of the
     query of each chosen layer and head, such as "layer-11-head-00"."""
+    enlarge: Callable[[Float[np.ndarray, "rows columns"]], Float[np.ndarray, "height width"]]
+    """Returns a map of the patches at the image's own size. Pixels that the network did not see are NaN."""
     maps: AttentionMaps
     """Attention of all tokens in all layers and heads, and the relevance of several classes."""
 
@@ -77,9 +81,12 @@ def explain(
     attention = _finite_attention(every)
     placement = bundle.preprocess.placement(picture.shape[:2])
     outputs: list[ExplainedOutput] = []  # a model of boxes can find none
+    ranking: tuple[tuple[str, str], ...] = ()
     if bundle.classes:
         most = min(top, MAX_CLASSES)
-        outputs = outputs_to_explain(network.config, every.logits, bundle.classes, placement, wanted, most)
+        predicted = bundle.predictor().logits(inputs)  # in the model's own precision, as `vitrail predict`
+        outputs = outputs_to_explain(network.config, predicted.float(), bundle.classes, placement, wanted, most)
+        ranking = _ranking(bundle, predicted, placement, top)
     targets = torch.tensor([one.number for one in outputs] or [0], device=inputs.device)
     rollout = attention_rollout(network, inputs, targets[:1]).values[0]
     by_patch = {"rollout": rollout}
@@ -96,9 +103,10 @@ def explain(
     }
     return Explanation(
         picture=picture,
-        ranking=_ranking(bundle, image, top),
+        ranking=ranking,
         chosen=outputs[0] if outputs else None,
-        overlays={name: on_picture(values, every, placement) for name, values in by_patch.items()},
+        by_patch=by_patch,
+        enlarge=partial(on_picture, found=every, placement=placement),
         maps=AttentionMaps(
             attention=attention,
             grid=every.grid,
@@ -111,12 +119,12 @@ def explain(
     )
 
 
-def _ranking(bundle: Bundle, image: bytes, top: int) -> tuple[tuple[str, str], ...]:
+def _ranking(
+    bundle: Bundle, outputs: Float[Tensor, "1 ..."], placement: Placement, top: int
+) -> tuple[tuple[str, str], ...]:
     """Return the `top` likeliest classes or objects with their probabilities, or the numbers with their values."""
-    if not bundle.classes:
-        return ()
     most = None if bundle.output in ("numbers", *DENSE) else min(top, len(bundle.classes))
-    (answer,) = bundle.predict([image], top=most)
+    (answer,) = bundle.answers(outputs, most, [placement])
     if isinstance(answer, NumberPrediction):
         return tuple((name, f"{value:.4g}") for name, value in zip(answer.names, answer.values, strict=True))
     if isinstance(answer, MaskPrediction):
@@ -137,12 +145,12 @@ def write_explanation(
     The pictures of the files have the size of the image. For `max_bytes`, see `make_page`.
     """
     picture, chosen = explanation.picture, explanation.chosen
-    files = {f"{name}-{end}.png": overlay(picture, values) for end, values in explanation.overlays.items()}
-    if chosen is not None and chosen.box is not None:
-        files = {file: with_box(pixels, chosen) for file, pixels in files.items()}
-        picture = with_box(picture, chosen)
-    for file, pixels in files.items():
-        (folder / file).write_bytes(png(pixels))
+    files = []
+    for end, values in explanation.by_patch.items():  # one at a time, because a photograph has many pixels
+        pixels = overlay(picture, explanation.enlarge(values))
+        files.append(f"{name}-{end}.png")
+        (folder / files[-1]).write_bytes(png(_marked(pixels, chosen)))
+    picture = _marked(picture, chosen)
     page, notes = make_page(
         explanation.maps, picture, title=title, predictions=explanation.ranking, max_bytes=max_bytes
     )
@@ -150,9 +158,13 @@ def write_explanation(
     return [f"{name}.html", *files], notes
 
 
-def with_box(picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput) -> UInt8[np.ndarray, "height width 3"]:
-    """Return a picture with the box of an explained output, and its name if it would not cover much of the picture."""
-    assert one.box is not None
+def _marked(
+    picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput | None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Return a picture with the box of an explained output, if it has one, and its name if it would not cover much of
+    the picture."""
+    if one is None or one.box is None:
+        return picture
     name = one.name if min(picture.shape[:2]) >= NAMED_SIDE else ""
     return np.asarray(draw_boxes(Image.fromarray(picture), one.box[None], [one.label], [name]))
 
