@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.make import dense_bundle, encode
+from tests.make import dense_bundle, encode, make_bundle
 from vitrail.analysis.explained_outputs import Wanted, outputs_to_explain
 from vitrail.analysis.faithfulness import saliency_curves
 from vitrail.analysis.pages.explanation import explain
@@ -38,6 +39,16 @@ def found_in(bundle: Any, image: bytes, wanted: Wanted) -> tuple[list[Any], torc
     config, (placement,) = bundle.network.config, bundle.placements([image])
     found = outputs_to_explain(config, outputs, bundle.classes, placement, wanted, 5)
     return found, config.dense_head.scores(outputs).flatten()
+
+
+def test_the_explained_class_is_predicted_in_the_precision_of_the_model(image: bytes) -> None:
+    bundle = replace(make_bundle(), precision="bf16")
+    with torch.no_grad():
+        bundle.network.head.weight[:] = bundle.network.head.weight[0]
+        bundle.network.head.bias[:] = torch.tensor([8.0, 8.001, 0.0])  # equal in bfloat16
+    explained = explain(bundle, image, wanted=Wanted())
+    (answer,) = bundle.predict([image])
+    assert explained.chosen is not None and explained.chosen.name == explained.ranking[0][0] == answer.label
 
 
 @pytest.mark.slow

@@ -18,6 +18,10 @@ from vitrail.models.heads.dense_head import BoxHead
 from vitrail.weights.answers import LEAST_SIDE, OUTPUT_NOUNS, OutputKind
 
 
+class NotInImage(ConfigError):
+    """The model does not find the output that the user chose in an image. Other images can have it."""
+
+
 class ExplainedOutput(NamedTuple):
     """An output to explain."""
 
@@ -61,7 +65,7 @@ def outputs_to_explain(
     most: int,
 ) -> list[ExplainedOutput]:
     """Return the wanted output of an image, and then the others of the `most` likeliest ones. `outputs` are those of
-    the network, and `placement` is the place of the picture in its input. Raise `ConfigError` if there is no such
+    the network, and `placement` is the place of the picture in its input. Raise `NotInImage` if there is no such
     object or place."""
     head = config.dense_head
     if head is None:
@@ -104,12 +108,12 @@ def _objects(
 def _wanted_object(found: list[ExplainedOutput], wanted: Wanted, classes: Sequence[str]) -> list[ExplainedOutput]:
     if wanted.box is not None:
         if not 1 <= wanted.box <= len(found):
-            raise ConfigError(f"box={wanted.box} does not exist; the model finds {plural(len(found), 'object')}")
+            raise NotInImage(f"box={wanted.box} does not exist; the model finds {plural(len(found), 'object')}")
         return [found[wanted.box - 1]]
     if wanted.label is None:
         return found[:1]
     if not (chosen := [one for one in found if one.label == wanted.label][:1]):
-        raise ConfigError(f"label={classes[wanted.label]!r}: the model finds no such object in the image")
+        raise NotInImage(f"label={classes[wanted.label]!r}: the model finds no such object in the image")
     return chosen
 
 
@@ -142,11 +146,11 @@ def _wanted_cell(
         return [_cell(int(seen.argmax()), wanted.label, maps.shape, classes, placement)]
     (height, width), (x, y) = placement.image, wanted.place
     if not (0 <= x < width and 0 <= y < height):
-        raise ConfigError(f"place={wanted.place} is outside of the image of {width} x {height} pixels")
-    ((across, down),) = placement.points(np.array([[x + 0.5, y + 0.5]])).tolist()
+        raise NotInImage(f"place={wanted.place} is outside of the image of {width} x {height} pixels")
+    ((across, down),) = placement.points(np.floor([[x, y]]) + 0.5).tolist()
     row, column = int(down * rows // placement.size[0]), int(across * columns // placement.size[1])
     if not (0 <= row < rows and 0 <= column < columns):
-        raise ConfigError(f"place={wanted.place} is not seen by the network, which crops the image")
+        raise NotInImage(f"place={wanted.place} is not seen by the network, which crops the image")
     label = int(maps[:, row, column].argmax()) if wanted.label is None else wanted.label
     return [_cell(row * columns + column, label, maps.shape, classes, placement)]
 

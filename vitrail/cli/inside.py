@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vitrail.analysis.comparison import check_comparable, compare
-from vitrail.analysis.explained_outputs import Wanted
+from vitrail.analysis.explained_outputs import NotInImage, Wanted
 from vitrail.analysis.overview import overview
 from vitrail.analysis.pages.comparison_page import COMPARISON_FILES, comparison_as_plain, verdict, write_comparison
 from vitrail.analysis.pages.explanation import MAX_BYTES, explain, write_explanation
@@ -35,6 +36,9 @@ from vitrail.weights.load import load
 
 CONTENTS = "explain.json"
 """File of a folder of explanations that lists its other files."""
+
+LONGEST_NAME = 220
+"""Largest number of bytes of an image's name in the names of its files, which file systems limit to 255 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,11 @@ def run_explain(call: Call) -> int:
             except UndecodableImage as error:
                 broken.append(f"{path} {error}")
                 continue
+            except NotInImage as error:
+                if len(paths) == 1:
+                    raise
+                broken.append(f"{path}: {EXPLAIN.message(error, call.options)}")
+                continue
             most = round(1e6 * options.page_size)
             written, notes = write_explanation(explanation, partial, name, title=path.name, max_bytes=most)
             files += written
@@ -130,12 +139,16 @@ def _target(options: Explain, bundle: Bundle) -> int | None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a different name for each image, which its files start with."""
+    """Return a different name for each image, which its files start with. Names that leave too little room for the rest
+    of the files' names are shortened."""
     names: list[str] = []
     for path in paths:
-        name, number = path.stem, 2
+        stem = path.stem
+        while len(os.fsencode(stem)) > LONGEST_NAME:
+            stem = stem[:-1]
+        name, number = stem, 2
         while name.lower() in {one.lower() for one in names}:
-            name, number = f"{path.stem}-{number}", number + 1
+            name, number = f"{stem}-{number}", number + 1
         names.append(name)
     return names
 

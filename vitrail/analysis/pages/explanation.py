@@ -68,9 +68,9 @@ def explain(
 ) -> Explanation:
     """Return the explanation of a model's prediction for an image file.
 
-    `wanted` is the output to explain. `layers` and `heads` are those whose maps have the
-    size of the picture. Raise `ConfigError` for an output that the model does not have, or that it does not find in the
-    image, `UndecodableImage`, `BundleError` if the attention is not finite, and the errors of `trace`.
+    `wanted` is the output to explain. `layers` and `heads` are those whose maps have the size of the picture. Raise
+    `ConfigError` for an output that the model does not have, `NotInImage` for one that it does not find in the image,
+    `UndecodableImage`, `BundleError` if the attention is not finite, and the errors of `trace`.
     """
     wanted.check(bundle.output)
     network: Any = transformer_of(bundle.network)

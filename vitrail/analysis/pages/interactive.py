@@ -65,8 +65,8 @@ def make_page(
     image.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.LANCZOS)
     small = np.array(image)
     address = image_address(small, "png" if max(small.shape) <= 256 else "jpeg")
-    factor = small.shape[1] / picture.shape[1]
-    about = _about(maps, small, factor, Path(title).stem)
+    down, across = small.shape[0] / picture.shape[0], small.shape[1] / picture.shape[1]  # differ by rounding
+    about = _about(maps, small, (across, down), Path(title).stem)
 
     def page(packed: PackedMaps | None, notes: tuple[str, ...]) -> str:
         chosen: dict[str, Any] = {"layers": (), "heads": (), "bits": BITS[-1]}
@@ -98,15 +98,15 @@ def script_text() -> str:
     return "\n".join(['"use strict";', *(line for line in lines if line and not line.startswith(("//", "/**")))])
 
 
-def _about(maps: AttentionMaps, picture: np.ndarray, factor: float, name: str) -> dict[str, Any]:
-    """Return the data of the script."""
+def _about(maps: AttentionMaps, picture: np.ndarray, factors: tuple[float, float], name: str) -> dict[str, Any]:
+    """Return the data of the script. `factors` scale the image to the picture, across and down."""
     return {
         "name": name,
         "grid": maps.grid,
         "prefix": maps.prefix,
         "hasClassToken": maps.has_class_token,
         "picture": (picture.shape[1], picture.shape[0]),
-        "area": [round(factor * value, 3) for value in maps.area],
+        "area": [round(factor * value, 3) for factor, value in zip(2 * factors, maps.area, strict=True)],
         "colours": SCALE,
         "rollout": _rounded(maps.rollout),
         "relevance": [{"label": label, "values": _rounded(values)} for label, values in maps.relevance],
