@@ -186,6 +186,11 @@ def test_the_patches_cover_a_picture_that_is_mostly_long(tmp_path: Path, model: 
     assert about["area"] == [0, 0, *about["picture"]]
 
 
+def test_the_number_of_classes_is_refused_without_a_head(image: Path, tmp_path: Path, cli: Cli) -> None:
+    model = save_model(tmp_path / "headless", classes=())
+    assert "--top: 3" in cli.refuses("explain", model, image, "--top", "3", "--out", tmp_path / "out")
+
+
 @pytest.mark.slow
 def test_names_with_wildcards_and_raw_bytes(
     model: Path, image: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch

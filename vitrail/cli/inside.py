@@ -31,6 +31,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_listed_folder, check_new_folder, replacing_folder, write_json
 from vitrail.settings import setting
 from vitrail.training.folder import INSIDE, link_inside, run_of
+from vitrail.weights.answers import check_predicts_classes
 from vitrail.weights.bundle import Bundle, read_image
 from vitrail.weights.load import load
 
@@ -95,6 +96,7 @@ def run_explain(call: Call) -> int:
     earlier = check_listed_folder(options.out, CONTENTS, overwrite=options.overwrite)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     transformer_of(bundle.network)
+    _check_head(bundle, call, "top")
     target = _target(options, bundle)
     print_messages(*map(EXPLAIN.note, bundle.notes))
     wanted = Wanted(target, options.box, options.place)
@@ -124,6 +126,15 @@ def run_explain(call: Call) -> int:
         print(f"{path}: {options.out / name}")
     print_messages(*broken)
     return UndecodableImage.exit_code if broken else 0
+
+
+def _check_head(bundle: Bundle, call: Call, *names: str) -> None:
+    """Raise `ConfigError` if one of these options, which need a head, is given for a model without one."""
+    for name in names:
+        if not bundle.classes and name in call.options:
+            raise ConfigError(
+                f"{name}={call.options[name]} has no effect, because this model has no head; leave it out"
+            )
 
 
 def _target(options: Explain, bundle: Bundle) -> int | None:
@@ -206,7 +217,7 @@ class SummaryOptions(DeviceOption, JsonOption):
         common = common_images(bundles, self.data, self.split, None) if len(bundles) > 1 else None
         opened, notes = [], {}
         for name, bundle in bundles.items():
-            found = open_images(bundle, self.data, self.split, common=common)
+            found = open_images(bundle, self.data, self.split, common=common, needs_labels=False)
             train = found.train if len(found.train) and "train" not in found.sources else None
             sources = tuple(found.sources.values())  # of several, each key begins with the number of its split
             source = sources[0] if len(sources) == 1 else mixed(sources, [1 / len(sources)] * len(sources))
@@ -357,7 +368,10 @@ def run_report(call: Call) -> None:
     options.check(OVERVIEW_FILES)
     console = message_console(options.json)
     name = (Path(options.model) if run is None else run.resolve()).name or options.model
-    (opened,) = options.open({name: load(options.model, device=options.device)}, REPORT, console)
+    bundle = load(options.model, device=options.device)
+    check_predicts_classes(bundle.output, "reported on")
+    _check_head(bundle, call, "examples", "bootstrap")
+    (opened,) = options.open({name: bundle}, REPORT, console)
     with images_bar(console, transient=True) as bar:
         found = overview(
             options.outputs(opened, bar),
