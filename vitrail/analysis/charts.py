@@ -17,16 +17,19 @@ from PIL import Image
 
 from vitrail.report.charts import (
     DIGIT_WIDTH,
+    LONGEST_NAME,
     MAX_DOTS,
     Axis,
     PlotArea,
     Point,
     Series,
+    display_width,
     dot,
     horizontal_text,
     make_axis,
     make_log_axis,
     path_data,
+    shorten,
     svg_picture,
     vertical_text,
 )
@@ -55,7 +58,8 @@ svg text { fill: var(--dim, #5c5c58); }
 """CSS rules of the charts. Outside of a page of `vitrail.report.page`, the colours of light mode apply."""
 
 WIDTH, HEIGHT = 480.0, 280.0
-LEGEND_LINE = 15.0
+LEGEND_LINE, LEGEND_LETTERS = 15.0, 50
+"""Height of a line of a legend, and the largest number of letters of a name in it. Capitals are wider than digits."""
 
 CELL, MAX_SIDE = 22.0, 420.0
 """Largest side of a cell of a heat map, and largest side of the map, in pixels."""
@@ -141,8 +145,12 @@ def heat_map(
     side = min(CELL, MAX_SIDE / max(height, width))
     finite = values[np.isfinite(values)].tolist()
     axis = make_axis(bounds or finite or (0.0, 1.0), round_ends=False)
+    down, across = shorten(row_name, LONGEST_NAME), shorten(column_name, LONGEST_NAME)
     left = 28 + DIGIT_WIDTH * max(map(len, rows))
-    top, right, bottom = 12.0, left + side * width, 12.0 + side * max(height, 4)
+    top = max(12.0, (DIGIT_WIDTH * display_width(down) - side * height) / 2)  # a name can be longer than the map
+    right, bottom = left + side * width, top + side * max(height, 4)
+    half = DIGIT_WIDTH * display_width(across) / 2
+    middle = max((left + right) / 2, half)
     parts = []
     for row, line in enumerate(values):
         for column, value in enumerate(line):
@@ -167,11 +175,12 @@ def heat_map(
         for number, name in enumerate(rows)
         if number % every == 0
     ]
-    parts.append(horizontal_text((left + right) / 2, top + height * side + 30, column_name, "middle"))
-    parts.append(vertical_text(10.0, top + height * side / 2, row_name))
+    parts.append(horizontal_text(middle, top + height * side + 30, across, "middle"))
+    parts.append(vertical_text(10.0, top + height * side / 2, down))
     bar, longest = _colour_bar(axis, right + 16, top, bottom, unit)
-    whole = max(right + 36 + DIGIT_WIDTH * longest, right + 22 + DIGIT_WIDTH * len(unit))
-    return svg_picture(whole, max(bottom + 8, top + height * side + 36), label, [*parts, bar], fixed_size=True)
+    whole = max(right + 36 + DIGIT_WIDTH * longest, right + 22 + DIGIT_WIDTH * len(unit), middle + half)
+    tall = height * side + max(top + 36, 2 * top)
+    return svg_picture(whole, max(bottom + 8, tall), label, [*parts, bar], fixed_size=True)
 
 
 def colours(fractions: Float[np.ndarray, "*n h w"]) -> UInt8[np.ndarray, "*n h w 3"]:
@@ -268,7 +277,8 @@ def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, line
     """Return a chart with a legend of its series below, unless there is only one series."""
     legend, x, y = [], 12.0, HEIGHT + 8
     for number, name in enumerate(names if len(names) > 1 else []):
-        needed = 30 + DIGIT_WIDTH * len(name)
+        shown = shorten(name, LEGEND_LETTERS)
+        needed = 30 + DIGIT_WIDTH * display_width(shown)
         if x > 12 and x + needed > WIDTH:
             x, y = 12.0, y + LEGEND_LINE
         colour, dashes = series_look(number)
@@ -277,7 +287,7 @@ def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, line
             if lines
             else f'<circle {_dot_look(number)} cx="{x + 9:g}" cy="{y - 4:g}" r="3"/>'
         )
-        legend += [sample, horizontal_text(x + 22, y, name)]
+        legend += [sample, horizontal_text(x + 22, y, shown)]
         x += needed
     return svg_picture(WIDTH, y + 6 if legend else HEIGHT, label, [*parts, *legend], fixed_size=True)
 

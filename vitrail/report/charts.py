@@ -262,7 +262,7 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
     side = max(20, min(40, 480 // len(names)))
     room = (PAGE_WIDTH - 20 - len(names) * side) / (1.75 * DIGIT_WIDTH)
     short = [shorten(name, max(SHORTEST_NAME, min(LONGEST_NAME, math.floor(room)))) for name in names]
-    longest = DIGIT_WIDTH * max(map(_display_width, short))
+    longest = DIGIT_WIDTH * max(map(display_width, short))
     left, top = max(longest, BOLD_DIGIT_WIDTH * 11) + 12, max(0.75 * longest + 20, 36.0)  # the corner has text
     extent = len(names) * side
     width, height = left + extent + max(0.75 * longest - side / 2 + 6, 2.0), top + extent + 2
@@ -304,11 +304,11 @@ def shorten(name: str, max_width: int) -> str:
     East Asian letters count as two.
     """
     name = printable(name)
-    if _display_width(name) <= max_width:
+    if display_width(name) <= max_width:
         return name
     start, end = name[:max_width], name[-max_width:]
-    while _display_width(start) + _display_width(end) > max_width - 1:
-        if _display_width(start) > _display_width(end):
+    while display_width(start) + display_width(end) > max_width - 1:
+        if display_width(start) > display_width(end):
             start = start[:-1]
         else:
             end = end[1:]
@@ -341,7 +341,8 @@ def _wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
-def _display_width(name: str) -> int:
+def display_width(name: str) -> int:
+    """Return the width of a name in letters. East Asian letters count as two."""
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in name)
 
 
