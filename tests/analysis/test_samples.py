@@ -9,6 +9,7 @@ import torch
 from tests.analysis.test_comparison import bundle_of
 from tests.make import encode
 from vitrail.analysis.samples import in_batches, inputs_of, picture_of
+from vitrail.analysis.similarity import layer_similarity
 
 
 def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
@@ -23,6 +24,18 @@ def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
     assert np.array_equal(picture_of(file), pixels)
 
 
-@pytest.mark.parametrize(("images", "sizes"), [(20, [16, 4]), (19, [16]), (3, [])])
-def test_batches_that_are_too_small_for_cka_are_left_out(images: int, sizes: list[int]) -> None:
-    assert [len(batch) for batch in in_batches(torch.zeros(images, 1, 1, 1))] == sizes
+@pytest.mark.parametrize(("images", "sizes"), [(64, [16] * 4), (20, [10, 10]), (19, [10, 9]), (4, [4])])
+def test_batches_for_cka_have_every_image_once(images: int, sizes: list[int]) -> None:
+    batches = [*in_batches(torch.arange(float(images))[:, None, None, None])]
+    assert [len(batch) for batch in batches] == sizes
+    assert sorted(torch.cat(batches).ravel().tolist()) == list(range(images))
+
+
+def test_the_similarity_of_layers_does_not_depend_on_the_order_of_the_data() -> None:
+    random = torch.Generator().manual_seed(0)
+    colours = torch.randn(4, 3, 1, 1, generator=random)
+    images = colours.repeat_interleave(16, dim=0) + 0.3 * torch.randn(64, 3, 12, 8, generator=random)  # class by class
+    first, second = bundle_of(seed=3).network, bundle_of(seed=4).network
+    expected = layer_similarity(first, [images], second).values
+    found = layer_similarity(first, in_batches(images), second).values
+    assert np.abs(found - expected).max() < 0.1

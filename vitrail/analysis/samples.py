@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField, attention_distance, effective_receptive_field
 from vitrail.analysis.images import on_picture
 from vitrail.analysis.saliency import class_relevance
-from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import has_maps, trace
 from vitrail.data.pixels.decode import image_size_of, to_pil
 from vitrail.data.source import Source
@@ -83,8 +83,10 @@ def inputs_of(bundle: Bundle, images: Iterable[bytes | np.ndarray]) -> Float[Ten
 
 
 def in_batches(images: Float[Tensor, "n c h w"]) -> Iterator[Float[Tensor, "b c h w"]]:
-    """Yield batches for CKA, without a last batch that is too small for it."""
-    return (batch for batch in torch.split(images, BATCH) if len(batch) >= SMALLEST_BATCH)
+    """Yield batches of about one size for CKA. The images are in random order, the same for each model: batches of
+    neighbours in data sorted by class would not show how features differ between classes."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return (images[rows] for rows in order.tensor_split(math.ceil(len(images) / BATCH)))
 
 
 def picture_of(image: bytes | np.ndarray) -> UInt8[np.ndarray, "height width 3"]:
