@@ -39,7 +39,7 @@ class Axis:
     def label(self, tick: float, unit: str = "") -> str:
         """Return a tick's label, with enough digits to distinguish neighbouring ticks."""
         if self.is_log:
-            return short_number(tick)
+            return f"{tick:g}" if 1e-3 <= tick < 1e5 else f"{tick:.0e}".replace("e+", "e")
         largest = max(abs(self.low), abs(self.high))
         if 1e-4 <= largest < 1e7:
             return f"{tick:,.{max(_decimals(self.step), 0)}f}{unit}"
@@ -75,28 +75,19 @@ def make_axis(
 
 
 def make_log_axis(values: Iterable[float]) -> Axis:
-    """Return a logarithmic axis from the smallest to the largest of some values above 0, at least a quarter apart."""
+    """Return a logarithmic axis from the smallest to the largest of some values above 0, at least a quarter apart. It
+    has at most about six ticks, at round values."""
     exponents = [math.log10(value) for value in values]
     low, high = min(exponents), max(exponents)
     if high - low < 0.1:
         low, high = low - 0.1, high + 0.1
-    return Axis(10.0**low, 10.0**high, 0.0, tuple(log_ticks(low, high)), is_log=True)
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return round values between two powers of ten, given by their exponents. There are at most about six."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         ticks = [factor * 10.0**power for power in powers for factor in factors]
         ticks = [tick for tick in ticks if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
         if len(ticks) <= 6:
             break
-    return ticks
-
-
-def short_number(value: float) -> str:
-    """Return the label of a tick on a logarithmic axis, such as 0.5, 200 or 2e13."""
-    return f"{value:g}" if 1e-3 <= value < 1e5 else f"{value:.0e}".replace("e+", "e")
+    return Axis(10.0**low, 10.0**high, 0.0, tuple(ticks), is_log=True)
 
 
 def _decimals(step: float) -> int:

@@ -18,10 +18,9 @@ from vitrail.report.charts import (
     PlotArea,
     dot,
     horizontal_text,
-    log_ticks,
     make_axis,
+    make_log_axis,
     path_data,
-    short_number,
     svg_picture,
     vertical_text,
 )
@@ -74,22 +73,15 @@ def lines_chart(results: Results, metric: str, name: str, x_name: str) -> Markup
         return Markup()
     ends = [100 * end for _, mean in known for end in _band(mean)]
     y_axis = make_axis(ends, bounds=(0.0, 100.0))
-    logs = [math.log10(point.x or 1.0) for point, _ in known]
-    low, high = min(logs), max(logs)
-    if high - low < 0.1:
-        low, high = low - 0.1, high + 0.1
+    x_axis = make_log_axis(point.x or 1.0 for point, _ in known)
     left = 40 + DIGIT_WIDTH * max(len(y_axis.label(tick)) for tick in y_axis.ticks)
-    area = PlotArea(left, TOP, WIDTH - 16, HEIGHT - BOTTOM, Axis(low, high, 1.0, ()), y_axis)
+    area = PlotArea(left, TOP, WIDTH - 16, HEIGHT - BOTTOM, x_axis, y_axis)
     parts = [area.grid(y_unit="%")]
-    for tick in log_ticks(low, high):
-        x = area.x(math.log10(tick))
-        parts.append(f'<path class="axis" d="M{x:.2f} {area.bottom:g}v4"/>')
-        parts.append(horizontal_text(x, area.bottom + 17, short_number(tick), "middle"))
     parts.append(horizontal_text((left + area.right) / 2, HEIGHT - 6, x_name, "middle"))
     parts.append(vertical_text(12.0, (area.top + area.bottom) / 2, name))
     for number, arm in enumerate(results.arms):
         line = sorted(
-            ((math.log10(point.x or 1.0), mean, point) for point, mean in known if point.arm == arm),
+            ((point.x or 1.0, mean, point) for point, mean in known if point.arm == arm),
             key=lambda one: one[0],
         )
         parts.append(_line(area, line, number))
