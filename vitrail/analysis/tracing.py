@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -221,9 +221,8 @@ def traces(
         raise ConfigError("images is empty; give at least one image")
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} is less than 1")
-    unknown = sorted(set(keep) - set(get_args(Kept)))
-    if unknown:
-        raise ConfigError(f"keep={unknown[0]!r} is not one of {', '.join(map(repr, get_args(Kept)))}")
+    for one in keep:
+        typed(Kept, one, "keep")
     chosen = chosen_blocks(vit, layers)
     if not chosen:
         raise ConfigError("layers is empty; name at least one block, or leave it out to trace all of them")
