@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.analysis.test_comparison import bundle_of
 from tests.make import encode
-from vitrail.analysis.samples import in_batches, inputs_of, picture_of
+from vitrail.analysis.samples import answer_about, in_batches, inputs_of, picture_of
 from vitrail.analysis.similarity import layer_similarity
+from vitrail.evaluation.metrics.classes import per_sample
 
 
 def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
@@ -22,6 +24,15 @@ def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
     assert alone.shape == (1, 3, 12, 8)
     assert torch.equal(both[0], both[1]) and torch.equal(both[0], alone[0])
     assert np.array_equal(picture_of(file), pixels)
+
+
+def test_pictures_and_their_relevance_need_little_memory() -> None:
+    bundle, photo = bundle_of(), Image.new("RGB", (3000, 1000), "red")
+    image = encode(photo, "PNG")
+    judged = per_sample(np.array([[0.0, 1.0, 0.0]]), np.array([0]))
+    assert picture_of(image).shape == (160, 480, 3)
+    relevance = answer_about(bundle, image, judged, 0).relevance
+    assert relevance is not None and relevance.shape == (160, 480)
 
 
 @pytest.mark.parametrize(("images", "sizes"), [(64, [16] * 4), (20, [10, 10]), (19, [10, 9]), (4, [4])])

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField, attention_distance, effective_receptive_field
-from vitrail.analysis.images import on_picture
+from vitrail.analysis.images import PAGE_SIDE, on_picture
 from vitrail.analysis.saliency import class_relevance
 from vitrail.analysis.tracing import has_maps, trace
-from vitrail.data.pixels.decode import image_size_of, to_pil
+from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.evaluation.metrics.classes import PerSample
 from vitrail.evaluation.predictions import Predictions
@@ -90,8 +90,10 @@ def in_batches(images: Float[Tensor, "n c h w"]) -> Iterator[Float[Tensor, "b c 
 
 
 def picture_of(image: bytes | np.ndarray) -> UInt8[np.ndarray, "height width 3"]:
-    """Return the colours of an image at its own size."""
-    return np.asarray(to_pil(image, 3))
+    """Return the colours of an image, reduced to the largest size of a picture on a page."""
+    picture = to_pil(image, 3)
+    picture.thumbnail((PAGE_SIDE, PAGE_SIDE))
+    return np.asarray(picture)
 
 
 def reach_of(bundle: Bundle, images: Float[Tensor, "n c h w"]) -> HeadStatistic | ReceptiveField:
@@ -111,5 +113,5 @@ def answer_about(bundle: Bundle, image: bytes | np.ndarray, judged: PerSample, r
         inputs = inputs_of(bundle, [image])
         found = trace(bundle.network, inputs, layers=(-1,))
         values = class_relevance(bundle.network, inputs, torch.tensor([number], device=inputs.device)).values[0]
-        relevance = on_picture(values, found, bundle.preprocess.placement(image_size_of(image)))
+        relevance = on_picture(values, found, bundle.preprocess.placement(picture_of(image).shape[:2]))
     return Answer(bundle.classes[number], float(judged.confidence[row]), relevance)
