@@ -68,11 +68,12 @@ def test_models_without_overlays() -> None:
     resnet = random_bundle(variant_config("BiT-Pico", num_classes=3))
     for bundle, reason in (
         (resnet, "a network of the architecture 'BiT' has no attention to look into"),
-        (dense_bundle("queries"), "its head, which adds tokens of its own, has no map of weights"),
-        (small_bundle(attention="linformer"), "its kind of attention has no map of weights"),
+        (dense_bundle("queries"), "head_kind='queries' adds tokens before the last blocks"),
+        (small_bundle(attention="linformer"), "attention='linformer' has no dense map of weights"),
         (small_bundle(), None),
     ):
-        assert Overlays().refusal(bundle) == reason
+        refusal = Overlays().refusal(bundle)
+        assert refusal is None if reason is None else refusal.startswith(reason)
 
 
 def titles(chart: str) -> list[str]:

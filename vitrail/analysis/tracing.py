@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.errors import ConfigError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.machine import autocast, resolve_precision
 from vitrail.models.attention.base import AttentionLayer
 from vitrail.models.blocks import Block
@@ -268,13 +268,30 @@ def chosen_blocks(network: nn.Module, layers: Sequence[int] | None) -> list[int]
     return block_numbers(range(count) if layers is None else layers, count)
 
 
+def check_maps(network: nn.Module, keep: Collection[Kept] = ("gradients",)) -> None:
+    """Raise `ConfigError` if the attention of a network does not have the tensors that `keep` names, and the errors of
+    `transformer_of`."""
+    vit = transformer_of(network)
+    config, layer = vit.config, type(_block(vit, 0).attention)
+    if layer.weights is AttentionLayer.weights:
+        raise ConfigError(f"attention={config.attention!r} has no dense map of weights, so it cannot be traced")
+    if config.dense_head is not None and config.dense_head.adds_tokens:
+        raise ConfigError(
+            f"head_kind={config.head_kind!r} adds tokens before the last blocks, so that the maps of the blocks "
+            "have different sizes; they cannot be traced"
+        )
+    lacking = sorted({*keep} & {"queries", "keys", "gradients"})
+    if layer.operands is AttentionLayer.operands and lacking:
+        raise ConfigError(f"attention={config.attention!r} has no queries and keys, so keep={lacking[0]!r} is empty")
+
+
 def has_maps(network: nn.Module) -> bool:
     """Return True if the network has attention whose weights and gradients can be traced."""
-    vit = transformer(network)
-    if vit is None or (vit.config.dense_head is not None and vit.config.dense_head.adds_tokens):
+    try:
+        check_maps(network)
+    except (ConfigError, BundleError):
         return False
-    kind = type(_block(vit, 0).attention)
-    return kind.weights is not AttentionLayer.weights and kind.operands is not AttentionLayer.operands
+    return True
 
 
 def _block(network: VisionTransformer, layer: int) -> Block:
@@ -322,7 +339,9 @@ class _Tracer:
         typed(TracePrecision, precision, "precision")
         is_bf16 = resolve_precision(precision, self.device) == "bf16"
         self.precision: Literal["bf16", "float32"] = "bf16" if is_bf16 else "float32"
-        self._check_attention()
+        check_maps(network, keep)
+        if "gradients" in keep and not network.config.num_classes:
+            raise ConfigError("keep='gradients' needs the logit of a class, but this network has no head")
         self.heads = _head_numbers(heads, network.config.heads)
         self._inputs: dict[int, tuple[Tensor, AttentionPositions | None]] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -363,24 +382,6 @@ class _Tracer:
             )
         self._inputs.clear()
         self._outputs.clear()
-
-    def _check_attention(self) -> None:
-        """Raise `ConfigError` if the attention does not have the tensors that `keep` names."""
-        config, layer = self.network.config, type(_block(self.network, self.layers[0]).attention)
-        if layer.weights is AttentionLayer.weights:
-            raise ConfigError(f"attention={config.attention!r} has no dense map of weights, so it cannot be traced")
-        if config.dense_head is not None and config.dense_head.adds_tokens:
-            raise ConfigError(
-                f"head_kind={config.head_kind!r} adds tokens before the last blocks, so that the maps of the blocks "
-                "have different sizes; they cannot be traced"
-            )
-        lacking = sorted(self.keep & {"queries", "keys", "gradients"})
-        if layer.operands is AttentionLayer.operands and lacking:
-            raise ConfigError(
-                f"attention={config.attention!r} has no queries and keys, so keep={lacking[0]!r} is empty"
-            )
-        if "gradients" in self.keep and not config.num_classes:
-            raise ConfigError("keep='gradients' needs the logit of a class, but this network has no head")
 
     def _remember(self, layer: int) -> Any:
         def hook(block: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
