@@ -16,6 +16,7 @@ from vitrail.analysis.overview import (
     picture_of,
     reach_of,
     seen_images,
+    with_one_label,
 )
 from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.data.batch import Skipped
@@ -161,10 +162,7 @@ class _Side:
 
 def _aligned(first: Predictions, second: Predictions) -> tuple[Predictions, Predictions]:
     """Return the predictions of the samples that both models could decode, in the same order."""
-    first, second = first.labelled(), second.labelled()
-    for each in (first, second):
-        if len(each) and each.truth.kind != "class":
-            raise DataError("images with several labels cannot be compared; name data with one label for each image")
+    first, second = (with_one_label(each, "compared") for each in (first, second))
     shared = set(first.keys) & set(second.keys)
     if len(shared) < SMALLEST_BATCH:
         raise DataError(

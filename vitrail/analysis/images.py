@@ -216,7 +216,7 @@ class Overlays:
     def refusal(self, bundle: Bundle) -> str | None:
         """Return why a model has no overlays, or None if it has them."""
         try:
-            check_maps(bundle.network)
+            check_maps(bundle.network, ["gradients"])
         except (ConfigError, BundleError) as error:
             return str(error).partition(";")[0]
         return None

@@ -133,7 +133,7 @@ def overview(
     check_predicts_classes(bundle.output, "reported on")
     if images < SMALLEST_BATCH:
         raise ConfigError(f"images={images} is too small to compare layers; choose at least {SMALLEST_BATCH}")
-    predictions = _labelled(outputs.predictions(source)) if bundle.classes else None
+    predictions = with_one_label(outputs.predictions(source), "reported on") if bundle.classes else None
     seen = _of_features(outputs.features(source), source) if predictions is None else seen_images(predictions, source)
     chosen, attempt = evenly(len(seen), images), Attempts()
     probes, undecodable = summarise_probes(bundle, seen, train, probe_images, attempt)
@@ -152,13 +152,14 @@ def overview(
     )
 
 
-def _labelled(predictions: Predictions) -> Predictions:
-    """Return the predictions of the images with one label. Raise `DataError` if there are none."""
+def with_one_label(predictions: Predictions, action: str) -> Predictions:
+    """Return the predictions of the images with one label. Raise `DataError` if there are none. `action` is the
+    participle of what needs them, such as "compared"."""
     labelled = predictions.labelled()
     if not len(labelled):
-        raise DataError("no image has a label and can be decoded, so there is nothing to report on")
+        raise DataError(f"no image has a label and can be decoded, so none can be {action}")
     if labelled.truth.kind != "class":
-        raise DataError("images with several labels cannot be reported on; name data with one label for each image")
+        raise DataError(f"images with several labels cannot be {action}; name data with one label for each image")
     return labelled
 
 

@@ -268,7 +268,7 @@ def chosen_blocks(network: nn.Module, layers: Sequence[int] | None) -> list[int]
     return block_numbers(range(count) if layers is None else layers, count)
 
 
-def check_maps(network: nn.Module, keep: Collection[Kept] = ("gradients",)) -> None:
+def check_maps(network: nn.Module, keep: Collection[Kept]) -> None:
     """Raise `ConfigError` if the attention of a network does not have the tensors that `keep` names, and the errors of
     `transformer_of`."""
     vit = transformer_of(network)
@@ -288,7 +288,7 @@ def check_maps(network: nn.Module, keep: Collection[Kept] = ("gradients",)) -> N
 def has_maps(network: nn.Module) -> bool:
     """Return True if the network has attention whose weights and gradients can be traced."""
     try:
-        check_maps(network)
+        check_maps(network, ["gradients"])
     except (ConfigError, BundleError):
         return False
     return True
