@@ -80,6 +80,7 @@ def test_a_place_of_a_mask_is_explained_by_the_class_there(kind: str, image: byt
         assert answer.indices[int(y), int(x)] == one.label and scores[one.number] > 1 / 3
         chosen, _ = found_in(bundle, image, Wanted(place=(float(int(x)), float(int(y)))))
         assert chosen[0].number == one.number
+        assert found_in(bundle, image, Wanted(label=one.label))[0][0].number == one.number
     (other, *_), scores = found_in(bundle, image, Wanted(label=2, place=(40.0, 20.0)))
     assert other.label == 2 and other.box[0] <= 40.5 <= other.box[2] and other.box[1] <= 20.5 <= other.box[3]
     with pytest.raises(ConfigError, match="outside of the image of 81 x 47 pixels"):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, UInt8
+from jaxtyping import Bool, Float, Float32, Float64, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -323,10 +323,13 @@ def _clearest(
     counts = np.bincount(maps.argmax(axis=0)[seen], minlength=len(maps))
     for label in np.argsort(-counts, kind="stable").tolist():
         if counts[label]:
-            clearness = np.where(
-                seen, maps[label] - np.delete(maps, label, axis=0).max(axis=0, initial=-np.inf), -np.inf
-            )
-            yield _cell(int(clearness.argmax()), label, maps.shape, classes, placement)
+            yield _cell(_clearest_cell(maps, label, seen), label, maps.shape, classes, placement)
+
+
+def _clearest_cell(maps: Float64[np.ndarray, "classes h w"], label: int, seen: Bool[np.ndarray, "h w"]) -> int:
+    """Return the cell of the picture in which a class exceeds all others most."""
+    lead = maps[label] - np.delete(maps, label, axis=0).max(axis=0, initial=-np.inf)
+    return int(np.where(seen, lead, -np.inf).argmax())
 
 
 def _wanted_cell(
@@ -340,8 +343,8 @@ def _wanted_cell(
     if wanted.place is None:
         if wanted.label is None:
             return found[:1]
-        seen = np.where(_inside(maps.shape[1:], placement), maps[wanted.label], -np.inf)
-        return [_cell(int(seen.argmax()), wanted.label, maps.shape, classes, placement)]
+        cell = _clearest_cell(maps, wanted.label, _inside(maps.shape[1:], placement))
+        return [_cell(cell, wanted.label, maps.shape, classes, placement)]
     (height, width), (x, y) = placement.image, wanted.place
     if not (0 <= x < width and 0 <= y < height):
         raise NotInImage(f"place={wanted.place} is outside of the image of {width} x {height} pixels")
