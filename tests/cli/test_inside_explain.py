@@ -165,6 +165,9 @@ def test_an_image_without_the_chosen_place_does_not_lose_the_others(image: Path,
     assert [path.name for path in (tmp_path / "out").glob("*.html")] == ["a rose.html"]
     words[2] = tmp_path / "small.png"
     assert "--place: 40.7 20.0 is outside" in cli.refuses(*words, "--overwrite")
+    words[2] = tmp_path / "broken.png"
+    words[2].write_bytes(b"no image")
+    assert "broken.png" in cli.refuses(*words, "--overwrite")
     assert (tmp_path / "out" / "a rose.html").exists(), "an earlier result is kept"
 
 

@@ -32,7 +32,7 @@ from vitrail.cli.console import image_paths, images_bar, message_console, print_
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, ModelOption
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
-from vitrail.errors import ConfigError, UndecodableImage, nearest
+from vitrail.errors import ConfigError, DataError, UndecodableImage, nearest
 from vitrail.evaluation.measured_images import common_images, open_images
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_listed_folder, check_new_folder, replacing_folder, write_json
@@ -119,8 +119,6 @@ def run_explain(call: Call) -> int:
                 broken.append(f"{path} {error}")
                 continue
             except NotInImage as error:
-                if len(paths) == 1:
-                    raise
                 broken.append(f"{path}: {EXPLAIN.message(error, call.options)}")
                 continue
             most = round(1e6 * options.page_size)
@@ -128,6 +126,8 @@ def run_explain(call: Call) -> int:
             files += written
             pages.append((path, written[0]))
             print_messages(*(f"{written[0]}: {note}" for note in notes))
+        if not pages:
+            raise DataError("\n".join(["no image can be explained:", *broken]))
         write_json(partial / CONTENTS, {"files": files})
     for path, name in pages:
         print(f"{path}: {options.out / name}")
