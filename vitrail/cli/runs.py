@@ -140,11 +140,12 @@ def _settings(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 
 def _order(sort: str) -> Any:
     """Return the sorting key of runs."""
-    if sort == "name":
-        return lambda run: str(run.folder)
-    if sort == "time":
-        return lambda run: -(run.changed or 0.0)
-    return lambda run: tuple(-part for part in _merit(run))
+    orders: dict[str, Any] = {
+        "name": lambda run: str(run.folder),
+        "time": lambda run: -(run.changed or 0.0),
+        "metric": lambda run: tuple(-part for part in _merit(run)),
+    }
+    return orders[sort]
 
 
 def _merit(run: RunSummary) -> tuple[float, float]:
