@@ -222,9 +222,10 @@ def traces(
         raise ConfigError(f"batch_size={batch_size} is less than 1")
     for one in keep:
         typed(Kept, one, "keep")
+    for field, numbers in (("layers", layers), ("heads", heads)):
+        if numbers is not None and not len(numbers):
+            raise ConfigError(f"{field} is empty; name at least one, or leave it out to trace all of them")
     chosen = chosen_blocks(vit, layers)
-    if not chosen:
-        raise ConfigError("layers is empty; name at least one block, or leave it out to trace all of them")
     tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
     return _all_pieces(tracer, images, checked_targets(vit, images, targets), batch_size)
 
@@ -342,7 +343,8 @@ class _Tracer:
         check_maps(network, keep)
         if "gradients" in keep and not network.config.num_classes:
             raise ConfigError("keep='gradients' needs the logit of a class, but this network has no head")
-        self.heads = _head_numbers(heads, network.config.heads)
+        every = range(network.config.heads)
+        self.heads = tuple(block_numbers(every if heads is None else heads, len(every), field="heads", part="head"))
         self._inputs: dict[int, tuple[Tensor, AttentionPositions | None]] = {}
         self._outputs: dict[int, Tensor] = {}
         for layer in {*layers}:
@@ -434,17 +436,3 @@ class _Tracer:
                 complete = output.shape[1] == tokens.shape[1]  # the last block may skip what the head does not read
                 put(place, "outputs", output if complete else block(tokens, inside))
         return dict(found)
-
-
-def _head_numbers(heads: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    if heads is None:
-        return tuple(range(count))
-    if not heads:
-        raise ConfigError("heads is empty; name at least one head, or leave it out to trace all of them")
-    for head in heads:
-        if not -count <= head < count:
-            raise ConfigError(
-                f"heads={tuple(heads)}: head {head} does not exist; choose from 0 to {count - 1}, or from {-count} to "
-                f"-1, counted from the end"
-            )
-    return tuple(head % count for head in heads)
