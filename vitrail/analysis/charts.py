@@ -98,7 +98,9 @@ def series_chart(
             f"<title>{escape(one.name)}</title></path>"
         )
         if len(one.finite) <= MAX_DOTS:
-            parts += [_dot(area, point, number, f"{one.name}: {_pair(point)}", lines=True) for point in one.finite]
+            parts += [
+                dot(area, point, 2.5, "", f"{one.name}: {_pair(point)}", f' fill="{colour}"') for point in one.finite
+            ]
     return _with_legend(parts, names, label, lines=True)
 
 
@@ -121,7 +123,8 @@ def scatter(
     area, frame = _frame(x_axis, make_axis([y for _, y in every], bounds=bounds), x_name, y_name)
     parts = [frame]
     for number, (name, points) in enumerate(finite.items()):
-        parts += [_dot(area, point, number, f"{name}: {_pair(point)}", 3.0) for point in points]
+        css, look = _dot_look(number)
+        parts += [dot(area, point, 3.0, css, f"{name}: {_pair(point)}", look) for point in points]
     return _with_legend(parts, list(finite), label, lines=False)
 
 
@@ -256,17 +259,12 @@ def series_look(number: int) -> tuple[str, str]:
     return COLOURS[number % len(COLOURS)], f' stroke-dasharray="{dashes}"' if dashes else ""
 
 
-def _dot_look(number: int) -> str:
-    """Return the attributes of the dots of a group. Groups that share a colour differ: every second has rings."""
+def _dot_look(number: int) -> tuple[str, str]:
+    """Return the CSS class of the dots of a group, and the attribute with their colour. Groups that share a colour
+    differ: every second has rings."""
     colour = series_look(number)[0]
     is_ring = number // len(COLOURS) % 2 == 1
-    return f'class="dot ring" color="{colour}"' if is_ring else f'class="dot" fill="{colour}"'
-
-
-def _dot(area: PlotArea, point: Point, number: int, title: str, radius: float = 2.5, *, lines: bool = False) -> str:
-    """Return a dot of a group of a scatter plot, or of a series, whose line differs from others already."""
-    look = f'class="dot" fill="{series_look(number)[0]}"' if lines else _dot_look(number)
-    return dot(area, point, radius, "", title).replace('class="dot "', look)
+    return ("ring", f' color="{colour}"') if is_ring else ("", f' fill="{colour}"')
 
 
 def _pair(point: Point) -> str:
@@ -281,11 +279,11 @@ def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, line
         needed = 30 + DIGIT_WIDTH * display_width(shown)
         if x > 12 and x + needed > WIDTH:
             x, y = 12.0, y + LEGEND_LINE
-        colour, dashes = series_look(number)
+        (colour, dashes), (css, look) = series_look(number), _dot_look(number)
         sample = (
             f'<path class="series" stroke="{colour}"{dashes} d="M{x:g} {y - 4:g}h18"/>'
             if lines
-            else f'<circle {_dot_look(number)} cx="{x + 9:g}" cy="{y - 4:g}" r="3"/>'
+            else f'<circle class="dot {css}"{look} cx="{x + 9:g}" cy="{y - 4:g}" r="3"/>'
         )
         legend += [sample, horizontal_text(x + 22, y, shown)]
         x += needed

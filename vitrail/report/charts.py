@@ -416,10 +416,10 @@ def isolated(points: Sequence[Point]) -> list[Point]:
     return [point for at, point in enumerate(points) if finite[at : at + 3] == [False, True, False]]
 
 
-def dot(area: PlotArea, point: Point, radius: float, css: str, title: str) -> str:
-    """Return a circle with a title that is shown under the pointer."""
+def dot(area: PlotArea, point: Point, radius: float, css: str, title: str, colour: str = "") -> str:
+    """Return a circle with a title that is shown under the pointer. `colour` is an attribute such as ` fill="red"`."""
     return (
-        f'<circle class="dot {css}" cx="{area.x(point[0]):.2f}" cy="{area.y(point[1]):.2f}" r="{radius:.2f}">'
+        f'<circle class="dot {css}"{colour} cx="{area.x(point[0]):.2f}" cy="{area.y(point[1]):.2f}" r="{radius:.2f}">'
         f"<title>{escape(title)}</title></circle>"
     )
 

@@ -24,7 +24,7 @@ from vitrail.report.charts import (
     svg_picture,
     vertical_text,
 )
-from vitrail.report.page import escape, write_page
+from vitrail.report.page import write_page
 from vitrail.studies.claims import Estimate, PointResult, Results
 from vitrail.studies.engine import RECORD, StudyRun
 
@@ -54,13 +54,14 @@ def arms_chart(results: Results, metric: str, name: str) -> Markup:
             parts.append(horizontal_text(left + 8, y + 4, "diverged"))
             continue
         colour = COLOURS[results.arms.index(point.arm) % len(COLOURS)]
+        fill = f' fill="{colour}"'
         low, high = (min(max(100 * end, x_axis.low), x_axis.high) for end in (mean.low, mean.high))
         if mean.count > 1:
             parts.append(f'<path class="series" stroke="{colour}" d="M{area.x(low):.2f} {y:.2f}H{area.x(high):.2f}"/>')
         for seed, value in point.values(metric).items():
-            parts.append(_dot(area, (100 * value, place), colour, f"{point.name}, seed {seed}: {value:.2%}", 2.0))
+            parts.append(dot(area, (100 * value, place), 2.0, "", f"{point.name}, seed {seed}: {value:.2%}", fill))
         title = f"{point.name}: {_text(mean)}"
-        parts.append(_dot(area, (100 * mean.mean, place), colour, title, 4.0))
+        parts.append(dot(area, (100 * mean.mean, place), 4.0, "", title, fill))
     parts.append(horizontal_text((left + area.right) / 2, bottom + 34, name, "middle"))
     return svg_picture(WIDTH, bottom + BOTTOM, f"{name} of every arm, with 95 % intervals", parts, fixed_size=True)
 
@@ -99,7 +100,8 @@ def _line(area: PlotArea, line: Sequence[tuple[float, Estimate, PointResult]], n
     band = f'<path fill="{colour}" fill-opacity="0.15" d="{upper}{lower}Z"/>' if len(bands) > 1 else ""
     path = path_data(area, [(x, 100 * mean.mean) for x, mean, _ in line])
     dots = "".join(
-        _dot(area, (x, 100 * mean.mean), colour, f"{point.name}: {_text(mean)}", 3.0) for x, mean, point in line
+        dot(area, (x, 100 * mean.mean), 3.0, "", f"{point.name}: {_text(mean)}", f' fill="{colour}"')
+        for x, mean, point in line
     )
     return f'{band}<path class="series" stroke="{colour}"{dashes} d="{path}"/>{dots}'
 
@@ -124,10 +126,6 @@ def _text(mean: Estimate) -> str:
     if mean.count < 2:
         return f"{mean.mean:.2%} with one seed"
     return f"mean {mean.mean:.2%}, 95 % interval {mean.low:.2%} to {mean.high:.2%} ({mean.count} seeds)"
-
-
-def _dot(area: PlotArea, point: tuple[float, float], colour: str, title: str, radius: float) -> str:
-    return dot(area, point, radius, "", title).replace('class="dot "', f'class="dot" fill="{escape(colour)}"')
 
 
 # The numbers of a study as rows: for the page, for CSV and for JSON.
