@@ -25,6 +25,8 @@ def parsed(chart: str) -> ElementTree.Element:
 def test_gaps_and_nothing() -> None:
     chart = series_chart([Series("a", [(0.0, 1.0), (1.0, math.nan), (2.0, 3.0)])], label="", x_name="x", y_name="y")
     assert chart.count("<circle") == 2 and "legend" not in chart
+    points = [(float(x), math.nan if x in (50, 52) else 1.0) for x in range(100)]
+    assert series_chart([Series("a", points)], label="", x_name="x", y_name="y").count("<circle") == 1
     assert series_chart([Series("a", [(0.0, math.nan)])], label="", x_name="x", y_name="y") == ""
     assert scatter({}, label="", x_name="x", y_name="y") == ""
 

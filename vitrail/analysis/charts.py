@@ -26,6 +26,7 @@ from vitrail.report.charts import (
     display_width,
     dot,
     horizontal_text,
+    isolated,
     make_axis,
     make_log_axis,
     path_data,
@@ -97,10 +98,10 @@ def series_chart(
             f'<path class="series" stroke="{colour}"{dashes} d="{path_data(area, one.points)}">'
             f"<title>{escape(one.name)}</title></path>"
         )
-        if len(one.finite) <= MAX_DOTS:
-            parts += [
-                dot(area, point, 2.5, "", f"{one.name}: {_pair(point)}", f' fill="{colour}"') for point in one.finite
-            ]
+        parts += [
+            dot(area, (x, y), 2.5, "", f"{one.name}: {x:.4g}, {y:.4g}", f' fill="{colour}"')
+            for x, y in (one.finite if len(one.finite) <= MAX_DOTS else isolated(one.points))
+        ]
     return _with_legend(parts, names, label, lines=True)
 
 
@@ -124,7 +125,7 @@ def scatter(
     parts = [frame]
     for number, (name, points) in enumerate(finite.items()):
         css, look = _dot_look(number)
-        parts += [dot(area, point, 3.0, css, f"{name}: {_pair(point)}", look) for point in points]
+        parts += [dot(area, (x, y), 3.0, css, f"{name}: {x:.4g}, {y:.4g}", look) for x, y in points]
     return _with_legend(parts, list(finite), label, lines=False)
 
 
@@ -265,10 +266,6 @@ def _dot_look(number: int) -> tuple[str, str]:
     colour = series_look(number)[0]
     is_ring = number // len(COLOURS) % 2 == 1
     return ("ring", f' color="{colour}"') if is_ring else ("", f' fill="{colour}"')
-
-
-def _pair(point: Point) -> str:
-    return f"{point[0]:.4g}, {point[1]:.4g}"
 
 
 def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, lines: bool) -> Markup:

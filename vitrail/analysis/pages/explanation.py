@@ -158,9 +158,12 @@ def write_explanation(
         pixels = overlay(picture, explanation.enlarge(values))
         files.append(f"{name}-{end}.png")
         (folder / files[-1]).write_bytes(png(_marked(pixels, chosen)))
-    picture = _marked(picture, chosen)
     page, notes = make_page(
-        explanation.maps, picture, title=title, predictions=explanation.ranking, max_bytes=max_bytes
+        explanation.maps,
+        _marked(picture, chosen),
+        title=title,
+        predictions=explanation.ranking,
+        max_bytes=max_bytes,
     )
     (folder / f"{name}.html").write_text(page, encoding="utf-8")
     return [f"{name}.html", *files], notes
