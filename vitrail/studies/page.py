@@ -60,8 +60,7 @@ def arms_chart(results: Results, metric: str, name: str) -> Markup:
             parts.append(f'<path class="series" stroke="{colour}" d="M{area.x(low):.2f} {y:.2f}H{area.x(high):.2f}"/>')
         for seed, value in point.values(metric).items():
             parts.append(dot(area, (100 * value, place), 2.0, "", f"{point.name}, seed {seed}: {value:.2%}", fill))
-        title = f"{point.name}: {_text(mean)}"
-        parts.append(dot(area, (100 * mean.mean, place), 4.0, "", title, fill))
+        parts.append(dot(area, (100 * mean.mean, place), 4.0, "", f"{point.name}: {_text(mean)}", fill))
     parts.append(horizontal_text((left + area.right) / 2, bottom + 34, name, "middle"))
     return svg_picture(WIDTH, bottom + BOTTOM, f"{name} of every arm, with 95 % intervals", parts, fixed_size=True)
 
