@@ -183,8 +183,9 @@ def heat_map(
     parts.append(vertical_text(10.0, top + height * side / 2, down))
     bar, longest = _colour_bar(axis, right + 16, top, bottom, unit)
     whole = max(right + 36 + DIGIT_WIDTH * longest, right + 22 + DIGIT_WIDTH * len(unit), middle + half)
-    tall = max(bottom + 8, top + height * side + max(36, top))
-    return svg_picture(whole, tall, label, [*parts, bar], fixed_size=True)
+    return svg_picture(
+        whole, max(bottom + 8, top + height * side + max(36, top)), label, [*parts, bar], fixed_size=True
+    )
 
 
 def colours(fractions: Float[np.ndarray, "*n h w"]) -> UInt8[np.ndarray, "*n h w 3"]:
