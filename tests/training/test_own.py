@@ -108,7 +108,7 @@ def test_an_own_network_is_trained_and_predicts(config: Make, tmp_path: Path) ->
     again = Small()
     again.load_state_dict(load_file(result.folder / "model" / "model.safetensors"))
     images = torch.randn(3, 3, 9, 12)
-    assert torch.equal(again(images), result.bundle.network.eval()(images))
+    assert torch.equal(again(images), result.bundle.network(images))
     with pytest.raises(BundleError, match="unknown layout"):
         vitrail.load(result.folder / "model")
     with pytest.raises(ConfigError, match=r"^embed: Vitrail knows only the outputs of a network of your own class"):
@@ -277,7 +277,8 @@ def test_a_run_neither_uses_nor_changes_the_state_of_its_caller(context: Any, co
     torch.manual_seed(7)
     before = torch.get_rng_state()
     with context():
-        train(config(steps=2, **SIZES), data=Stripes())
+        result = train(config(steps=2, **SIZES), data=Stripes())
+    assert not result.bundle.network.training
     assert torch.equal(torch.get_rng_state(), before) and torch.is_grad_enabled()
 
 

@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
 from safetensors.torch import save as safetensors_bytes
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import vitrail
 from tests.make import assert_close, assert_same, dense_bundle, encode, make_bundle
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
+from vitrail.models.predictor import Engine
 from vitrail.models.variants import build
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.answers import NumberPrediction, Prediction, rank
@@ -270,10 +271,59 @@ def test_what_is_neither_a_list_nor_an_image_is_refused(bundle: Bundle, given: A
             method(given)
 
 
-@pytest.mark.parametrize("image", [None, 5, bytearray(b"x"), torch.zeros(4, 4, 3, dtype=torch.uint8)], ids=repr)
+@pytest.mark.parametrize(
+    "image",
+    [
+        None, 5, bytearray(b"x"), torch.zeros(4, 4, 3, dtype=torch.uint8),
+        np.ma.masked_array(np.zeros((4, 4, 3), np.uint8), mask=True),
+    ],
+    ids=lambda image: type(image).__name__,
+)  # fmt: skip
 def test_items_that_are_no_images_are_refused(image: Any, bundle: Bundle, types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match="its items must be paths, "):
         bundle.predict([image], undecodable="return")
+
+
+@pytest.mark.parametrize("output", ["softmax", "numbers"])
+@pytest.mark.parametrize("outputs", [2, 7])
+def test_a_replaced_head_of_other_outputs_is_refused(outputs: int, output: str) -> None:
+    bundle = make_bundle(output=output)
+    bundle.network.head = nn.Linear(12, outputs)
+    with pytest.raises(BundleError, match=rf"{outputs} outputs, but there are 3 class names; .*with_head"):
+        bundle.predict(images(1))
+
+
+def test_an_engine_of_an_earlier_network_is_not_used(bundle: Bundle) -> None:
+    zeros = Engine("onnxruntime", bundle.network, "float32", "logits", lambda x: torch.zeros(len(x), 3))
+    fast = dataclasses.replace(bundle, engine=zeros)
+    assert fast.predict(images(1))[0] != bundle.predict(images(1))[0]
+    fast.network = make_bundle(seed=6).network
+    assert fast.predict(images(1)) == make_bundle(seed=6).predict(images(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("positions", ["learned", "sincos-2d"])
+def test_the_default_number_format_of_pytorch_changes_no_output(dtype: torch.dtype, positions: str) -> None:
+    bundle = make_bundle(positions=positions)
+    colours = {"mean": (0.35 + 1e-4 * dtype.itemsize,), "std": (0.217,)}  # that no other test has used before
+    bundle = dataclasses.replace(bundle, preprocess=dataclasses.replace(bundle.preprocess, **colours))
+    torch.set_default_dtype(dtype)
+    try:
+        during = bundle.embed(images(3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pixels = torch.from_numpy(np.stack(images(3))).permute(0, 3, 1, 2) / 255
+    with torch.no_grad():
+        expected = bundle.network.embed((pixels - colours["mean"][0]) / 0.217)
+    torch.testing.assert_close(during, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(bundle.embed(images(3)), during)
+
+
+def test_the_default_device_of_pytorch_changes_no_output(bundle: Bundle, tmp_path: Path) -> None:
+    with torch.device("meta"):  # any device but that of the network
+        embeddings, predictions = bundle.embed(images(2)), bundle.predict(images(2))
+        bundle.save(tmp_path / "model")
+    assert torch.equal(embeddings, bundle.embed(images(2))) and predictions == bundle.predict(images(2))
 
 
 def test_embeddings_are_what_the_head_sees() -> None:

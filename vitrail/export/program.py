@@ -36,8 +36,8 @@ class EndToEnd(nn.Module):
         self.contents = interface.contents
         self.output = bundle.output
         preprocess = bundle.preprocess
-        mean = torch.tensor([255 * value for value in preprocess.mean])
-        scale = torch.tensor([1 / (255 * value) for value in preprocess.std])
+        mean = torch.tensor([255 * value for value in preprocess.mean], dtype=torch.float32)
+        scale = torch.tensor([1 / (255 * value) for value in preprocess.std], dtype=torch.float32)
         self.register_buffer("mean", mean.view(1, -1, 1, 1))
         self.register_buffer("scale", scale.view(1, -1, 1, 1))
         self.resizing = Resizing(preprocess) if interface.resizes else None

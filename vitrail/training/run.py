@@ -554,8 +554,9 @@ class RunResult:
 
     folder: Path
     bundle: Bundle
-    """The model, which is saved in `folder / "model"`. If the network is of the user's own class, only the weights are
-    saved. If weights are sharded, only the first process has the model's weights, in main memory."""
+    """The model, which is saved in `folder / "model"`, in evaluation mode. If the network is of the user's own class,
+    only the weights are saved. If weights are sharded, only the first process has the model's weights, in main
+    memory."""
     metrics: dict[str, float]
     """Metrics of the model on the held-out splits: `validation_accuracy`, and `test_accuracy` if there is a test split.
     Other tasks have other metrics, such as `test_r2`."""
@@ -566,7 +567,7 @@ class RunResult:
     """A few held-out images, saved as files, with the model's predictions."""
     task: Task
     """The task that the model was trained for."""
-    predictions: Mapping[str, Any] = field(default_factory=dict)
+    predictions: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Outputs of the model by the name of the held-out split: `Predictions`, or what a model of boxes or masks answers
     (`FoundInSource`, `ConfusedPixels`). A split with more than `MAX_KEPT` outputs of classes is missing."""
 
@@ -618,6 +619,7 @@ def finish(run: Run, state: TrainState) -> RunResult:
     examples = processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
     processes.on_first(lambda: _write_pictures(run, bundle, state.kept, source))
     run.log.tell("finished", {"examples": examples}, step=state.step, metrics=bundle.metrics, **summary)
+    bundle.network.eval()  # as the model that `load` returns
     return RunResult(folder, bundle, bundle.metrics, summary, examples, job.config.task, predictions)
 
 

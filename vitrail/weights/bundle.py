@@ -96,8 +96,8 @@ class Bundle:
     """The text tower that was trained with the network, or None if the model does not read texts."""
     engine: Engine | None = None
     """Another runtime that computes predictions, from `vitrail.with_engine`, or None for PyTorch. It is not saved, and
-    computes only in its own precision. A change of the network's weights does not reach it, and a bundle that is made
-    with another network, such as a copy in another process, does not keep it."""
+    computes only in its own precision. A change of the network's weights does not reach it. A bundle with another
+    network, such as a copy in another process, does not use it."""
     first_positions: FirstPositions | None = None
     """Positions before they were resized. Another change of the image size starts from these positions, so that
     nothing is lost by resizing twice. They are not saved."""
@@ -247,7 +247,7 @@ class Bundle:
         """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
         share_cores()
         predictor = self.predictor()
-        parts = [torch.empty(0, self.network.config.embed_width, dtype=torch.float32)]
+        parts = [torch.empty(0, self.network.config.embed_width, dtype=torch.float32, device="cpu")]
         for batch in _batches(images, self._batch_size(batch_size, None)):
             pixels = []
             for image in batch:
@@ -280,7 +280,11 @@ class Bundle:
                 f"the network's weights are {dtype}, in which precision={chosen!r} cannot be computed; convert them "
                 "with network.float()"
             )
-        if self.engine is not None and self.engine.precision == resolve_precision(chosen, self.device):
+        if (
+            self.engine is not None
+            and self.engine.network is self.network
+            and self.engine.precision == resolve_precision(chosen, self.device)
+        ):
             return EnginePredictor(self.network, self.engine)
         return Predictor(self.network, chosen, exact_head=self.output == "numbers")
 
@@ -314,10 +318,15 @@ class Bundle:
         self, outputs: Float[Tensor, "b ..."], top: int | None = None, placements: Sequence[Placement] = ()
     ) -> Sequence[AnyPrediction]:
         """Return the prediction of each row of the network's outputs, as `predict` does. Models of boxes and masks need
-        the `placements` of the images. Raise `BundleError` for outputs that are not finite, and `ConfigError` for a
-        `top` that is out of range."""
+        the `placements` of the images. Raise `BundleError` for outputs that are not finite or have another number than
+        the names, and `ConfigError` for a `top` that is out of range."""
         count = self._count(top)
         outputs = finite(outputs.float().cpu())
+        if self.output not in DENSE and outputs.shape[1:] != (len(self.classes),):
+            raise BundleError(
+                f"the network has {outputs.shape[1]} outputs, but there are {len(self.classes)} class names; change "
+                "the head with network.with_head(...), and make a new Bundle with a name for each output"
+            )
         if self.output == "numbers":
             return [NumberPrediction(self.classes, tuple(row)) for row in outputs.tolist()]
         if self.output in DENSE:
@@ -378,7 +387,7 @@ class Bundle:
         return top
 
     def _pixels(self, image: ImageLike) -> Pixels | UndecodableImage:
-        if not isinstance(image, get_args(ImageLike)):
+        if not isinstance(image, get_args(ImageLike)) or isinstance(image, np.ma.MaskedArray):
             raise ConfigError(
                 f"images has a {type(image).__name__}; its items must be paths, encoded files (bytes), uint8 arrays or "
                 "Pillow images"
@@ -473,8 +482,8 @@ def check_loadable(network: AnyNetwork) -> None:
     again.load_state_dict(state, assign=True)
     modes = [(module, module.training, module._compiled_call_impl) for module in network.modules()]
     config, first = network.config, next(network.parameters())
-    images = torch.randn(1, config.channels, *config.image_size, generator=torch.Generator().manual_seed(0))
-    images = images.to(first)
+    random = torch.Generator("cpu").manual_seed(0)
+    images = torch.randn(1, config.channels, *config.image_size, generator=random, device="cpu").to(first)
     devices = [first.device] if first.device.type == "cuda" else []
     # Without a GPU, torch.manual_seed records a stack trace for each kind of device that is not there.
     seed = torch.manual_seed if devices else torch.default_generator.manual_seed

@@ -157,6 +157,6 @@ def sincos_2d(
     Without it, they are 10000^(-i / (width / 4)), as in MoCo v3 (2104.02057) and MAE (2111.06377).
     """
     quarter = width // 4
-    frequencies = 10_000.0 ** (-torch.arange(quarter, device=device) / max(quarter - lowest, 1))
+    frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float32, device=device) / max(quarter - lowest, 1))
     y, x = (place[:, None] * frequencies for place in patch_places(grid, device))
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)

@@ -143,7 +143,7 @@ class RotaryPositions(Positions):
         self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
     ) -> Sequence[AttentionPositions | None]:
         quarter = self.head_width // 4
-        frequencies = 100.0 ** (-torch.arange(quarter, device=device) / quarter)
+        frequencies = 100.0 ** (-torch.arange(quarter, dtype=torch.float32, device=device) / quarter)
         y, x = patch_places(grid, device)
         angles = torch.cat([y[:, None] * frequencies, x[:, None] * frequencies], dim=1)  # n d/2
         if kept is not None:
