@@ -42,6 +42,9 @@ from vitrail.training.job import target_fits, target_rule
 from vitrail.training.start import head_fields
 from vitrail.weights.bundle import Bundle, weights_sha256
 
+if not __debug__:
+    raise ConfigError("vitrail.testing checks by assertions, which python -O removes; run the checks without -O")
+
 
 def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:
     """Check that a network fulfils the contract of `vitrail.models.network.Network`.

@@ -29,7 +29,6 @@ from torch.nn.utils import prune
 import vitrail
 from tests.make import assert_close, assert_same, dense_bundle, encode, make_bundle
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
-from vitrail.models.predictor import Engine
 from vitrail.models.variants import build
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.answers import NumberPrediction, Prediction, rank
@@ -291,14 +290,6 @@ def test_a_replaced_head_of_other_outputs_is_refused(outputs: int, output: str) 
     bundle.network.head = nn.Linear(12, outputs)
     with pytest.raises(BundleError, match=rf"{outputs} outputs, but there are 3 class names; .*with_head"):
         bundle.predict(images(1))
-
-
-def test_an_engine_of_an_earlier_network_is_not_used(bundle: Bundle) -> None:
-    zeros = Engine("onnxruntime", bundle.network, "float32", "logits", lambda x: torch.zeros(len(x), 3))
-    fast = dataclasses.replace(bundle, engine=zeros)
-    assert fast.predict(images(1))[0] != bundle.predict(images(1))[0]
-    fast.network = make_bundle(seed=6).network
-    assert fast.predict(images(1)) == make_bundle(seed=6).predict(images(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
