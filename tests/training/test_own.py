@@ -282,6 +282,15 @@ def test_a_run_neither_uses_nor_changes_the_state_of_its_caller(context: Any, co
     assert torch.equal(torch.get_rng_state(), before) and torch.is_grad_enabled()
 
 
+def test_another_default_number_format_is_refused(config: Make) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ConfigError, match=r"torch\.float64, but weights are trained in float32"):
+            train(config(**SIZES), data=Stripes())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match="config is a str; pass a TrainConfig"):
         train("demo")  # type: ignore[arg-type]

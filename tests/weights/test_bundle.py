@@ -85,7 +85,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path, fields: dict[str, Any])
     assert path == tmp_path / "out" and sorted(snapshot(path)) == ["model.json", "model.safetensors"]
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    loaded = load_bundle(path, device="cpu")
+    loaded = load_bundle(path)
     assert torch.equal(torch.get_rng_state(), before), "loading draws no random numbers"
     assert_same(bundle, loaded)
     for name in ("classes", "preprocess", "output", "precision", "metrics", "provenance"):
@@ -119,12 +119,12 @@ def test_fields_that_a_file_lacks_take_their_defaults_and_unknown_ones_are_named
         description["config"].pop(name, None)
     del description["preprocess"]["pad_value"]
     (saved / "model.json").write_text(json.dumps(description), encoding="utf-8")
-    loaded = load_bundle(saved, device="cpu")
+    loaded = load_bundle(saved)
     assert (loaded.output, loaded.precision, loaded.metrics) == ("softmax", "float32", {})
     assert (loaded.provenance, loaded.notes) == ({}, ())
     assert loaded.network.config == bundle.network.config and loaded.preprocess == bundle.preprocess
     rewrite(saved, extra=1, another={"deep": None})
-    (note,) = load_bundle(saved, device="cpu").notes
+    (note,) = load_bundle(saved).notes
     assert "unknown fields are ignored: another, extra" in note
 
 
@@ -221,7 +221,7 @@ def test_weights_of_other_number_formats_are_saved_in_float32(
 
 def test_numbers_are_the_networks_outputs(tmp_path: Path) -> None:
     bundle, arrays = make_bundle(output="numbers"), images(5)
-    assert load_bundle(bundle.save(tmp_path / "model"), device="cpu").output == "numbers"
+    assert load_bundle(bundle.save(tmp_path / "model")).output == "numbers"
     for prediction, row in zip(bundle.predict(arrays, batch_size=2), logits(bundle, arrays), strict=True):
         assert isinstance(prediction, NumberPrediction)
         assert prediction.names == bundle.classes and prediction.values == pytest.approx(row.tolist(), abs=1e-5)
@@ -373,7 +373,7 @@ def test_a_damaged_file_is_refused(
     if change is not None:
         (saved / file).write_bytes(change(content))
     with pytest.raises(BundleError, match=message):
-        load_bundle(saved, device="cpu")
+        load_bundle(saved)
 
 
 @pytest.mark.parametrize(
@@ -402,13 +402,13 @@ def test_a_damaged_file_is_refused(
 def test_a_description_that_cannot_be_is_refused(saved: Path, name: str, value: Any, message: str) -> None:
     rewrite(saved, **{name: value})
     with pytest.raises(BundleError, match=message):
-        load_bundle(saved, device="cpu")
+        load_bundle(saved)
 
 
 def test_weights_of_another_number_format_are_refused(bundle: Bundle, saved: Path) -> None:
     replace_weights(saved, safetensors_bytes(bundle.network.half().state_dict()))
     with pytest.raises(BundleError, match=r"not float32 or bfloat16: .* is float16"):
-        load_bundle(saved, device="cpu")
+        load_bundle(saved)
 
 
 def test_weights_that_do_not_fit_are_all_named(bundle: Bundle, saved: Path) -> None:
@@ -418,7 +418,7 @@ def test_weights_that_do_not_fit_are_all_named(bundle: Bundle, saved: Path) -> N
     tensors["head.weight"] = torch.zeros(4, 12)
     replace_weights(saved, safetensors_bytes(tensors))
     with pytest.raises(BundleError) as caught:
-        load_bundle(saved, device="cpu")
+        load_bundle(saved)
     first, *problems = str(caught.value).splitlines()
     assert first == f"the weights in {saved} do not fit its architecture:"
     assert sorted(line.strip() for line in problems) == [
@@ -445,11 +445,11 @@ def test_a_pickle_in_place_of_the_weights_is_not_run(bundle: Bundle, saved: Path
     for data in (pickled, archive.getvalue()):
         (saved / "model.safetensors").write_bytes(data)
         with pytest.raises(BundleError, match="was altered"):
-            load_bundle(saved, device="cpu")
+            load_bundle(saved)
         replace_weights(saved, data)
         loaded = None
         with contextlib.suppress(Exception):
-            loaded = load_bundle(saved, device="cpu")
+            loaded = load_bundle(saved)
         assert loaded is None and not marker.exists()
 
 
@@ -478,14 +478,14 @@ def test_a_full_disk_leaves_the_old_model(
     path, before = old
     assert snapshot(path) == before and [entry.name for entry in path.parent.iterdir()] == ["model"]
     bundle.save(path, overwrite=True)
-    assert load_bundle(path, device="cpu").provenance["notes"] == "x" * notes
+    assert load_bundle(path).provenance["notes"] == "x" * notes
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_model_on_the_gpu_predicts_the_same(bundle: Bundle, saved: Path) -> None:
     arrays = images(5)
-    loaded = load_bundle(saved, device="cuda")
+    loaded = vitrail.load(saved, device="cuda")
     assert isinstance(loaded.network, VisionTransformer) and loaded.device.type == "cuda"
     for one, other in zip(loaded.predict(arrays), bundle.predict(arrays), strict=True):
         assert dict(one.ranking) == pytest.approx(dict(other.ranking), abs=1e-3)
@@ -501,7 +501,7 @@ def test_a_model_takes_the_place_of_another_on_request_and_through_a_link(
     assert snapshot(path) == before
     for place in (path, path.parent / "link"):
         bundle.save(place, overwrite=True)
-        assert_same(load_bundle(path, device="cpu"), bundle)
+        assert_same(load_bundle(path), bundle)
     assert sorted(snapshot(path)) == ["model.json", "model.safetensors"]
     assert (path.parent / "link").is_symlink()
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["link", "model"]
@@ -535,7 +535,7 @@ def test_weights_are_rounded_to_bfloat16_in_the_file_alone(tmp_path: Path) -> No
     loaded = vitrail.load(half, device="cpu").network.state_dict()
     for name, tensor in before.items():
         assert loaded[name].dtype == torch.float32 and torch.equal(loaded[name], tensor.bfloat16().float()), name
-    again = load_bundle(half, device="cpu").save(tmp_path / "again", stored="bfloat16")
+    again = load_bundle(half).save(tmp_path / "again", stored="bfloat16")
     assert (again / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
 
 
@@ -548,7 +548,7 @@ def test_a_network_without_a_head_says_so() -> None:
 
 def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None:
     lower = dataclasses.replace(bundle, precision="bf16")
-    loaded = load_bundle(lower.save(tmp_path / "model"), device="cpu")
+    loaded = load_bundle(lower.save(tmp_path / "model"))
     assert loaded.precision == "bf16"
     arrays = images(2, 20, 17, 3)
     assert loaded.predict(arrays) == bundle.predict(arrays, precision="bf16") != bundle.predict(arrays)
@@ -564,7 +564,7 @@ def test_a_network_of_torch_compile_is_used_without_it(bundle: Bundle, tmp_path:
     compiled.network = torch.compile(bundle.network, backend="eager")
     arrays = images(2, 20, 17, 3)
     assert compiled.predict(arrays) == bundle.predict(arrays)
-    assert_close(bundle, load_bundle(compiled.save(tmp_path / "model"), device="cpu"), atol=0, rtol=0)
+    assert_close(bundle, load_bundle(compiled.save(tmp_path / "model")), atol=0, rtol=0)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -588,4 +588,4 @@ def test_a_network_that_would_be_loaded_as_another_is_not_saved(change: str, tmp
 def test_blocks_that_share_weights_are_saved(tmp_path: Path) -> None:
     bundle = make_bundle(depth=2)
     bundle.network.blocks[1] = bundle.network.blocks[0]
-    assert_close(bundle, load_bundle(bundle.save(tmp_path / "model"), device="cpu"), atol=0, rtol=0)
+    assert_close(bundle, load_bundle(bundle.save(tmp_path / "model")), atol=0, rtol=0)

@@ -165,6 +165,11 @@ def prepare(
     `origin` is the record of that model in run.json. `probes` are measured beside those of the config. Without
     `measure_test` the run has no test split. Several `processes` must find the same data.
     """
+    if torch.get_default_dtype() != torch.float32:
+        raise ConfigError(
+            f"PyTorch's default number format is {torch.get_default_dtype()}, but weights are trained in float32; call "
+            "torch.set_default_dtype(torch.float32) before"
+        )
     processes.on_first(lambda: check_trackers(config.run.track))
     device = pick_device(processes.device_name(config.run.device))
     precision = resolve_precision(config.run.precision, device)

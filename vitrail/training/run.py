@@ -65,7 +65,8 @@ from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, 
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState
 from vitrail.training.stop import StopRequest, interrupted_by_signals
-from vitrail.weights.bundle import Bundle, load_bundle
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
 
 
 def train(
@@ -231,7 +232,7 @@ def finished(folder: Path) -> RunResult | None:
         return None
     summary = {name: value for name, value in event.items() if isinstance(value, int | float)}
     task = read_record(folder).config.task
-    return RunResult(folder, load_bundle(folder / "model"), dict(event["metrics"]), summary, (), task)
+    return RunResult(folder, load(folder / "model"), dict(event["metrics"]), summary, (), task)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage, nearest
 from vitrail.files import expanded
-from vitrail.machine import Precision, pick_device, resolve_precision
+from vitrail.machine import Precision, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
 from vitrail.models.predictor import Engine, EnginePredictor, Predictor
@@ -230,10 +230,14 @@ class Bundle:
         predictor = self.predictor(precision)
         share_cores()
         for batch in _batches(images, self._batch_size(batch_size, precision)):
-            loaded = [self._pixels(image) for image in batch]
-            broken = [item for item in loaded if isinstance(item, UndecodableImage)]
-            if broken and undecodable == "raise":
-                raise broken[0]
+            loaded: list[Pixels | UndecodableImage] = []
+            for image in batch:
+                try:
+                    loaded.append(self._pixels(image))
+                except UndecodableImage as error:
+                    if undecodable == "raise":
+                        raise
+                    loaded.append(error.with_traceback(None))  # which would keep the pixels of the batch
             pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
             placements = self.placements(
                 [image for image, item in zip(batch, loaded, strict=True) if not isinstance(item, UndecodableImage)]
@@ -249,13 +253,8 @@ class Bundle:
         predictor = self.predictor()
         parts = [torch.empty(0, self.network.config.embed_width, dtype=torch.float32, device="cpu")]
         for batch in _batches(images, self._batch_size(batch_size, None)):
-            pixels = []
-            for image in batch:
-                item = self._pixels(image)
-                if isinstance(item, UndecodableImage):
-                    raise item
-                pixels.append(item)
-            parts.append(finite(predictor.embed(self.inputs(pixels)).float().cpu()))
+            inputs = self.inputs([self._pixels(image) for image in batch])
+            parts.append(finite(predictor.embed(inputs).float().cpu()))
         return torch.cat(parts)
 
     def embed_texts(self, texts: Sequence[str]) -> Float[Tensor, "n embed_width"]:
@@ -386,7 +385,8 @@ class Bundle:
             raise ConfigError(f"top={top} is out of range, because this model has {len(self.classes)} classes")
         return top
 
-    def _pixels(self, image: ImageLike) -> Pixels | UndecodableImage:
+    def _pixels(self, image: ImageLike) -> Pixels:
+        """Return the pixels of an image. Raise `UndecodableImage` with its path, if it has one."""
         if not isinstance(image, get_args(ImageLike)) or isinstance(image, np.ma.MaskedArray):
             raise ConfigError(
                 f"images has a {type(image).__name__}; its items must be paths, encoded files (bytes), uint8 arrays or "
@@ -395,11 +395,11 @@ class Bundle:
         try:
             return self.preprocess.pixels(read_image(image) if isinstance(image, str | Path) else image)
         except UndecodableImage as error:
-            return UndecodableImage(f"{image} {error}") if isinstance(image, str | Path) else error
+            raise UndecodableImage(f"{image} {error}") if isinstance(image, str | Path) else error from None
 
 
-def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
-    """Return the model in a folder that `Bundle.save` or a run wrote.
+def load_bundle(path: str | Path) -> Bundle:
+    """Return the model in a folder that `Bundle.save` or a run wrote, on the CPU.
 
     Raises `BundleError` for any other folder, a newer format, a missing or altered file, and weights that do not fit
     the architecture.
@@ -411,11 +411,8 @@ def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
     _fill(network, weights, folder)
     unknown = sorted(set(description) - set(REQUIRED) - set(OPTIONAL))
     notes = (f"{folder / DESCRIPTION}: unknown fields are ignored: {', '.join(unknown)}",) if unknown else ()
-    words, target = None, pick_device(device)
-    if "words" in description:
-        words = read_words(folder, description["words"])
-        words.tower.to(target)
-    return Bundle(network.to(target).eval(), **others, words=words, notes=notes)
+    words = read_words(folder, description["words"]) if "words" in description else None
+    return Bundle(network.eval(), **others, words=words, notes=notes)
 
 
 def read_described(values: Mapping[str, Any], path: Path) -> tuple[AnyConfig, dict[str, Any]]:
