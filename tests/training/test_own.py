@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -280,6 +284,24 @@ def test_a_run_neither_uses_nor_changes_the_state_of_its_caller(context: Any, co
         result = train(config(steps=2, **SIZES), data=Stripes())
     assert not result.bundle.network.training
     assert torch.equal(torch.get_rng_state(), before) and torch.is_grad_enabled()
+
+
+def test_runs_in_threads_train_one_after_the_other(config: Make, tmp_path: Path) -> None:
+    steps = []
+
+    class Noted(Small):
+        def forward(self, images: Tensor) -> Tensor:
+            if self.training and len(images) == 8:  # not the examples that a check computes
+                steps.append(get_ident())
+                time.sleep(0.002)  # so that the other thread could compute meanwhile
+            return super().forward(images)
+
+    def run(number: int) -> None:
+        train(config(steps=5, evaluations=1, run=str(tmp_path / str(number))), data=Stripes(), network=Noted())
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, (1, 2)))
+    assert sum(one != other for one, other in pairwise(steps)) == 1
 
 
 def test_another_default_number_format_is_refused(config: Make) -> None:

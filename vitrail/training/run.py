@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -253,6 +254,11 @@ def _write_record(job: Job, folder: Path) -> None:
         raise
 
 
+ONE_RUN = threading.RLock()
+"""Held by the run that trains in this process. Random numbers and settings of PyTorch belong to the whole process, so a
+run in another thread waits."""
+
+
 @contextmanager
 def _same_arithmetic(job: Job) -> Iterator[None]:
     """Compute inside the `with` block with the settings of a checked config, so that a resumed run computes the same
@@ -260,6 +266,7 @@ def _same_arithmetic(job: Job) -> Iterator[None]:
     share_cores()
     config = job.config
     with (
+        ONE_RUN,
         torch.random.fork_rng([job.device] if job.device.type == "cuda" else []),
         torch.inference_mode(False),
         torch.enable_grad(),
