@@ -253,6 +253,7 @@ BROKEN: list[tuple[Any, str]] = [
     (changed(count=0), "a source must have at least one sample"),
     ([1, 2], "a source must have classes"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
+    (changed(key=lambda self, index: f"{index // 2}"), "two samples must not have the same key"),
     (changed(target=lambda self, index: 7), "target(0) is 7, but the targets of this source must be None or an index"),
     (changed(target=lambda self, index: (0, 2)), "target(0) is (0, 2), but the targets of this source must be None or"),
     (changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)), "must have the key and the target"),

@@ -300,8 +300,11 @@ class ViTConfig(NetworkConfig):
         return replace(self, image_size=typed(tuple[int, int], image_size, "image_size"))
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ViTConfig:
-        hidden = 0 if drop_hidden else self.head_hidden
-        return replace(self, num_classes=typed(int, num_classes, "num_classes"), head_hidden=hidden)
+        return replace(
+            self,
+            num_classes=typed(int, num_classes, "num_classes"),
+            head_hidden=0 if drop_hidden else self.head_hidden,
+        )
 
     def depth_rate(self, layer: int) -> float:
         """Return the probability that a branch of block `layer`, counted from 0, is dropped for an image."""

@@ -57,10 +57,11 @@ def adapted(
             "outputs for grey images stay the same"
         )
     if image_size is not None and image_size != network.config.image_size:
-        old = network.config.image_size
+        notes.append(
+            f"the image size was changed from {network.config.image_size} to {image_size}{_resized_weights(network)}"
+        )
         network, first = _resized(network, first, image_size)
         preprocess = replace(preprocess, image_size=image_size)
-        notes.append(f"the image size was changed from {old} to {image_size}{_resized_weights(network)}")
     config = network.config
     hidden = bool(config.head_hidden and drop_head_hidden)
     names = bundle.classes

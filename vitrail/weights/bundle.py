@@ -230,21 +230,18 @@ class Bundle:
         predictor = self.predictor(precision)
         share_cores()
         for batch in _batches(images, self._batch_size(batch_size, precision)):
-            loaded: list[Pixels | UndecodableImage] = []
-            for image in batch:
+            usable, pixels, broken = list[ImageLike](), list[Pixels](), dict[int, UndecodableImage]()
+            for place, image in enumerate(batch):
                 try:
-                    loaded.append(self._pixels(image))
+                    pixels.append(self._pixels(image))
+                    usable.append(image)
                 except UndecodableImage as error:
                     if undecodable == "raise":
                         raise
-                    loaded.append(error.with_traceback(None))  # which would keep the pixels of the batch
-            pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
-            placements = self.placements(
-                [image for image, item in zip(batch, loaded, strict=True) if not isinstance(item, UndecodableImage)]
-            )
-            outputs = predictor.logits(self.inputs(pixels)) if pixels else torch.empty(0)
-            predictions = iter(self.answers(outputs, top, placements) if pixels else ())
-            results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
+                    broken[place] = error.with_traceback(None)  # which would keep the pixels of the batch
+            outputs = predictor.logits(self.inputs(pixels)) if pixels else None
+            found = iter(() if outputs is None else self.answers(outputs, top, self.placements(usable)))
+            results += [broken[place] if place in broken else next(found) for place in range(len(batch))]
         return results
 
     def embed(self, images: Images, *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
