@@ -409,3 +409,10 @@ def test_checks_without_assertions_are_refused() -> None:
     path = Path(testing.__file__)
     with pytest.raises(ConfigError, match="python -O"):
         exec(compile(path.read_text(), path, "exec", optimize=1), {"__name__": "optimised"})
+
+
+def test_checks_leave_the_callers_random_numbers_alone(splits: Splits) -> None:
+    before = torch.get_rng_state()
+    check_network(lambda count: build(replace(SMALL, num_classes=count)), image_sizes=SIZES)
+    check_task(Classification(), splits)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -45,6 +45,7 @@ if not __debug__:
     raise ConfigError("vitrail.testing checks by assertions, which python -O removes; run the checks without -O")
 
 
+@torch.random.fork_rng([])
 def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:
     """Check that a network fulfils the contract of `vitrail.models.network.Network`.
 
@@ -249,6 +250,7 @@ def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Sou
     return metrics
 
 
+@torch.random.fork_rng([])
 def check_task(task: Any, splits: Splits) -> None:
     """Check that a task fulfils the contract of `vitrail.tasks.task.Task`.
 

@@ -225,7 +225,7 @@ def test_numbers_are_the_networks_outputs(tmp_path: Path) -> None:
     for prediction, row in zip(bundle.predict(arrays, batch_size=2), logits(bundle, arrays), strict=True):
         assert isinstance(prediction, NumberPrediction)
         assert prediction.names == bundle.classes and prediction.values == pytest.approx(row.tolist(), abs=1e-5)
-        assert prediction["tulip"] == prediction.values[1]
+        assert prediction["tulip"] == prediction.values[1] and "tulip" in prediction and "lily" not in prediction
         with pytest.raises(KeyError, match="lily"):
             prediction["lily"]
     broken = bundle.predict([b"nothing", arrays[0]], undecodable="return")
