@@ -449,6 +449,20 @@ def refuse_joined(title: str, counts: Mapping[str, int], chosen: str | None = No
             )
 
 
+def refuse_flags(title: str, lists: Iterable[Iterable[object]]) -> None:
+    """Raise `DataError` if lists such as [0, 1, 0] have a 0 or a 1 for each class, instead of the labels of an image.
+    They have the same length, and some of them repeat a value."""
+    found = {tuple(str(one).lower() for one in labels) for labels in lists}
+    repeated = next((labels for labels in found if len({*labels}) < len(labels)), None)
+    values = {one for labels in found for one in labels}
+    if repeated is not None and len({*map(len, found)}) == 1 and values <= {"0", "1", "false", "true"}:
+        raise DataError(
+            f"{title}: lists of labels such as [{', '.join(repeated)}] seem to have a 0 or a 1 for each class; a list "
+            "holds the labels of the image, so write [0, 2] for [1, 0, 1]. If the numbers are labels, write each of "
+            "them once"
+        )
+
+
 def _parts(name: str, separator: str) -> list[str]:
     return [part.strip() for part in name.split(separator) if part.strip()]
 

@@ -53,6 +53,7 @@ from vitrail.data.targets import (
     number,
     number_column,
     places_of,
+    refuse_flags,
     refuse_joined,
     text_column,
 )
@@ -537,6 +538,8 @@ class ParquetColumns:
             if arrow.types.is_boolean(kind) or arrow.types.is_integer(kind) or arrow.types.is_null(kind):
                 numbers = _numbers(values)
                 self._check_range(column, numbers, starts, names)
+                if starts is not None and numbers.max(initial=0) < 2:
+                    refuse_flags(f"{self.path}, column {column!r}", np.split(numbers, starts[1:-1]))
                 if names is None:
                     return number_column(numbers, starts)
                 return LabelColumn(label_targets(numbers, starts, names), "numbers with names")

@@ -56,6 +56,7 @@ from vitrail.data.targets import (
     holds_numbers,
     number_of,
     places_of,
+    refuse_flags,
     refuse_joined,
     whole_numbers,
 )
@@ -122,6 +123,8 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
     if not unlabelled:
         single = (row.label for part in parts.values() for row in part.rows if isinstance(row.label, str))
         refuse_joined(where, Counter(single), request.choice.separator)
+        several = (row.label for part in parts.values() for row in part.rows if isinstance(row.label, tuple))
+        refuse_flags(where, several)
     files: dict[Split, dict[str, tuple[TableRow, int]]] = {}
     faults: list[Fault] = []
     for split, part in parts.items():
