@@ -30,7 +30,7 @@ from jaxtyping import Float64, Int64
 from vitrail.data.faults import Fault, is_own_output
 from vitrail.data.formats.unpacked import Blob, open_blob, write_blob
 from vitrail.data.pixels.decode import SUFFIXES
-from vitrail.data.source import Samples, Source
+from vitrail.data.source import Files, Samples, Source
 from vitrail.data.splits import (
     CHOICE,
     Choice,
@@ -98,7 +98,7 @@ class ParquetImages:
 
     def stamp(self, place: int) -> str:
         """Return a text with the row number and the name of the row's file of unpacked images. The name contains a hash
-        of the Parquet file's path, size and times."""
+        of the Parquet file's path, size and times, and of those of the files that its rows name."""
         file, row = self._row(place)
         return f"{self._blobs[file].path.name} {row}"
 
@@ -371,7 +371,7 @@ def _unpack(
     """Return the unpacked images of each file, and a note if a file had to be unpacked. Files in the cache are not
     unpacked again."""
     folder = cache_folder("parquet")
-    places = {file: folder / _blob_name(file, column) for file, _ in files}
+    places = {file: folder / _blob_name(file, column, columns) for file, columns in files}
     blobs = {file: blob for file, place in places.items() if (blob := open_blob(place)) is not None}
     missing = [(file, columns) for file, columns in files if file not in blobs]
     if not missing:
@@ -399,8 +399,9 @@ def _unpack(
     return blobs, (note,)
 
 
-def _blob_name(file: ParquetFile, column: str) -> str:
-    digest = hashlib.sha256(f"{file.identity}\0{column}".encode("utf-8", "surrogateescape")).hexdigest()
+def _blob_name(file: ParquetFile, column: str, columns: ParquetColumns) -> str:
+    identity = f"{file.identity}\0{column}{columns.files_beside(column)}"
+    digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
     return f"{Path(file.name).stem[:80]}-{digest[:24]}.images"
 
 
@@ -633,6 +634,18 @@ class ParquetColumns:
                     yield value.as_buffer() if path is None else self._beside(path, row)
                     row += 1
 
+    def files_beside(self, column: str) -> str:
+        """Return a text that changes with the files that rows without an image name. It is "" if all rows have one."""
+        with self._file() as file:
+            groups = range(file.metadata.num_row_groups)
+            lacking = [number for number in groups if _lacks_images(file.metadata.row_group(number), column)]
+            if not lacking:
+                return ""
+            rows = file.read_row_groups(lacking, [f"{column}.path"], use_threads=False).column(column).to_pylist()
+        names = sorted({row["path"] for row in rows if row is not None} - {None})
+        files = Files(self.path.parent, names, ())
+        return "".join(f"\0{name} {files.stamp(place)}" for place, name in enumerate(names))
+
     def _beside(self, path: str, row: int) -> bytes:
         folder = self.path.parent.resolve()
         target = (folder / path).resolve()
@@ -708,6 +721,15 @@ def pyarrow(action: str = "reading") -> ModuleType:
         return importlib.import_module("pyarrow")
     except ImportError as error:
         raise DataError(f"{action} Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
+
+
+def _lacks_images(group: Any, column: str) -> bool:
+    """Return True if rows of a row group may have a path and no image."""
+    chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
+    if f"{column}.path" not in chunks:
+        return False
+    counts = chunks[f"{column}.bytes"].statistics
+    return counts is None or counts.null_count != 0
 
 
 def _is_list(kind: Any) -> bool:
