@@ -309,11 +309,6 @@ def _joined_ids(parts: Sequence[Targets], names: tuple[str, ...]) -> tuple[int, 
     return tuple(found[name] for name in names) if len(found) == len(names) else ()
 
 
-def numbered(count: int) -> tuple[str, ...]:
-    """Return names of classes or numbers that have no others: they are numbered from 1."""
-    return tuple(str(number + 1) for number in range(count))
-
-
 def class_indices(target: Target) -> tuple[int, ...]:
     """Return the indices of a target's classes: none, one or several. The target must not hold numbers. Those in a mask
     are not known, because no mask is read. Texts have no classes."""
