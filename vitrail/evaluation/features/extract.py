@@ -177,12 +177,12 @@ class _Job:
                         break
 
     def reason(self, row: int) -> str:
-        """Return the reason why a sample cannot be decoded."""
+        """Return the reason why a sample cannot be decoded, or "" if it can be."""
         try:
             self.how.bundle.preprocess.pixels(self.source[row].image)
         except UndecodableImage as error:
             return str(error)
-        return "could not be decoded when its features were computed"
+        return ""
 
 
 def _in_memory(job: _Job, chosen: Int64[np.ndarray, " n"] | None = None) -> Kept:
@@ -222,7 +222,9 @@ def _from_cache(job: _Job, cache: Path) -> tuple[_Job, Kept | None]:
     precisions = ("float32", "bf16") if job.precision == "auto" else (str(job.precision),)
     data, weights = data_fingerprint(job.source), weights_fingerprint(bundle.network)
     entries = {
-        name: Entry(cache, Identity(data, weights, bundle.preprocess, name, job.layer), len(job.source), job.width)
+        name: Entry(
+            cache, Identity(data, weights, bundle.preprocess, name, job.layer), len(job.source), job.width, job.reason
+        )
         for name in precisions
     }
     for name, entry in entries.items():
@@ -231,7 +233,7 @@ def _from_cache(job: _Job, cache: Path) -> tuple[_Job, Kept | None]:
                 note(f"features of {len(kept.features):,} images read from the cache, {entry.folder}")
                 return replace(job, precision=name), kept  # type: ignore[arg-type]
         except DataError as error:
-            note(f"cached features are damaged, so they are computed again: {error}")
+            note(f"cached features are not used, and are computed again: {error}")
     try:
         job = job.with_safe_precision()
     except KeyboardInterrupt:
@@ -257,7 +259,7 @@ def _computed(job: _Job, entry: Entry) -> Kept | None:
         if (kept := entry.adopt()) is not None:
             return kept
         _fill(job, entry, Ranks())
-        return entry.finish(job.reason)
+        return entry.finish()
 
 
 def _fill(job: _Job, entry: Entry, ranks: Ranks) -> None:
