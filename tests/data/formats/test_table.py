@@ -108,6 +108,26 @@ def test_json_lines_have_one_label_or_a_list(table: Callable[..., Path]) -> None
     assert rows_of(source) == [("a/1.jpg", (0, 1)), ("4.jpg", ())]
 
 
+def test_an_image_without_a_list_has_none_of_several_labels(table: Callable[..., Path]) -> None:
+    lists = {"4.jpg": None, "a/1.jpg": ["x", "y"], "a/2.jpg": []}
+    lines = (json.dumps({"file_name": name, "label": labels}) for name, labels in lists.items())
+    splits = open_data(str(table(*lines, name="labels.jsonl")), validation_share=0.0)
+    assert rows_of(splits.train) == [("4.jpg", ()), ("a/1.jpg", (0, 1)), ("a/2.jpg", ())]
+    assert "1 image without a label in a column of several labels" in splits.notes[0]
+
+
+def test_a_held_out_table_has_a_column_of_each_class(table: Callable[..., Path]) -> None:
+    path = table("path,x,y,z", "a/1.jpg,1,0,1", "a/2.jpg,0,1,0", name="train.csv")
+    _merge_folders(path.parent)
+    (path.parent / "test.csv").write_text("path,z,x\n4.jpg,1,0\n")
+    with pytest.raises(DataError, match=r"test\.csv has no column 'y'"):
+        open_data(str(path.parent), validation_share=0.0)
+    with pytest.raises(DataError, match=r"test\.csv has no column 'y'"):
+        open_data(str(path.parent), validation_share=0.0, classes=("z", "y", "x"))
+    (path.parent / "test.csv").write_text("path,z,x,y\n4.jpg,1,0,0\n")
+    assert rows_of(open_data(str(path.parent), validation_share=0.0).test) == [("4.jpg", (2,))]
+
+
 def test_tables_named_after_splits_make_a_data_set(table: Callable[..., Path]) -> None:
     path = table("path,label", "a/1.jpg,x", "a/2.jpg,y", name="train.csv")
     _merge_folders(path.parent)

@@ -106,16 +106,19 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
     root = Path(os.path.commonpath([table.parent for table in tables]))
     where = str(root if len(tables) > 1 else tables[0])
     parts, notes = _parts(request, root, where, tables)
+    has_texts = next(iter(parts.values())).has_texts
     for split, part in list(parts.items()):
-        has_labels = numbers or unlabelled or any(row.label is not None or row.texts for row in part.rows)
-        if split != "train" and len(parts) > 1 and not (part.rows and has_labels):
-            reason = "none of its images has a label" if part.rows else "it has no rows"
+        parts[split] = part._replace(has_texts=has_texts)
+        are_known = (bool(row.texts) if has_texts else row.label is not None for row in part.rows)
+        if split != "train" and len(parts) > 1 and not (part.rows and (numbers or unlabelled or any(are_known))):
+            noun = "text" if has_texts else "label"
+            reason = f"none of its images has a {noun}" if part.rows else "it has no rows"
             notes += (f"{part.path}: the {split} split is skipped, because {reason}",)
             del parts[split]
     for part in parts.values():
         if not part.rows:
             raise DataError(f"{part.path} has no rows; each image needs a row")
-    if len({isinstance(part.rows[0].label, tuple) for part in parts.values()}) > 1:
+    if len({isinstance(row.label, tuple) for part in parts.values() for row in part.rows if row.label is not None}) > 1:
         raise DataError(
             f"{where}: one split has one label per image, and another has several; use the same form in all splits"
         )
@@ -133,14 +136,21 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
         if not files[split]:
             raise DataError("\n".join(fault.text for fault in found))
         parts[split] = part._replace(rows=[row for row, _ in files[split].values()])
-    if numbers or any(part.has_texts for part in parts.values()):
-        if not numbers and not any(row.texts for part in parts.values() for row in part.rows):
+    if numbers or has_texts:
+        if not (numbers or unlabelled or any(row.texts for part in parts.values() for row in part.rows)):
             raise DataError(f"{where}: no image has a text that can be used")
         classes = numbers
     else:
         first = "train" if "train" in parts else next(iter(parts))
         known = classes is not None
         classes = _classes(parts[first], unlabelled) if classes is None else classes
+        for part in parts.values():
+            lacking = [name for name in parts[first].classes or () if name not in (part.classes or (name,))]
+            if lacking:
+                raise DataError(
+                    f"{part.path} has no column {lacking[0]!r}, which {parts[first].path} has, so the images of this "
+                    "class are not known; add the column"
+                )
         for split in [split for split in parts if known or split != first]:
             strange = [row for row in parts[split].rows if not set(classes).issuperset(row.names)]
             if strange and known:
@@ -423,11 +433,9 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     ]
     candidates = [place for place in others if cells.header[place].lower() not in NAMES]  # splits are no classes
     if text is not None and choice.text is None:
-        beside = [place for place in candidates if place != text]
-        if label is not None or unlabelled:
+        candidates = [place for place in candidates if place != text]
+        if label is not None or _are_flags(cells, candidates):
             text = None
-        elif _are_flags(cells, beside):
-            text, candidates = None, beside
     columns = [(name, place) for name, place in zip(numbers, places_of(str(path), numbers, cells.header), strict=True)]
     captions = TextReader()
     if numbers:
@@ -461,8 +469,12 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
         )
         for (number, line), target in zip(cells.lines, targets or [None] * len(cells.lines), strict=True)
     ]
-    if len({isinstance(row.label, tuple) for row in rows}) > 1:
+    forms = {isinstance(row.label, tuple) for row in rows if row.label is not None}
+    if len(forms) > 1:
         raise DataError(f"{path}: some rows have one label and others a list of labels; use one form in all rows")
+    if forms == {True}:
+        reader.blank += sum(row.label is None for row in rows)
+        rows = [row._replace(label=row.label or ()) for row in rows]
     rest = [name or "(without a name)" for place, name in enumerate(cells.header) if place not in (image, split, *used)]
     notes = (*split_notes, *reader.notes(str(path)), *captions.notes(str(path)))
     if rest:
