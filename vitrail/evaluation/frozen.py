@@ -6,6 +6,7 @@ cores of a machine do not fit it several times, and the metrics are those of one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +23,7 @@ from vitrail.evaluation.classifiers.nearest import check_settings as check_neigh
 from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.settings import Effect, problems, raise_problems, setting
 
 SHOTS = (1, 5, 10, 25)
 """Numbers of shots that are measured by default. A number is used only if every class has that many images."""
@@ -37,15 +38,21 @@ class ByLinear:
     (`linear_probe`).
     """
 
-    penalties: tuple[float, ...] = ()
+    penalties: tuple[float, ...] = setting((), above=0, below=math.inf)
     """Penalties that linear tries. By default two per decade, from 1 (for numbers from 100) to 0.000001."""
-    held_out: float = setting(0.1, name="penalty_share")
+    held_out: float = setting(
+        0.1, name="penalty_share", above=0, below=1,
+        effect=Effect(lambda own: len({*own.penalties}) != 1, "with several --penalties, or without them"),
+    )  # fmt: skip
     """Fraction of the training images that linear holds out to choose the penalty. The final fit uses all training
     images."""
     features: Layer = "embedding"
     """Features of a network with a hidden layer before its head: the input of the hidden layer (embedding) or its
     output (head-inputs). By default head-inputs for fewshot, as in the original code, and embedding for linear and
     knn."""
+
+    def __post_init__(self) -> None:
+        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if no target of `train` or of `held_out` is known."""
@@ -183,7 +190,7 @@ class ByNeighbours:
     k: tuple[int, ...] = ()
     """Numbers of neighbours for knn. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of training
     images."""
-    temperature: float = 0.07
+    temperature: float = setting(0.07, effect=Effect(lambda own: {*own.k} != {1}, "with several neighbours (--k)"))
     """Temperature of knn. The vote of a neighbour is weighted by exp(cosine similarity / temperature)."""
     features: Layer = "embedding"
     """Layer of the network whose outputs are the features."""
