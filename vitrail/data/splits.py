@@ -726,19 +726,20 @@ def divide(
     messages. Raise `DataError` for a name that is not one of a split."""
     parts: dict[Split, list[int]] = {}
     others: dict[str, None] = {}
+    names = [value or "(empty)" for value in values]
     for row, value in enumerate(values):
         split = split_of(value, chosen)
         if split is not None:
             parts.setdefault(split, []).append(row)
         elif chosen is not None:
-            others[value] = None
+            others[names[row]] = None
         else:
             raise DataError(
                 f"{where}, {row_name(row)}: the split {value!r} is not one of train, val, test; choose the values of "
                 f"the splits: {CHOICE}"
             )
     if chosen:
-        check_chosen(where, chosen, parts, list(dict.fromkeys(values)))
+        check_chosen(where, chosen, parts, list(dict.fromkeys(names)))
     return {split: parts[split] for split in SPLITS if split in parts}, left_out(where, list(others))
 
 

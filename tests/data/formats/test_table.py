@@ -330,6 +330,14 @@ def test_a_column_of_splits_divides(table: Callable[..., Path], column: str, tra
     assert len(opened(f"{path}?splits=none")) == 3
 
 
+def test_an_empty_cell_of_splits_is_named(table: Callable[..., Path]) -> None:
+    path = table("path,label,split", "a/1.jpg,x,train", "a/2.jpg,y,train", "4.jpg,x,")
+    splits = open_data(f"{path}?train=train", validation_share=0.0)
+    assert len(splits.train) == 2 and "skipped (empty), which no split contains" in splits.notes[-1]
+    with pytest.raises(DataError, match=r"nothing named later.* train, \(empty\)"):
+        open_data(f"{path}?train=train&test=later", validation_share=0.0)
+
+
 def test_columns_of_splits_are_no_classes(table: Callable[..., Path]) -> None:
     path = table("path,sick,is_test", "a/1.jpg,1,0", "a/2.jpg,0,0", "4.jpg,1,1")
     source = opened(f"{path}?splits=none")
