@@ -116,6 +116,25 @@ def test_an_image_without_a_list_has_none_of_several_labels(table: Callable[...,
     assert "1 image without a label in a column of several labels" in splits.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("lines", "label"),
+    [
+        (("path,checked", "4.jpg,1"), None),
+        (("path,flower,checked", "4.jpg,1,0"), 1),
+        (("path,label,Flower", "4.jpg,0,1"), 1),
+        (("path,label", "4.jpg,1"), 1),
+    ],
+)
+def test_labels_of_a_held_out_table_are_in_the_column_of_the_training_table(
+    table: Callable[..., Path], lines: tuple[str, ...], label: int | None
+) -> None:
+    path = table("path,flower", "a/1.jpg,0", "a/2.jpg,1", name="train.csv")
+    _merge_folders(path.parent)
+    (path.parent / "test.csv").write_text("\n".join(lines))
+    splits = open_data(str(path.parent), validation_share=0.0)
+    assert (None if splits.test is None else splits.test.target(0)) == label
+
+
 def test_a_held_out_table_has_a_column_of_each_class(table: Callable[..., Path]) -> None:
     path = table("path,x,y,z", "a/1.jpg,1,0,1", "a/2.jpg,0,1,0", name="train.csv")
     _merge_folders(path.parent)

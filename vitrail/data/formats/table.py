@@ -188,7 +188,8 @@ def _parts(
             notes += (f"{path}: the {split} split is skipped, because the file is empty",)
             continue
         try:
-            parts[split] = read(path, choice, numbers, unlabelled=unlabelled or split != "train")
+            named = parts["train"].labels if "train" in parts else None
+            parts[split] = read(path, choice, numbers, unlabelled=unlabelled or split != "train", named=named)
         except MissingColumn:
             if split == "train":
                 raise
@@ -364,8 +365,10 @@ class Table(NamedTuple):
     splits: list[str]
     """The value of each row in this column."""
     notes: tuple[str, ...]
-    has_texts: bool = False
+    has_texts: bool
     """True if the targets are texts."""
+    labels: tuple[str, ...]
+    """Name of the column of labels, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -399,11 +402,20 @@ def has_paths(table: Path) -> bool:
     return any(name.strip().lower() in PATHS for name in names)
 
 
-def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled: bool = False) -> Table:
+def read(
+    path: Path,
+    choice: Choice,
+    numbers: Sequence[str] = (),
+    *,
+    unlabelled: bool = False,
+    named: tuple[str, ...] | None = None,
+) -> Table:
     """Return the rows of a table. Paths are not checked.
 
     If `numbers` names columns, these are the targets, and labels are not read. If `unlabelled` is true, a table without
-    labels is accepted. Raises `DataError` if the table cannot be read, or has no column of paths or of targets.
+    labels is accepted. The labels of a held-out table are in the column that is `named` as that of the training table,
+    or in one with a usual name. Any other table can also have them in its only other column. Raises `DataError` if the
+    table cannot be read, or has no column of paths or of targets.
     """
     cells_of = _json_cells if path.suffix.lower() == ".jsonl" else _csv_cells
     try:
@@ -419,7 +431,7 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
             f"{path} has no column of paths: its columns are {', '.join(cells.header) or 'none'}; the column of paths "
             f"must be called {' or '.join(PATHS[:3])}, or chosen by adding ?image=COLUMN to the data's name"
         )
-    label = cells.find(LABELS) if choice.label is None else cells.named(choice.label)
+    label = cells.find((*map(str.lower, named or ()), *LABELS)) if choice.label is None else cells.named(choice.label)
     text = None if numbers else cells.named(choice.text) if choice.text else cells.find(TEXTS)
     if choice.text is not None and text is None and not numbers:
         raise without_texts(str(path), cells.header)
@@ -450,7 +462,7 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
             for _, line in cells.lines
         )
     else:
-        if label is None and len(candidates) == 1 and not _are_measured(cells.column(candidates[0])):
+        if label is None and named is None and len(candidates) == 1 and not _are_measured(cells.column(candidates[0])):
             (label,) = candidates
         if label is None and not unlabelled:
             raise DataError(_without_labels(cells, candidates))
@@ -479,7 +491,8 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     notes = (*split_notes, *reader.notes(str(path)), *captions.notes(str(path)))
     if rest:
         notes = (*notes, f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}")
-    return Table(path, rows, classes, column or "", splits, notes, text is not None)
+    labels = () if label is None else (cells.header[label],)
+    return Table(path, rows, classes, column or "", splits, notes, text is not None, labels)
 
 
 def _refuse_boxes(cells: _Cells, image: int, label: int, *, is_chosen: bool) -> None:
