@@ -283,7 +283,12 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
             return source
         return samples_of(source).renumbered(range(len(source.classes)), train.classes)
 
-    return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test))
+    notes = list(splits.notes)
+    if train.classes != splits.classes:
+        notes += (fault.text for fault in similar_names("the mixture", train.classes))
+    return replace(
+        splits, train=train, validation=widened(splits.validation), test=widened(splits.test), notes=tuple(notes)
+    )
 
 
 def _open(request: Request) -> Splits:
