@@ -535,10 +535,13 @@ def convert(option: Option, values: Sequence[str]) -> Any:
     """Return the value of an option from its words. Raise `ConfigError` if the words do not fit the option's type.
 
     Without words, the value is an empty tuple if that is the default, so that a setting can be made empty again, or if
-    the option `may_be_empty`. One number is both a height and a width.
+    the option `may_be_empty`. An empty text is refused, unless it can replace that of a recipe. One number is both a
+    height and a width.
     """
     if len(values) == 1 and values[0] in option.clearing:
         return None
+    if "" in values and not option.section and str in (option.kind, *get_args(option.kind)):
+        raise ConfigError(f"{option.label} is empty; give it a value, or leave it out")
     if option.is_size and len(values) == 1:
         values = [*values, *values]
     none_needed = option.default == () or "may_be_empty" in option.facts
