@@ -20,8 +20,7 @@ from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError
 from vitrail.evaluation.metrics.report import ClassificationReport, report
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.models.variants import create
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
