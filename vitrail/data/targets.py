@@ -349,11 +349,6 @@ def class_name(text: str) -> str:
     return "".join(" " if unicodedata.category(one) == "Zs" else one for one in name).strip()
 
 
-def is_missing(text: str) -> bool:
-    """Return True for an empty text, and for a word that stands for a missing value, such as "nan", "None" or "N/A"."""
-    return not text.strip() or text.strip().lower() in MISSING
-
-
 def check_names(title: str, names: Iterable[str]) -> None:
     """Raise `DataError` for a class name that is empty or contains control characters. All scripts are accepted."""
     wrong = [name for name in names if not name or not "".join(one for one in name if one not in JOINERS).isprintable()]
@@ -496,11 +491,6 @@ class LabelColumn(NamedTuple):
     def described(self) -> str:
         return f"{'lists of ' if self.targets.kind == 'classes' else ''}{self.form}"
 
-    @property
-    def is_empty(self) -> bool:
-        """True if no row has a label."""
-        return not (self.targets.values >= 0).any()
-
     def rows(self, chosen: Int64[np.ndarray, " m"]) -> LabelColumn:
         """Return the labels of some rows."""
         return LabelColumn(self.targets.rows(chosen), self.form).in_order()
@@ -614,7 +604,9 @@ def number(
             )
             if known is not None:
                 raise DataError(message)
-            faults.append(unknown_class(split, _rows_with(targets, unknown), message))
+            only = targets.renumbered([0 if name in unknown else -1 for name in targets.names], ("one of them",))
+            rows = only.known if only.starts is None else np.diff(only.starts) > 0
+            faults.append(unknown_class(split, int(rows.sum()), message))
         found[split] = targets.renumbered([places.get(name, -1) for name in targets.names], classes)
     return found, tuple(faults)
 
@@ -628,12 +620,6 @@ def _numbered_classes(title: str, numbers: Sequence[str]) -> tuple[str, ...]:
             "another column by adding ?label=COLUMN to the data's name"
         )
     return tuple(map(str, range(most + 1)))
-
-
-def _rows_with(targets: Targets, names: Sequence[str]) -> int:
-    """Return the number of rows with at least one of these labels."""
-    only = targets.renumbered([0 if name in names else -1 for name in targets.names], ("one of them",))
-    return int((np.diff(only.starts) > 0).sum() if only.starts is not None else only.known.sum())
 
 
 def _must_fit(title: str, one: LabelColumn, other_title: str, other: LabelColumn) -> None:
@@ -674,7 +660,7 @@ def number_of(where: str, column: str, value: Any) -> float:
 
     Raise `DataError` if the cell holds text or an infinite number.
     """
-    if value is None or (isinstance(value, str) and is_missing(value)):
+    if value is None or (isinstance(value, str) and value.strip().lower() in {"", *MISSING}):
         return math.nan
     try:
         number = math.inf if isinstance(value, bool | list | dict) or "_" in str(value) else float(value)

@@ -247,8 +247,11 @@ def _label_targets(
             lambda some: join([str(file.path) for file in some], [file.labels(label, reader) for file in some]),
         )
     counts = {split: len(rows[split]) if rows else sum(file.rows for file in some) for split, some in files.items()}
+    labels = {
+        one: column for one, column in labels.items() if one == "train" or column.targets.values.max(initial=-1) >= 0
+    }
     for split, count in list(counts.items()):
-        if split != "train" and (count == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
+        if split != "train" and (count == 0 or (label is not None and split not in labels)):
             reason = "none of its images has a label" if count else "it is empty"
             notes.append(f"{title}: the {split} split is skipped, because {reason}")
             del counts[split]
@@ -510,7 +513,8 @@ class ParquetFile:
         with self._file() as file:
             values = file.read(columns=[column], use_threads=False).column(column).combine_chunks()
             starts = None
-            if _is_list(values.type):
+            types = arrow.types
+            if types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
                 lengths = compute.fill_null(compute.list_value_length(values), 0).to_numpy(zero_copy_only=False)
                 starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
                 reader.blank += values.null_count
@@ -720,11 +724,6 @@ def _lacks_images(group: Any, column: str) -> bool:
         return False
     counts = chunks[f"{column}.bytes"].statistics
     return counts is None or counts.null_count != 0
-
-
-def _is_list(kind: Any) -> bool:
-    types = pyarrow().types
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _numbers(values: Any) -> Int64[np.ndarray, " n"]:

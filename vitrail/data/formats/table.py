@@ -151,11 +151,11 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
                 )
         for split in [split for split in parts if known or split != first]:
             strange = [row for row in parts[split].rows if not set(classes).issuperset(row.names)]
-            if strange and known:
-                unknown = next(name for name in strange[0].names if name not in classes)
-                raise DataError(_unknown_label(parts[split].path, strange[0].line, unknown, classes))
             if strange:
-                faults.append(_unknown_class(parts[split].path, split, strange, classes))
+                fault = _unknown_class(parts[split].path, split, strange, classes)
+                if known:
+                    raise DataError(fault.text)
+                faults.append(fault)
                 left = set(strange)
                 parts[split] = parts[split]._replace(rows=[row for row in parts[split].rows if row not in left])
     sources = {split: _source(part, classes) for split, part in parts.items() if part.rows}
@@ -243,15 +243,12 @@ def _unknown_class(table: Path, split: Split, rows: list[TableRow], classes: tup
     """Return the fault of rows of a held-out split with labels that no training row has."""
     unknown = next(name for name in rows[0].names if name not in classes)
     return Fault(
-        "unknown-class", "error", len(rows), _unknown_label(table, rows[0].line, unknown, classes),
+        "unknown-class", "error", len(rows),
+        f"{table}, line {rows[0].line}: the label {unknown!r} is not among the classes; {nearest(unknown, classes)}",
         "Training refuses the data, because a network cannot learn a class without training images. This check leaves "
         f"out {plural(len(rows), 'row')} of the {split} split.",
         "Add training images of the class, or correct or remove these rows.",
     )  # fmt: skip
-
-
-def _unknown_label(table: Path, line: int, name: str, classes: tuple[str, ...]) -> str:
-    return f"{table}, line {line}: the label {name!r} is not among the classes; {nearest(name, classes)}"
 
 
 def _with_files(table: Table) -> tuple[Table, list[Fault]]:

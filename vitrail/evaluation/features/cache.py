@@ -38,9 +38,6 @@ from vitrail.weights.bundle import weights_sha256
 
 ABOUT = "entry.json"
 
-TRANSIENT = "could not be decoded when its features were computed"
-"""Reason why an image is skipped that can be decoded afterwards."""
-
 CHUNK = 2**25
 """Number of bytes of features that are copied at a time."""
 
@@ -195,7 +192,7 @@ class Entry:
             if not done.all():
                 raise OSError(None, "it was removed while it was written")
             rows = np.flatnonzero(done == UNDECODABLE).tolist()
-            skipped = tuple((row, self.reason(row) or TRANSIENT) for row in rows)
+            skipped = tuple((row, self.reason(row) or "could not be decoded at first") for row in rows)
             text = json.dumps(to_plain(_About(self.identity, skipped)), indent=2)
             _write_flushed(self.partial / ABOUT, lambda file: file.write(text.encode()))
             if skipped:

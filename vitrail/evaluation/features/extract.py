@@ -113,7 +113,15 @@ def extract(how: Outputs, source: Source, layer: Layer = "embedding") -> Feature
         job = job.with_safe_precision()
         kept = _exchanged(job) if how.processes.are_several else _in_memory(job)
     how.progress(len(source), len(source))
-    return _gathered(source, kept, str(resolve_precision(job.precision, how.bundle.device)))
+    rows = [row for row in range(len(source)) if row not in kept.skipped]
+    return FeatureSet(
+        kept.features,
+        truth_of(source, rows),
+        tuple(source.key(row) for row in rows),
+        tuple(source.classes),
+        tuple(Skipped(source.key(row), reason) for row, reason in sorted(kept.skipped.items())),
+        str(resolve_precision(job.precision, how.bundle.device)),
+    )
 
 
 @dataclass(frozen=True)
@@ -293,18 +301,6 @@ def _fill(job: _Job, entry: Entry, ranks: Launch) -> None:
             raise Interrupted(
                 f"stopped: features of {kept:,} of {len(done):,} images are kept in {entry.cache}"
             ) from None
-
-
-def _gathered(source: Source, kept: Kept, precision: str) -> FeatureSet:
-    rows = [row for row in range(len(source)) if row not in kept.skipped]
-    return FeatureSet(
-        kept.features,
-        truth_of(source, rows),
-        tuple(source.key(row) for row in rows),
-        tuple(source.classes),
-        tuple(Skipped(source.key(row), reason) for row, reason in sorted(kept.skipped.items())),
-        precision,
-    )
 
 
 # The choice of the number format for the extraction of features: bfloat16 if that changes them little.
