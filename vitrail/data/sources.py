@@ -283,12 +283,9 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
             return source
         return samples_of(source).renumbered(range(len(source.classes)), train.classes)
 
-    notes = list(splits.notes)
-    if train.classes != splits.classes:
-        notes += (fault.text for fault in similar_names("the mixture", train.classes))
-    return replace(
-        splits, train=train, validation=widened(splits.validation), test=widened(splits.test), notes=tuple(notes)
-    )
+    faults = similar_names("the mixture", train.classes) if train.classes != splits.classes else ()
+    notes = (*splits.notes, *(fault.text for fault in faults))
+    return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test), notes=notes)
 
 
 def _open(request: Request) -> Splits:

@@ -444,8 +444,11 @@ def refuse_flags(title: str, lists: Iterable[Iterable[object]]) -> None:
     They have the same length, and some of them repeat a value."""
     found = {tuple(str(one).lower() for one in labels) for labels in lists}
     repeated = next((labels for labels in found if len({*labels}) < len(labels)), None)
-    values = {one for labels in found for one in labels}
-    if repeated is not None and len({*map(len, found)}) == 1 and values <= {"0", "1", "false", "true"}:
+    if (
+        repeated is not None
+        and len({*map(len, found)}) == 1
+        and {*itertools.chain(*found)} <= {"0", "1", "false", "true"}
+    ):
         raise DataError(
             f"{title}: lists of labels such as [{', '.join(repeated)}] seem to have a 0 or a 1 for each class; a list "
             "holds the labels of the image, so write [0, 2] for [1, 0, 1]. If the numbers are labels, write each of "

@@ -631,9 +631,15 @@ class ParquetFile:
     def files_beside(self, column: str) -> str:
         """Return a text that changes with the files that rows without an image name. It is "" if all rows have one."""
         with self._file() as file:
-            groups = range(file.metadata.num_row_groups)
-            lacking = [number for number in groups if _lacks_images(file.metadata.row_group(number), column)]
-            if not lacking:
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            lacking = [
+                number
+                for number, group in enumerate(groups)
+                for chunk in map(group.column, range(group.num_columns))
+                if chunk.path_in_schema == f"{column}.bytes"
+                and (chunk.statistics is None or chunk.statistics.null_count != 0)
+            ]
+            if not lacking or self.types[column].get_field_index("path") < 0:
                 return ""
             rows = file.read_row_groups(lacking, [f"{column}.path"], use_threads=False).column(column).to_pylist()
         names = sorted({row["path"] for row in rows if row is not None} - {None})
@@ -715,15 +721,6 @@ def pyarrow(action: str = "reading") -> ModuleType:
         return importlib.import_module("pyarrow")
     except ImportError as error:
         raise DataError(f"{action} Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
-
-
-def _lacks_images(group: Any, column: str) -> bool:
-    """Return True if rows of a row group may have a path and no image."""
-    chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
-    if f"{column}.path" not in chunks:
-        return False
-    counts = chunks[f"{column}.bytes"].statistics
-    return counts is None or counts.null_count != 0
 
 
 def _numbers(values: Any) -> Int64[np.ndarray, " n"]:
