@@ -111,23 +111,21 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
         parts[split] = part._replace(has_texts=has_texts)
         are_known = (bool(row.texts) if has_texts else row.label is not None for row in part.rows)
         if split != "train" and len(parts) > 1 and not (part.rows and (numbers or unlabelled or any(are_known))):
-            noun = "text" if has_texts else "label"
-            reason = f"none of its images has a {noun}" if part.rows else "it has no rows"
+            reason = f"none of its images has a {'text' if has_texts else 'label'}" if part.rows else "it has no rows"
             notes += (f"{part.path}: the {split} split is skipped, because {reason}",)
             del parts[split]
     for part in parts.values():
         if not part.rows:
             raise DataError(f"{part.path} has no rows; each image needs a row")
-    if len({isinstance(row.label, tuple) for part in parts.values() for row in part.rows if row.label is not None}) > 1:
+    parts = _renamed(parts)
+    labels = [row.label for part in parts.values() for row in part.rows if row.label is not None]
+    if len({*map(type, labels)}) > 1:
         raise DataError(
             f"{where}: one split has one label per image, and another has several; use the same form in all splits"
         )
-    parts = _renamed(parts)
     if not unlabelled:
-        single = (row.label for part in parts.values() for row in part.rows if isinstance(row.label, str))
-        refuse_joined(where, Counter(single), request.choice.separator)
-        several = (row.label for part in parts.values() for row in part.rows if isinstance(row.label, tuple))
-        refuse_flags(where, several)
+        refuse_joined(where, Counter(one for one in labels if isinstance(one, str)), request.choice.separator)
+        refuse_flags(where, (one for one in labels if isinstance(one, tuple)))
     faults: list[Fault] = []
     for split, part in parts.items():
         parts[split], found = _with_files(part)
@@ -186,8 +184,10 @@ def _parts(
             notes += (f"{path}: the {split} split is skipped, because the file is empty",)
             continue
         try:
-            named = parts["train"].labels if "train" in parts else None
-            parts[split] = read(path, choice, numbers, unlabelled=unlabelled or split != "train", named=named)
+            parts[split] = read(
+                path, choice, numbers, unlabelled=unlabelled or split != "train",
+                named=parts["train"].labels if "train" in parts else None,
+            )  # fmt: skip
         except MissingColumn:
             if split == "train":
                 raise
@@ -488,8 +488,10 @@ def read(
     notes = (*split_notes, *reader.notes(str(path)), *captions.notes(str(path)))
     if rest:
         notes = (*notes, f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}")
-    labels = () if label is None else (cells.header[label],)
-    return Table(path, rows, classes, column or "", splits, notes, text is not None, labels)
+    return Table(
+        path, rows, classes, column or "", splits, notes, text is not None,
+        () if label is None else (cells.header[label],),
+    )  # fmt: skip
 
 
 def _refuse_boxes(cells: _Cells, image: int, label: int, *, is_chosen: bool) -> None:
