@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitrail.data.targets import Targets, numbered
+from vitrail.data.targets import Targets
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """Return names that are numbers from 1."""
+    return tuple(str(number + 1) for number in range(count))
 
 
 def single_labels(values: np.ndarray, classes: int) -> Targets:

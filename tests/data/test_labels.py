@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.make import write_tar
+from vitrail.data.sources import open_data
 from vitrail.data.splits import Choice, choice_in, chosen
 from vitrail.data.targets import LabelReader, check_names, class_name, refuse_joined, similar_names, whole_numbers
 from vitrail.errors import ConfigError, DataError
@@ -134,3 +140,32 @@ def test_a_choice_is_made_once_and_known() -> None:
     assert choice_in("https://x/y.tar?label=1&key=2") == ("https://x/y.tar?label=1&key=2", Choice())
     assert choice_in("s3://x/y.tar?key=2&splits=none") == ("s3://x/y.tar?key=2", Choice(splits={}))
     assert choice_in("part-?.tar") == ("part-?.tar", Choice())
+
+
+def _lists_in(folder: Path, kind: str, lists: list[list[int]]) -> str:
+    """Return the name of data whose images have these lists of labels."""
+    images, path = [b"image %d" % number for number in range(len(lists))], folder / f"data.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"image": images, "label": lists}), path)
+    elif kind == "tar":
+        parts = [(f"{number}.json", json.dumps({"label": labels}).encode()) for number, labels in enumerate(lists)]
+        write_tar(path, [*((f"{number}.png", image) for number, image in enumerate(images)), *parts])
+    else:
+        for number, image in enumerate(images):
+            (folder / f"{number}.png").write_bytes(image)
+        lines = (json.dumps({"path": f"{number}.png", "label": labels}) for number, labels in enumerate(lists))
+        path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "tar"])
+def test_lists_of_0_and_1_for_each_class_are_no_labels(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(DataError, match="0 or a 1 for each class"):
+        open_data(_lists_in(tmp_path, kind, [[0, 1, 0], [1, 0, 0], [0, 0, 0]]), validation_share=0.0)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "tar"])
+@pytest.mark.parametrize("lists", [[[0], [0, 1], []], [[0, 1], [1, 0]], [[0, 1, 2], [2, 1, 0]], [[0, 1, 1], [0], [1]]])
+def test_lists_of_labels_are_read(tmp_path: Path, kind: str, lists: list[list[int]]) -> None:
+    train = open_data(_lists_in(tmp_path, kind, lists), validation_share=0.0).train
+    assert [train.target(index) for index in range(len(train))] == [tuple(sorted({*labels})) for labels in lists]

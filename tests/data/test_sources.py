@@ -334,6 +334,13 @@ def test_drawn_samples_are_held_out_in_any_number() -> None:
     assert not {*keys_of(splits.train)} & {*keys_of(splits.validation)}
 
 
+def test_a_mixture_notes_classes_that_differ_in_case(tree: Trees) -> None:
+    splits = open_data(str(tree("a/1.jpg", "b/2.jpg", name="first")), validation_share=0.0)
+    more = tree("A/3.jpg", "c/4.jpg", name="second")
+    assert "differ only in case or spaces: 'a' and 'A'" in mix_in(splits, (f"0.3:{more}",)).notes[-1]
+    assert mix_in(splits, (f"0.3:{tree('a/3.jpg', 'c/4.jpg', name='third')}",)).notes == splits.notes
+
+
 def test_more_is_mixed_in_by_its_share(tree: Trees) -> None:
     root, more = tree(*many("rose", "daisy"), name="flowers"), tree(*many("rose", "oak", count=7), name="more")
     splits = open_data(str(root), validation_share=0.2)

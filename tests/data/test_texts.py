@@ -124,6 +124,39 @@ def test_columns_of_flags_come_before_a_column_of_texts(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("lines", "held_out"),
+    [
+        (("path,caption", "a.png,red"), [("a.png", ("red",))]),
+        (("path,sentence", "a.png,red"), [("a.png", ("red",))]),
+        (("path,label", "a.png,red"), None),
+        (("path,caption", "a.png,"), None),
+    ],
+)
+@pytest.mark.parametrize("unlabelled", [False, True])
+def test_tables_named_after_splits_have_texts(
+    tmp_path: Path, lines: tuple[str, ...], held_out: list[tuple[str, object]] | None, unlabelled: bool
+) -> None:
+    root = images(tmp_path, "a.png", "b.png", "c.png")
+    (root / "train.csv").write_text('path,caption\nb.png,"two\nlines"\nc.png,blue\n')
+    (root / "test.csv").write_text("\n".join(lines))
+    splits = open_data(str(root), validation_share=0.0, unlabelled=unlabelled)
+    assert texts_of(splits.train) == [("b.png", ("two\nlines",)), ("c.png", ("blue",))]
+    if held_out is None and not unlabelled:
+        assert splits.test is None and "none of its images has a text" in splits.notes[-1]
+    else:
+        assert splits.test is not None and texts_of(splits.test) == (held_out or [("a.png", None)])
+
+
+def test_texts_of_a_held_out_table_are_no_labels(tmp_path: Path) -> None:
+    root = images(tmp_path, "a.png", "b.png", "c.png")
+    (root / "train.csv").write_text("path,label\nb.png,red\nc.png,blue\n")
+    (root / "test.csv").write_text("path,caption\na.png,red\n")
+    splits = open_data(str(root), validation_share=0.0)
+    assert splits.classes == ("blue", "red") and splits.test is None
+    assert "none of its images has a label" in splits.notes[-1]
+
+
 def test_what_captions_leave_out_is_named(tmp_path: Path) -> None:
     folder = write_coco(images(tmp_path, "a.png", "b.png", "c.png"))
     boxes = {"images": [{"id": 0, "file_name": "a.png", "height": 4, "width": 4}], "annotations": [], "categories": []}

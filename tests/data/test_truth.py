@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.make import MemorySource
-from tests.targets import multi_labels, number_targets, single_labels
+from tests.targets import multi_labels, number_targets, numbered, single_labels
 from vitrail.data.source import check_known, target_from_plain, truth_of
-from vitrail.data.targets import Target, TargetKind, Targets, numbered
+from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError
 
 NAN = math.nan

@@ -250,7 +250,9 @@ def test_nothing_that_can_be_decoded_is_an_error() -> None:
     ("name", "settings", "message"),
     [
         ("fewshot", {"shot": [1]}, r"evaluator fewshot: unknown field 'shot'; nearest: shots"),
-        ("fewshot", {"l2": 0}, r"evaluator fewshot: l2=0.0 must be a number above 0, or 'loo'"),
+        ("fewshot", {"l2": 0}, r"evaluator fewshot: l2=0.0 is not above 0; loo"),
+        ("linear", {"held_out": 1}, r"evaluator linear: penalty_share=1.0 is not in"),
+        ("linear", {"penalties": [1, -1]}, r"evaluator linear: penalties=-1.0 is not above 0"),
         ("knn", {"k": ["five"]}, r"evaluator knn: k=\('five',\) is not a list of whole numbers"),
     ],
 )

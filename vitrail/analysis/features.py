@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor, nn
 
 from vitrail.analysis.tracing import chosen_blocks, transformer_of
-from vitrail.data.targets import Targets, numbered
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
@@ -142,9 +142,9 @@ def probe_layers(
     does not exist, and the errors of `vitrail.evaluation.classifiers.linear.linear_probe`.
     """
     chosen = chosen_blocks(network, layers)
-    classes = int(max(train_labels.max(), test_labels.max())) + 1
+    names = tuple(map(str, range(int(max(train_labels.max(), test_labels.max())) + 1)))
     train, test = (_mean_patches(network, images, chosen, batch_size) for images in (train_images, test_images))
-    known, held_out = (Targets("class", numbered(classes), labels) for labels in (train_labels, test_labels))
+    known, held_out = (Targets("class", names, labels) for labels in (train_labels, test_labels))
     found = []
     for place, layer in enumerate(chosen):
         fit = linear_probe(train[place], known, test[place], held_out)

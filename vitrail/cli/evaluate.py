@@ -23,6 +23,7 @@ from vitrail.cli.options import (
     ImageSizeOption,
     JsonOption,
     Option,
+    check_own_effects,
     flag,
     names_in,
     options_of,
@@ -189,26 +190,17 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
     (name,) = options.models
     details = plans[name].head if options.per_class or options.confusion else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
-    _show(rows[name], reports, bundles[name], options, console)
-
-
-def _show(
-    rows: dict[str, dict[str, Any]],
-    reports: dict[str, ClassificationReport],
-    bundle: Bundle,
-    options: Evaluate,
-    console: Console,
-) -> None:
-    """Print the results for each split."""
     if options.json:
-        print(json.dumps({name: row | _detail(reports.get(name), options, bundle) for name, row in rows.items()}))
+        print(json.dumps({
+            split: row | _detail(reports.get(split), options, bundles[name]) for split, row in rows[name].items()
+        }))  # fmt: skip
         return
-    console.print(metrics_table(rows))
-    for name, found in reports.items():
+    console.print(metrics_table(rows[name]))
+    for split, found in reports.items():
         if options.per_class:
-            console.print(per_class_table(name, found))
+            console.print(per_class_table(split, found))
         if options.confusion:
-            console.print(confusion_table(name, found, bundle.classes))
+            console.print(confusion_table(split, found, bundles[name].classes))
 
 
 def _suite(options: Evaluate, console: Console) -> None:
@@ -315,6 +307,8 @@ def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
     by = options.by or ",".join(sorted(set(BY_HEAD.values())))
     evaluators = evaluators_of(by, _settings(given, by))
     _check_used(set(evaluators), given, options.by or "accuracy")
+    for evaluator in evaluators.values():
+        check_own_effects(given, evaluator)
     if (options.per_class or options.confusion) and "accuracy" not in evaluators:
         raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
     if real := given.get("real"):

@@ -284,8 +284,6 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{options}: the choice is a part of the data's name; give --data, too")
     from vitrail.data.sources import with_choice
 
-    if empty := [flag(name) for name, value in found.items() if value == ""]:
-        raise ConfigError(f"{empty[0]} is empty; give it a value, or leave it out")
     splits = found["splits"].split(",") if "splits" in found else ()
     separator, keep = found.get("label_separator", ""), found.get("keep_missing_words", False)
     ignore = found.get("ignore_label", "")
@@ -535,10 +533,14 @@ def convert(option: Option, values: Sequence[str]) -> Any:
     """Return the value of an option from its words. Raise `ConfigError` if the words do not fit the option's type.
 
     Without words, the value is an empty tuple if that is the default, so that a setting can be made empty again, or if
-    the option `may_be_empty`. One number is both a height and a width.
+    the option `may_be_empty`. An empty text is refused, unless it can replace that of a recipe. One number is both a
+    height and a width.
     """
     if len(values) == 1 and values[0] in option.clearing:
         return None
+    is_own = not option.section or option.owner is DataChoice
+    if "" in values and is_own and str in (option.kind, *get_args(option.kind)):
+        raise ConfigError(f"{option.label} is empty; give it a value, or leave it out")
     if option.is_size and len(values) == 1:
         values = [*values, *values]
     none_needed = option.default == () or "may_be_empty" in option.facts

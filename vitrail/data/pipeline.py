@@ -208,13 +208,12 @@ class TrainingBatches(Iterator[Batch]):
         """Return what functions make of all samples in the order of the run. `make` receives the first sample and the
         length of a part of the source, and returns a function of the position and of the index in the part."""
         parts = parts_of(self._source)
+        texts = (f"order {self._seed}" + (f" of part {part}" if part else "") for part in range(len(parts)))
+        # Grain seeds epoch e with seed + e, so runs with consecutive seeds would share orders without the hash.
+        seeds = (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") for text in texts)
         orders = [
-            _grain()
-            .MapDataset.range(length)
-            .shuffle(seed=_order_seed(self._seed, number))
-            .repeat()
-            .map_with_index(make(first, length))
-            for number, (first, length, _) in enumerate(parts)
+            _grain().MapDataset.range(length).shuffle(seed=seed).repeat().map_with_index(make(first, length))
+            for seed, (first, length, _) in zip(seeds, parts, strict=True)
         ]
         if len(orders) == 1:
             return orders[0]
@@ -263,15 +262,6 @@ def evaluation_batches(
             yield as_batch(columns, kind)
     finally:
         batches.close()
-
-
-def _order_seed(seed: int, part: int) -> int:
-    """Return a hash of the seed.
-
-    Grain seeds epoch e with seed + e, so runs with consecutive seeds would share orders without the hash.
-    """
-    text = f"order {seed}" + (f" of part {part}" if part else "")
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def _read(batches: grain.MapDataset, readers: Readers, ahead: int) -> Any:

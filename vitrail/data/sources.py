@@ -283,7 +283,9 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
             return source
         return samples_of(source).renumbered(range(len(source.classes)), train.classes)
 
-    return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test))
+    faults = similar_names("the mixture", train.classes) if train.classes != splits.classes else ()
+    notes = (*splits.notes, *(fault.text for fault in faults))
+    return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test), notes=notes)
 
 
 def _open(request: Request) -> Splits:
@@ -292,7 +294,8 @@ def _open(request: Request) -> Splits:
         found = one.recognises(request)
         if not found:
             continue
-        request.choice.refuse_others(request.title, *one.uses)
+        if unused := request.choice.unused(*one.uses):
+            raise DataError(f"{' and '.join(unused)} has no effect on {request.title}; leave it out")
         if request.numbers and not one.has_numbers:
             raise DataError(
                 f"{request.title} has no columns of numbers, but numbers={','.join(request.numbers)} asks for some; "
@@ -364,10 +367,6 @@ def _tables_in(request: Request) -> list[Path]:
     if not request.is_folder or formats.idx.has_idx(request.path):
         return []
     return formats.table.tables_in(request.path, request.choice.splits)
-
-
-def _inner(request: Request) -> Path | None:
-    return wrapped(request.path) if request.is_folder and not formats.idx.has_idx(request.path) else None
 
 
 def _open_inner(request: Request, inner: Path) -> Splits:
@@ -504,7 +503,10 @@ FORMATS = [
     ),
     Format(_tables_in, _open_table_folder, OF_TABLES, has_numbers=True),
     Format(_has_masks, _open_masks, ("splits", "ignore")),
-    Format(_inner, _open_inner, ALL_CHOICES, has_numbers=True),
+    Format(
+        lambda request: request.is_folder and not formats.idx.has_idx(request.path) and wrapped(request.path),
+        _open_inner, ALL_CHOICES, has_numbers=True,
+    ),
     Format(
         lambda request: request.is_folder and formats.idx.has_idx(request.path),
         lambda request, _: formats.idx.open_idx(request.path, known=request.classes),

@@ -391,7 +391,7 @@ def drawn(source: Source, count: int, *, seed: int = 0, method: CutMethod = "str
     A larger count returns the samples of a smaller count and more. If a label's fraction of `count` is less than half a
     sample, none of its samples may be selected.
     """
-    return sorted(_ordered(source, _salt(seed), method)[:count].tolist())
+    return sorted(_ordered(source, f"subset {seed} ".encode(), method)[:count].tolist())
 
 
 def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
@@ -401,7 +401,7 @@ def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMet
     A sample with several labels, or with boxes of several classes, counts for each of them, so a class can have more
     than `count` samples. If the targets are numbers, masks or texts, or there are none, all samples count as one class.
     """
-    places = _places(source, _salt(seed))
+    places = _places(source, f"subset {seed} ".encode())
     if method == "stratified" and target_kind(source) in ("classes", "boxes"):
         return sorted(_by_rounds(_labels(source), places, count))
     return np.flatnonzero(ranks_in_groups(places, _class_groups(source)) < count).tolist()
@@ -544,10 +544,6 @@ def _position(text: str, count: int) -> int:
     if float(number) > (100 if is_fraction else count):
         raise ValueError(f"has the bound {text}, which is beyond the {count:,} images")
     return count - position if text.startswith("-") else position
-
-
-def _salt(seed: int) -> bytes:
-    return f"subset {seed} ".encode()
 
 
 def _places(source: Source, salt: bytes) -> Float64[np.ndarray, " n"]:
@@ -728,9 +724,10 @@ def divide(
             f"{where}, {row_name(others[0])}: the split {values[others[0]]!r} is not one of train, val, test; choose "
             f"the values of the splits: {CHOICE}"
         )
+    names = [value or "(empty)" for value in values]
     if chosen:
-        check_chosen(where, chosen, parts, list(dict.fromkeys(values)))
-    return parts, left_out(where, list(dict.fromkeys(values[row] for row in others)))
+        check_chosen(where, chosen, parts, list(dict.fromkeys(names)))
+    return parts, left_out(where, list(dict.fromkeys(names[row] for row in others)))
 
 
 OPTIONS = {
@@ -767,11 +764,6 @@ class Choice:
     def unused(self, *used: str) -> list[str]:
         """Return the options of what was chosen beside the fields `used`."""
         return [OPTIONS[one.name] for one in fields(self) if one.name not in used and getattr(self, one.name)]
-
-    def refuse_others(self, title: str, *used: str) -> None:
-        """Raise `DataError` if something was chosen on which the format of the data does not act."""
-        if unused := self.unused(*used):
-            raise DataError(f"{' and '.join(unused)} has no effect on {title}; leave it out")
 
 
 def choice_in(location: str) -> tuple[str, Choice]:

@@ -309,11 +309,6 @@ def _joined_ids(parts: Sequence[Targets], names: tuple[str, ...]) -> tuple[int, 
     return tuple(found[name] for name in names) if len(found) == len(names) else ()
 
 
-def numbered(count: int) -> tuple[str, ...]:
-    """Return names of classes or numbers that have no others: they are numbered from 1."""
-    return tuple(str(number + 1) for number in range(count))
-
-
 def class_indices(target: Target) -> tuple[int, ...]:
     """Return the indices of a target's classes: none, one or several. The target must not hold numbers. Those in a mask
     are not known, because no mask is read. Texts have no classes."""
@@ -352,11 +347,6 @@ def class_name(text: str) -> str:
     cannot be seen. A space of another kind is a space."""
     name = unicodedata.normalize("NFC", text).translate(INVISIBLE)
     return "".join(" " if unicodedata.category(one) == "Zs" else one for one in name).strip()
-
-
-def is_missing(text: str) -> bool:
-    """Return True for an empty text, and for a word that stands for a missing value, such as "nan", "None" or "N/A"."""
-    return not text.strip() or text.strip().lower() in MISSING
 
 
 def check_names(title: str, names: Iterable[str]) -> None:
@@ -449,6 +439,23 @@ def refuse_joined(title: str, counts: Mapping[str, int], chosen: str | None = No
             )
 
 
+def refuse_flags(title: str, lists: Iterable[Iterable[object]]) -> None:
+    """Raise `DataError` if lists such as [0, 1, 0] have a 0 or a 1 for each class, instead of the labels of an image.
+    They have the same length, and some of them repeat a value."""
+    found = {tuple(str(one).lower() for one in labels) for labels in lists}
+    repeated = next((labels for labels in found if len({*labels}) < len(labels)), None)
+    if (
+        repeated is not None
+        and len({*map(len, found)}) == 1
+        and {*itertools.chain(*found)} <= {"0", "1", "false", "true"}
+    ):
+        raise DataError(
+            f"{title}: lists of labels such as [{', '.join(repeated)}] seem to have a 0 or a 1 for each class; a list "
+            "holds the labels of the image, so write [0, 2] for [1, 0, 1]. If the numbers are labels, write each of "
+            "them once"
+        )
+
+
 def _parts(name: str, separator: str) -> list[str]:
     return [part.strip() for part in name.split(separator) if part.strip()]
 
@@ -486,11 +493,6 @@ class LabelColumn(NamedTuple):
     @property
     def described(self) -> str:
         return f"{'lists of ' if self.targets.kind == 'classes' else ''}{self.form}"
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no row has a label."""
-        return not (self.targets.values >= 0).any()
 
     def rows(self, chosen: Int64[np.ndarray, " m"]) -> LabelColumn:
         """Return the labels of some rows."""
@@ -605,7 +607,9 @@ def number(
             )
             if known is not None:
                 raise DataError(message)
-            faults.append(unknown_class(split, _rows_with(targets, unknown), message))
+            only = targets.renumbered([0 if name in unknown else -1 for name in targets.names], ("one of them",))
+            rows = only.known if only.starts is None else np.diff(only.starts) > 0
+            faults.append(unknown_class(split, int(rows.sum()), message))
         found[split] = targets.renumbered([places.get(name, -1) for name in targets.names], classes)
     return found, tuple(faults)
 
@@ -619,12 +623,6 @@ def _numbered_classes(title: str, numbers: Sequence[str]) -> tuple[str, ...]:
             "another column by adding ?label=COLUMN to the data's name"
         )
     return tuple(map(str, range(most + 1)))
-
-
-def _rows_with(targets: Targets, names: Sequence[str]) -> int:
-    """Return the number of rows with at least one of these labels."""
-    only = targets.renumbered([0 if name in names else -1 for name in targets.names], ("one of them",))
-    return int((np.diff(only.starts) > 0).sum() if only.starts is not None else only.known.sum())
 
 
 def _must_fit(title: str, one: LabelColumn, other_title: str, other: LabelColumn) -> None:
@@ -665,7 +663,7 @@ def number_of(where: str, column: str, value: Any) -> float:
 
     Raise `DataError` if the cell holds text or an infinite number.
     """
-    if value is None or (isinstance(value, str) and is_missing(value)):
+    if value is None or (isinstance(value, str) and value.strip().lower() in {"", *MISSING}):
         return math.nan
     try:
         number = math.inf if isinstance(value, bool | list | dict) or "_" in str(value) else float(value)

@@ -65,7 +65,8 @@ class TextReader:
         if cell is None or (isinstance(cell, str) and cell.strip().lower() in ("", "nan", "null")):
             self.empty += 1
             return ""
-        if not isinstance(cell, str) or not is_sound(cell):
+        # bytes that could not be decoded, and the character 0
+        if not isinstance(cell, str) or any(one in f"\0{REPLACEMENT}" or "\ud800" <= one <= "\udfff" for one in cell):
             self.broken += 1
             return ""
         return cell.strip()
@@ -76,11 +77,6 @@ class TextReader:
         for kind, count in found:
             if count:
                 yield f"{title}: {plural(count, 'text')} {'is' if count == 1 else 'are'} {kind} and not used"
-
-
-def is_sound(text: str) -> bool:
-    """Return True unless a text has characters that stand for bytes that could not be decoded, or the character 0."""
-    return REPLACEMENT not in text and "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def without_texts(title: str, names: Sequence[str]) -> DataError:

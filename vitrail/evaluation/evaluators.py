@@ -32,14 +32,19 @@ class Evaluator(Protocol):
 
 
 @dataclass(frozen=True)
-class Bootstrapped:
+class Checked:
+    """An evaluator whose settings have to be in the ranges that its fields state."""
+
+    def __post_init__(self) -> None:
+        raise_problems(problems(self))
+
+
+@dataclass(frozen=True)
+class Bootstrapped(Checked):
     """The setting of an evaluator whose metrics have bootstrap intervals."""
 
     bootstrap: int = setting(1000, least=0, advice="0 computes no intervals")
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
 
 EVALUATORS = Registry[Any](

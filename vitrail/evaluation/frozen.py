@@ -6,6 +6,7 @@ cores of a machine do not fit it several times, and the metrics are those of one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -16,11 +17,12 @@ from jaxtyping import Float32, Int64
 from vitrail.data.source import Source, check_known, subset
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers.linear import check_counts, check_few_shot, draw_shots, few_shot, linear_probe
-from vitrail.evaluation.classifiers.nearest import check_settings, knn
+from vitrail.evaluation.classifiers.linear import check_counts, draw_shots, few_shot, linear_probe
+from vitrail.evaluation.classifiers.nearest import knn
+from vitrail.evaluation.evaluators import Checked
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.settings import Effect, setting
 
 SHOTS = (1, 5, 10, 25)
 """Numbers of shots that are measured by default. A number is used only if every class has that many images."""
@@ -30,14 +32,17 @@ NEIGHBOURS = (1, 5, 10, 20, 100)
 
 
 @dataclass(frozen=True)
-class ByLinear:
+class ByLinear(Checked):
     """A linear probe: logistic regression on frozen features, or ridge regression if targets are numbers
     (`linear_probe`).
     """
 
-    penalties: tuple[float, ...] = ()
+    penalties: tuple[float, ...] = setting((), above=0, below=math.inf)
     """Penalties that linear tries. By default two per decade, from 1 (for numbers from 100) to 0.000001."""
-    held_out: float = setting(0.1, name="penalty_share")
+    held_out: float = setting(
+        0.1, name="penalty_share", above=0, below=1,
+        effect=Effect(lambda own: len({*own.penalties}) != 1, "with several --penalties, or without them"),
+    )  # fmt: skip
     """Fraction of the training images that linear holds out to choose the penalty. The final fit uses all training
     images."""
     features: Layer = "embedding"
@@ -76,24 +81,20 @@ class ByLinear:
 
 
 @dataclass(frozen=True)
-class ByFewShot:
+class ByFewShot(Checked):
     """Least squares on the frozen features of a few images per class (`few_shot`)."""
 
-    shots: tuple[int, ...] = ()
+    shots: tuple[int, ...] = setting((), least=1)
     """Numbers of training images per class for fewshot. By default those of 1, 5, 10 and 25 for which every class has
     enough images (with --allow-fewer: one class)."""
     seeds: int = setting(3, least=1)
     """Number of random draws of training images. fewshot reports the mean over the draws."""
-    l2: float | Literal["loo"] = 1024.0
+    l2: float | Literal["loo"] = setting(1024.0, above=0, below=math.inf, advice="loo chooses the strength")
     """L2 regularisation strength of fewshot. loo chooses the strength for each draw by leave-one-out validation."""
     allow_fewer: bool = False
     """Accept classes with too few images for fewshot, and use all of their images. By default this is an error."""
     features: Layer = "head-inputs"
     """Layer of the network whose outputs are the features. The default is the layer of big_vision's evaluator."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
-        check_few_shot(self.shots or SHOTS, range(self.seeds), self.l2)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if images can have several labels, or if a class has fewer images than shots."""
@@ -178,19 +179,18 @@ class ByFewShot:
 
 
 @dataclass(frozen=True)
-class ByNeighbours:
+class ByNeighbours(Checked):
     """Nearest neighbours in frozen features: a vote for classes, or a weighted mean for numbers (`knn`)."""
 
-    k: tuple[int, ...] = ()
+    k: tuple[int, ...] = setting((), least=1)
     """Numbers of neighbours for knn. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of training
     images."""
-    temperature: float = 0.07
+    temperature: float = setting(
+        0.07, above=0, effect=Effect(lambda own: {*own.k} != {1}, "with several neighbours (--k)")
+    )
     """Temperature of knn. The vote of a neighbour is weighted by exp(cosine similarity / temperature)."""
     features: Layer = "embedding"
     """Layer of the network whose outputs are the features."""
-
-    def __post_init__(self) -> None:
-        check_settings(self.k or NEIGHBOURS, self.temperature)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if no target of `train` or of `held_out` is known, and `ConfigError` if a k exceeds the

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitrail.data.source import Source, fingerprint, key_hash, samples_of, subset
+from vitrail.data.source import Samples, Source, fingerprint, key_hash, samples_of, subset
 from vitrail.data.sources import KINDS, OpenedData, open_whole
 from vitrail.data.splits import Splits, Unlimited, cut
 from vitrail.data.targets import PLACED
@@ -279,7 +279,12 @@ def open_images(
             splits = _splits_of(bundle, opened)
     found = _measured(bundle, opened, splits, split, is_common=common is not None)
     found = replace(found, notes=(*notes, *found.notes))
-    return found if class_map is None else _mapped(found, class_map, bundle.classes)
+    if class_map is None:
+        return found
+    renumbered = functools.partial(Samples.renumbered, places=class_map.columns, names=bundle.classes)
+    sources: dict[str, Source] = {name: renumbered(samples_of(source)) for name, source in found.sources.items()}
+    train = renumbered(samples_of(found.train))
+    return replace(found, sources=sources, train=train, notes=(class_map.note, *found.notes))
 
 
 def _opened_for_head(
@@ -342,19 +347,6 @@ def _measured(
                 "images were among its training images"
             )
     return EvaluatedData(chosen, splits.train, tuple(notes), opened)
-
-
-def _mapped(found: EvaluatedData, class_map: ClassMap, classes: tuple[str, ...]) -> EvaluatedData:
-    """Return the data with labels mapped to the model's classes."""
-    sources: dict[str, Source] = {
-        name: samples_of(source).renumbered(class_map.columns, classes) for name, source in found.sources.items()
-    }
-    return replace(
-        found,
-        sources=sources,
-        train=samples_of(found.train).renumbered(class_map.columns, classes),
-        notes=(class_map.note, *found.notes),
-    )
 
 
 def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -> Splits:

@@ -28,12 +28,12 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset, target_kind, typical_size
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, plural
-from vitrail.evaluation.evaluators import Bootstrapped
+from vitrail.evaluation.evaluators import Bootstrapped, Checked
 from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.settings import setting
 from vitrail.weights.answers import AnyPrediction, MaskPrediction
 
 LOOKED_AT = 50
@@ -105,7 +105,7 @@ def _values(
 
 
 @dataclass(frozen=True)
-class BySegmentation:
+class BySegmentation(Checked):
     """A linear layer on frozen patch tokens that predicts a class for every pixel."""
 
     patches: int = setting(1_400, least=1)
@@ -117,9 +117,6 @@ class BySegmentation:
     """Number of epochs in which segmentation learns from the training images."""
     head_rate: float = setting(1e-2, above=0, below=math.inf)
     """First learning rate of segmentation, which falls along half a cosine wave."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` unless the targets are masks, and `ConfigError` for a network without patch tokens."""

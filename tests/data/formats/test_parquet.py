@@ -434,6 +434,17 @@ def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path)
     assert len(sizes) == 1
 
 
+def test_a_changed_file_beside_is_read_again(tmp_path: Path) -> None:
+    rows = [{"bytes": PICTURES[0], "path": "a.png"}, {"bytes": None, "path": "b.png"}, None]
+    (tmp_path / "b.png").write_bytes(PICTURES[1])
+    path = write(tmp_path / "a.parquet", {"image": pa.array(rows, IMAGE), "label": [0, 1, 1]}, row_group_size=1)
+    before = samples_of(opened(path).train)
+    assert [image for _, image, _ in before] == [PICTURES[0], PICTURES[1], b""]
+    assert samples_of(opened(path).train) == before
+    (tmp_path / "b.png").write_bytes(PICTURES[2])
+    assert [image for _, image, _ in samples_of(opened(path).train)] == [PICTURES[0], PICTURES[2], b""]
+
+
 def test_damage_to_what_was_laid_out(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.parquet", {"image": images(PICTURES), "label": [0, 1, 2] * 10})
     source = opened(path, None).train

@@ -179,6 +179,7 @@ def by_confidence(text: str) -> str:
         ("labels.csv", by_confidence, r"the positions in labels.csv must rise, below 36"),
         ("labels.csv", lambda text: text.replace("35,", "36,"), "must rise, below 36"),
         ("labels.csv", lambda text: text.replace("\n0,", "\n-1,"), "must rise, below 36"),
+        ("labels.csv", lambda text: text.replace(",red,", ",blue,", 1), "a changed label has no effect"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_refused(

@@ -108,6 +108,45 @@ def test_json_lines_have_one_label_or_a_list(table: Callable[..., Path]) -> None
     assert rows_of(source) == [("a/1.jpg", (0, 1)), ("4.jpg", ())]
 
 
+def test_an_image_without_a_list_has_none_of_several_labels(table: Callable[..., Path]) -> None:
+    lists = {"4.jpg": None, "a/1.jpg": ["x", "y"], "a/2.jpg": []}
+    lines = (json.dumps({"file_name": name, "label": labels}) for name, labels in lists.items())
+    splits = open_data(str(table(*lines, name="labels.jsonl")), validation_share=0.0)
+    assert rows_of(splits.train) == [("4.jpg", ()), ("a/1.jpg", (0, 1)), ("a/2.jpg", ())]
+    assert "1 image without a label in a column of several labels" in splits.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "label"),
+    [
+        (("path,checked", "4.jpg,1"), None),
+        (("path,flower,checked", "4.jpg,1,0"), 1),
+        (("path,label,Flower", "4.jpg,0,1"), 1),
+        (("path,label", "4.jpg,1"), 1),
+    ],
+)
+def test_labels_of_a_held_out_table_are_in_the_column_of_the_training_table(
+    table: Callable[..., Path], lines: tuple[str, ...], label: int | None
+) -> None:
+    path = table("path,flower", "a/1.jpg,0", "a/2.jpg,1", name="train.csv")
+    _merge_folders(path.parent)
+    (path.parent / "test.csv").write_text("\n".join(lines))
+    splits = open_data(str(path.parent), validation_share=0.0)
+    assert (None if splits.test is None else splits.test.target(0)) == label
+
+
+def test_a_held_out_table_has_a_column_of_each_class(table: Callable[..., Path]) -> None:
+    path = table("path,x,y,z", "a/1.jpg,1,0,1", "a/2.jpg,0,1,0", name="train.csv")
+    _merge_folders(path.parent)
+    (path.parent / "test.csv").write_text("path,z,x\n4.jpg,1,0\n")
+    with pytest.raises(DataError, match=r"test\.csv has no column 'y'"):
+        open_data(str(path.parent), validation_share=0.0)
+    with pytest.raises(DataError, match=r"test\.csv has no column 'y'"):
+        open_data(str(path.parent), validation_share=0.0, classes=("z", "y", "x"))
+    (path.parent / "test.csv").write_text("path,z,x,y\n4.jpg,1,0,0\n")
+    assert rows_of(open_data(str(path.parent), validation_share=0.0).test) == [("4.jpg", (2,))]
+
+
 def test_tables_named_after_splits_make_a_data_set(table: Callable[..., Path]) -> None:
     path = table("path,label", "a/1.jpg,x", "a/2.jpg,y", name="train.csv")
     _merge_folders(path.parent)
@@ -308,6 +347,14 @@ def test_a_column_of_splits_divides(table: Callable[..., Path], column: str, tra
     splits = open_data(str(path), validation_share=0.0)
     assert len(splits.train) == 2 and splits.test is not None and rows_of(splits.test) == [("4.jpg", 0)]
     assert len(opened(f"{path}?splits=none")) == 3
+
+
+def test_an_empty_cell_of_splits_is_named(table: Callable[..., Path]) -> None:
+    path = table("path,label,split", "a/1.jpg,x,train", "a/2.jpg,y,train", "4.jpg,x,")
+    splits = open_data(f"{path}?train=train", validation_share=0.0)
+    assert len(splits.train) == 2 and "skipped (empty), which no split contains" in splits.notes[-1]
+    with pytest.raises(DataError, match=r"nothing named later.* train, \(empty\)"):
+        open_data(f"{path}?train=train&test=later", validation_share=0.0)
 
 
 def test_columns_of_splits_are_no_classes(table: Callable[..., Path]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.targets import multi_labels, number_targets, single_labels
+from vitrail.data.targets import Targets
 from vitrail.errors import DataError
 from vitrail.evaluation.classifiers import logistic as arrays
 from vitrail.evaluation.classifiers.linear import few_shot, linear_probe
@@ -74,6 +75,7 @@ DAMAGED[3, 1] = np.nan
         ({3: multi_labels(np.eye(10, 2, dtype=np.uint8))}, "are class with 2 columns, and test targets are classes"),
         ({3: single_labels(KNOWN.values, 3)}, "class with 2 columns, and test targets are class with 3"),
         ({3: number_targets(np.ones((10, 2)))}, "class with 2 columns, and test targets are numbers with 2"),
+        ({3: Targets("class", ("2", "1"), KNOWN.values)}, "the same names in the same order"),
         ({0: DAMAGED}, "features of row 3 are not all finite"),
         ({2: DAMAGED}, "features of row 3 are not all finite"),
     ],

@@ -26,10 +26,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.evaluation.memory import MemorySource
+from tests.make import encode
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pipeline import Readers
+from vitrail.data.pixels import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import subset
+from vitrail.data.sources import open_data
 from vitrail.data.targets import Target
 from vitrail.errors import Interrupted
 from vitrail.evaluation.features import cache as feature_rows
@@ -241,9 +244,24 @@ def test_a_damaged_entry_is_computed_anew_and_said_so(damage: str, tmp_path: Pat
     again = watched(source, tmp_path)
     assert watched.seen == 14 and np.array_equal(again.features, expected)
     (note,) = watched.notes
-    assert note.startswith(f"cached features are damaged, so they are computed again: {the_entry(tmp_path)}")
+    assert note.startswith(f"cached features are not used, and are computed again: {the_entry(tmp_path)}")
     watched(source, tmp_path)
     assert watched.seen == 14
+
+
+def test_images_of_a_decoder_that_is_installed_later_are_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = np.random.default_rng(5).integers(0, 256, (3, 9, 12, 3), dtype=np.uint8)
+    for number, kind in enumerate(("PNG", "BMP", "GIF")):
+        (tmp_path / f"{number}.{kind}").write_bytes(encode(pixels[number], kind))
+    source = open_data(str(tmp_path), validation_share=0.0, unlabelled=True).train
+    watched, cache = Watched(), tmp_path / "cache"
+    with monkeypatch.context() as patched:
+        patched.setattr(decode, "missing_decoder", lambda kind: f"needs a decoder of {kind}" if kind != "PNG" else None)
+        assert [len(watched(source, cache).skipped) for _ in range(2)] == [2, 2] and watched.seen == 3
+    assert watched(source, cache).keys == ("0.PNG", "1.BMP", "2.GIF") and watched.seen == 6
+    assert watched(source, cache).skipped == () and watched.seen == 6
 
 
 @pytest.mark.parametrize(("size", "marked"), [(200, True), (128 + 13 * 64, False)])

@@ -159,7 +159,7 @@ def test_numbers_are_saved_and_loaded(tmp_path: Path) -> None:
     save_features(features, tmp_path / "out")
     assert '{"key": "b", "numbers": [null, 7.0]}' in (tmp_path / "out" / "keys.jsonl").read_text()
     found = load_features(tmp_path / "out").truth
-    assert found.kind == "numbers" and np.array_equal(found.values, truth.dense, equal_nan=True)
+    assert found.names == ("age", "height") and np.array_equal(found.values, truth.dense, equal_nan=True)
     save_parquet(features, tmp_path / "out.parquet")
     assert pyarrow.parquet.read_table(tmp_path / "out.parquet")["numbers"].to_pylist() == [[1.5, -3e30], [None, 7.0]]
 

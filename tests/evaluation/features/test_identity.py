@@ -191,16 +191,19 @@ IDENTITY = Identity("d" * 64, "w" * 64, Preprocess(image_size=(14, 21)), "float3
 
 
 def test_of_other_entries_the_closest_is_named(tmp_path: Path) -> None:
+    def never(row: int) -> str:
+        raise AssertionError
+
     def keep(identity: Identity) -> None:
-        entry = Entry(tmp_path, identity, 2, 3)
+        entry = Entry(tmp_path, identity, 2, 3, never)
         with entry.locked() as lock:
             assert lock is not None
             partial = entry.filling()
             partial.write(0, np.zeros((2, 3), np.float32), np.array([True, True]))
             partial.close()
-            entry.finish(lambda row: "never")
+            entry.finish()
 
-    entry = Entry(tmp_path, IDENTITY, 2, 3)
+    entry = Entry(tmp_path, IDENTITY, 2, 3, never)
     assert entry.others() is None
     keep(replace(IDENTITY, data="e" * 64))
     keep(replace(IDENTITY, data="d" * 16 + "e" * 48, weights="v" * 64))  # whose folder's name begins alike

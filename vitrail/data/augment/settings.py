@@ -233,7 +233,8 @@ class Augment:
             return keyed_uniform(seed, *key, draws=draws, first=first)
 
         if self.crop_from is not None and preprocess is not None:
-            corners = self._corners(draw(Slot.WINDOW, 2), preprocess.image_size)
+            spare = np.subtract(self.crop_from, preprocess.image_size)  # all positions have the same probability
+            corners = (draw(Slot.WINDOW, 2) * (spare + 1)).astype(np.int64)
             images = operations.window(images, corners, preprocess.image_size)
         if self.flip or self.shift:
             images = self._move(images, draw(Slot.MOVE, 3))
@@ -308,12 +309,6 @@ class Augment:
             )
         resampler = "pillow" if preprocess.resampler == "torch" else preprocess.resampler
         return replace(preprocess, interpolation="bilinear", antialias=False, resampler=resampler)
-
-    def _corners(self, draws: Float32[np.ndarray, "b 2"], size: tuple[int, int]) -> Int64[np.ndarray, "b 2"]:
-        """Return the top and the left of the box that is cut out of each image. All positions have the same
-        probability."""
-        assert self.crop_from is not None
-        return (draws * (np.subtract(self.crop_from, size) + 1)).astype(np.int64)
 
     def _move(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 3"]) -> UInt8[Tensor, "b c h w"]:
         b, _, height, width = images.shape

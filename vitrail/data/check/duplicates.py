@@ -337,7 +337,8 @@ def detail_correlation(
     The centre of the first image is compared with all windows of its size in the second image. The fraction is the
     participation ratio of the squared details.
     """
-    side, window = DETAIL_SIDE, _window()
+    side = DETAIL_SIDE
+    window = np.pad(np.ones([side - 2 * MARGIN] * 2, np.float32), MARGIN)  # the pixels that remain at all shifts
     template = _details_of(details[pairs[:, 0]]) * window
     picture = _details_of(details[pairs[:, 1]])
     energy = np.square(template).sum(axis=(1, 2))
@@ -368,11 +369,3 @@ def _blur(deviation: float) -> Float32[np.ndarray, "32 32"]:
         for other in range(row - reach, row + reach + 1):
             matrix[row, min(max(other, 0), side - 1)] += np.exp(-((row - other) ** 2) / (2 * deviation**2))
     return (matrix / matrix.sum(axis=1, keepdims=True)).astype(np.float32)
-
-
-@functools.cache
-def _window() -> Float32[np.ndarray, "32 32"]:
-    """Return a mask of the pixels that remain in a picture at all shifts."""
-    window = np.zeros((DETAIL_SIDE, DETAIL_SIDE), np.float32)
-    window[MARGIN:-MARGIN, MARGIN:-MARGIN] = 1
-    return window

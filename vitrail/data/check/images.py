@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int, Integer, UInt8
@@ -237,7 +237,8 @@ def look(image: bytes | np.ndarray) -> Seen:
     counts = np.array(grey.histogram(), np.float64)
     mean = float(counts @ LEVELS) / counts.sum()
     variance = float(counts @ (LEVELS - mean) ** 2) / counts.sum()
-    if all(high - low <= FLAT for low, high in _extrema(picture)):
+    levels: Any = picture.getextrema()
+    if all(high - low <= FLAT for low, high in ([levels] if picture.mode == "L" else levels)):
         oddities |= Oddity.BLANK
     plain = grey if _is_grey(picture, grey) else picture
     digest = hashlib.blake2b(f"{picture.size} {plain.mode} ".encode(), digest_size=8)
@@ -254,11 +255,6 @@ def look(image: bytes | np.ndarray) -> Seen:
         thumbnails=np.asarray(small.resize((SIDE, SIDE), Image.Resampling.BICUBIC)),
         details=np.asarray(small),
     )
-
-
-def _extrema(picture: Image.Image) -> list[tuple[int, int]]:
-    extrema = picture.getextrema()
-    return [extrema] if picture.mode == "L" else list(extrema)  # type: ignore[list-item,arg-type]
 
 
 def _is_grey(picture: Image.Image, grey: Image.Image) -> bool:

@@ -140,7 +140,7 @@ class ImageFiles:
         named = self._named.get(parts[-1].casefold(), ())
         found = [key for key in named if not holds_masks(key) and not key.startswith(outside)]
         rules: tuple[Callable[[str], int], ...] = (
-            lambda key: _common_end(key.split("/"), parts),
+            lambda key: len(os.path.commonprefix([key.split("/")[::-1], parts[::-1]])),  # noqa: RUF071 (of lists)
             lambda key: key == f"{near}/{name}",
             lambda key: key.startswith(f"{near}/") if near else "/" not in key,
             lambda key: split is not None and split_of(key.rpartition("/")[0]) == split,
@@ -185,12 +185,6 @@ def holds_masks(key: str) -> bool:
     folders = [part.lower() for part in key.split("/")[:-1]]
     first = next((place for place, part in enumerate(folders) if part in MASKS), None)
     return first is not None and not any(part in IMAGES for part in folders[:first])
-
-
-def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return the number of equal parts at the end of two paths."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return next((count for count, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))
 
 
 def open_images_alone(request: Request, opener: Callable[[Request], Splits]) -> Splits:

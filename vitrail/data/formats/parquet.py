@@ -30,7 +30,7 @@ from jaxtyping import Float64, Int64
 from vitrail.data.faults import Fault, is_own_output
 from vitrail.data.formats.unpacked import Blob, open_blob, write_blob
 from vitrail.data.pixels.decode import SUFFIXES
-from vitrail.data.source import Samples, Source
+from vitrail.data.source import Files, Samples, Source
 from vitrail.data.splits import (
     CHOICE,
     Choice,
@@ -53,6 +53,7 @@ from vitrail.data.targets import (
     number,
     number_column,
     places_of,
+    refuse_flags,
     refuse_joined,
     text_column,
 )
@@ -87,7 +88,7 @@ class ParquetImages:
 
     def stamp(self, place: int) -> str:
         """Return a text with the row number and the name of the row's file of unpacked images. The name contains a hash
-        of the Parquet file's path, size and times."""
+        of the Parquet file's path, size and times, and of those of the files that its rows name."""
         file, row = self._row(place)
         return f"{self._blobs[file].path.name} {row}"
 
@@ -246,8 +247,11 @@ def _label_targets(
             lambda some: join([str(file.path) for file in some], [file.labels(label, reader) for file in some]),
         )
     counts = {split: len(rows[split]) if rows else sum(file.rows for file in some) for split, some in files.items()}
+    labels = {
+        one: column for one, column in labels.items() if one == "train" or column.targets.values.max(initial=-1) >= 0
+    }
     for split, count in list(counts.items()):
-        if split != "train" and (count == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
+        if split != "train" and (count == 0 or (label is not None and split not in labels)):
             reason = "none of its images has a label" if count else "it is empty"
             notes.append(f"{title}: the {split} split is skipped, because {reason}")
             del counts[split]
@@ -387,7 +391,8 @@ def _unpack(title: str, files: Sequence[ParquetFile], column: str, notes: list[s
 
 
 def _blob_name(file: ParquetFile, column: str) -> str:
-    digest = hashlib.sha256(f"{file.identity}\0{column}".encode("utf-8", "surrogateescape")).hexdigest()
+    identity = f"{file.identity}\0{column}{file.files_beside(column)}"
+    digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
     return f"{Path(file.name).stem[:80]}-{digest[:24]}.images"
 
 
@@ -510,7 +515,8 @@ class ParquetFile:
         with self._file() as file:
             values = file.read(columns=[column], use_threads=False).column(column).combine_chunks()
             starts = None
-            if _is_list(values.type):
+            types = arrow.types
+            if types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
                 lengths = compute.fill_null(compute.list_value_length(values), 0).to_numpy(zero_copy_only=False)
                 starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
                 reader.blank += values.null_count
@@ -529,6 +535,8 @@ class ParquetFile:
             if arrow.types.is_boolean(kind) or arrow.types.is_integer(kind) or arrow.types.is_null(kind):
                 numbers = _numbers(values)
                 self._check_range(column, numbers, starts, names)
+                if starts is not None and numbers.max(initial=0) < 2:
+                    refuse_flags(f"{self.path}, column {column!r}", np.split(numbers, starts[1:-1]))
                 if names is None:
                     return number_column(numbers, starts)
                 return LabelColumn(label_targets(numbers, starts, names), "numbers with names")
@@ -622,6 +630,24 @@ class ParquetFile:
                     yield value.as_buffer() if path is None else self._beside(path, row)
                     row += 1
 
+    def files_beside(self, column: str) -> str:
+        """Return a text that changes with the files that rows without an image name. It is "" if all rows have one."""
+        with self._file() as file:
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            lacking = [
+                number
+                for number, group in enumerate(groups)
+                for chunk in map(group.column, range(group.num_columns))
+                if chunk.path_in_schema == f"{column}.bytes"
+                and (chunk.statistics is None or chunk.statistics.null_count != 0)
+            ]
+            if not lacking or self.types[column].get_field_index("path") < 0:
+                return ""
+            rows = file.read_row_groups(lacking, [f"{column}.path"], use_threads=False).column(column).to_pylist()
+        names = sorted({row["path"] for row in rows if row is not None} - {None})
+        files = Files(self.path.parent, names, ())
+        return "".join(f"\0{name} {files.stamp(place)}" for place, name in enumerate(names))
+
     def _beside(self, path: str, row: int) -> bytes:
         folder = self.path.parent.resolve()
         target = (folder / path).resolve()
@@ -697,11 +723,6 @@ def pyarrow(action: str = "reading") -> ModuleType:
         return importlib.import_module("pyarrow")
     except ImportError as error:
         raise DataError(f"{action} Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
-
-
-def _is_list(kind: Any) -> bool:
-    types = pyarrow().types
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _numbers(values: Any) -> Int64[np.ndarray, " n"]:

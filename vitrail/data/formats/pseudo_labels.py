@@ -223,6 +223,13 @@ def _read_rows(folder: Path, info: PseudoLabelInfo) -> LabelledRows:
             f"{folder} is damaged: the positions in {TABLE} must rise, below {info.images:,}, as they do when the file "
             "is written, because the other files have the same order; label the images again"
         )
+    changed = np.zeros(0) if probabilities is None else np.flatnonzero(probabilities.argmax(axis=1) != rows.labels)
+    if len(changed):
+        raise DataError(
+            f"{path}, row {changed[0] + 1}: the label is not the most likely class in {PROBABILITIES}, whose "
+            "probabilities are learned, so a changed label has no effect; label the images with --pseudo-labels hard "
+            "to correct labels in the table"
+        )
     return rows
 
 

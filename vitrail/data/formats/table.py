@@ -56,6 +56,7 @@ from vitrail.data.targets import (
     holds_numbers,
     number_of,
     places_of,
+    refuse_flags,
     refuse_joined,
     whole_numbers,
 )
@@ -105,44 +106,54 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
     root = Path(os.path.commonpath([table.parent for table in tables]))
     where = str(root if len(tables) > 1 else tables[0])
     parts, notes = _parts(request, root, where, tables)
+    has_texts = next(iter(parts.values())).has_texts
     for split, part in list(parts.items()):
-        has_labels = numbers or unlabelled or any(row.label is not None or row.texts for row in part.rows)
-        if split != "train" and len(parts) > 1 and not (part.rows and has_labels):
-            reason = "none of its images has a label" if part.rows else "it has no rows"
+        parts[split] = part._replace(has_texts=has_texts)
+        are_known = (bool(row.texts) if has_texts else row.label is not None for row in part.rows)
+        if split != "train" and len(parts) > 1 and not (part.rows and (numbers or unlabelled or any(are_known))):
+            reason = f"none of its images has a {'text' if has_texts else 'label'}" if part.rows else "it has no rows"
             notes += (f"{part.path}: the {split} split is skipped, because {reason}",)
             del parts[split]
     for part in parts.values():
         if not part.rows:
             raise DataError(f"{part.path} has no rows; each image needs a row")
-    if len({isinstance(part.rows[0].label, tuple) for part in parts.values()}) > 1:
+    parts = _renamed(parts)
+    labels = [row.label for part in parts.values() for row in part.rows if row.label is not None]
+    if len({*map(type, labels)}) > 1:
         raise DataError(
             f"{where}: one split has one label per image, and another has several; use the same form in all splits"
         )
-    parts = _renamed(parts)
     if not unlabelled:
-        single = (row.label for part in parts.values() for row in part.rows if isinstance(row.label, str))
-        refuse_joined(where, Counter(single), request.choice.separator)
+        refuse_joined(where, Counter(one for one in labels if isinstance(one, str)), request.choice.separator)
+        refuse_flags(where, (one for one in labels if isinstance(one, tuple)))
     faults: list[Fault] = []
     for split, part in parts.items():
         parts[split], found = _with_files(part)
         faults += found
         if not parts[split].rows:
             raise DataError("\n".join(fault.text for fault in found))
-    if numbers or any(part.has_texts for part in parts.values()):
-        if not numbers and not any(row.texts for part in parts.values() for row in part.rows):
+    if numbers or has_texts:
+        if not (numbers or unlabelled or any(row.texts for part in parts.values() for row in part.rows)):
             raise DataError(f"{where}: no image has a text that can be used")
         classes = numbers
     else:
         first = "train" if "train" in parts else next(iter(parts))
         known = classes is not None
         classes = _classes(parts[first], unlabelled) if classes is None else classes
+        for part in parts.values():
+            lacking = [name for name in parts[first].classes or () if name not in (part.classes or (name,))]
+            if lacking:
+                raise DataError(
+                    f"{part.path} has no column {lacking[0]!r}, which {parts[first].path} has, so the images of this "
+                    "class are not known; add the column"
+                )
         for split in [split for split in parts if known or split != first]:
             strange = [row for row in parts[split].rows if not set(classes).issuperset(row.names)]
-            if strange and known:
-                unknown = next(name for name in strange[0].names if name not in classes)
-                raise DataError(_unknown_label(parts[split].path, strange[0].line, unknown, classes))
             if strange:
-                faults.append(_unknown_class(parts[split].path, split, strange, classes))
+                fault = _unknown_class(parts[split].path, split, strange, classes)
+                if known:
+                    raise DataError(fault.text)
+                faults.append(fault)
                 left = set(strange)
                 parts[split] = parts[split]._replace(rows=[row for row in parts[split].rows if row not in left])
     sources = {split: _source(part, classes) for split, part in parts.items() if part.rows}
@@ -173,7 +184,10 @@ def _parts(
             notes += (f"{path}: the {split} split is skipped, because the file is empty",)
             continue
         try:
-            parts[split] = read(path, choice, numbers, unlabelled=unlabelled or split != "train")
+            parts[split] = read(
+                path, choice, numbers, unlabelled=unlabelled or split != "train",
+                named=parts["train"].labels if "train" in parts else None,
+            )  # fmt: skip
         except MissingColumn:
             if split == "train":
                 raise
@@ -229,15 +243,12 @@ def _unknown_class(table: Path, split: Split, rows: list[TableRow], classes: tup
     """Return the fault of rows of a held-out split with labels that no training row has."""
     unknown = next(name for name in rows[0].names if name not in classes)
     return Fault(
-        "unknown-class", "error", len(rows), _unknown_label(table, rows[0].line, unknown, classes),
+        "unknown-class", "error", len(rows),
+        f"{table}, line {rows[0].line}: the label {unknown!r} is not among the classes; {nearest(unknown, classes)}",
         "Training refuses the data, because a network cannot learn a class without training images. This check leaves "
         f"out {plural(len(rows), 'row')} of the {split} split.",
         "Add training images of the class, or correct or remove these rows.",
     )  # fmt: skip
-
-
-def _unknown_label(table: Path, line: int, name: str, classes: tuple[str, ...]) -> str:
-    return f"{table}, line {line}: the label {name!r} is not among the classes; {nearest(name, classes)}"
 
 
 def _with_files(table: Table) -> tuple[Table, list[Fault]]:
@@ -351,8 +362,10 @@ class Table(NamedTuple):
     splits: list[str]
     """The value of each row in this column."""
     notes: tuple[str, ...]
-    has_texts: bool = False
+    has_texts: bool
     """True if the targets are texts."""
+    labels: tuple[str, ...]
+    """Name of the column of labels, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -386,11 +399,20 @@ def has_paths(table: Path) -> bool:
     return any(name.strip().lower() in PATHS for name in names)
 
 
-def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled: bool = False) -> Table:
+def read(
+    path: Path,
+    choice: Choice,
+    numbers: Sequence[str] = (),
+    *,
+    unlabelled: bool = False,
+    named: tuple[str, ...] | None = None,
+) -> Table:
     """Return the rows of a table. Paths are not checked.
 
     If `numbers` names columns, these are the targets, and labels are not read. If `unlabelled` is true, a table without
-    labels is accepted. Raises `DataError` if the table cannot be read, or has no column of paths or of targets.
+    labels is accepted. The labels of a held-out table are in the column that is `named` as that of the training table,
+    or in one with a usual name. Any other table can also have them in its only other column. Raises `DataError` if the
+    table cannot be read, or has no column of paths or of targets.
     """
     cells_of = _json_cells if path.suffix.lower() == ".jsonl" else _csv_cells
     try:
@@ -406,7 +428,7 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
             f"{path} has no column of paths: its columns are {', '.join(cells.header) or 'none'}; the column of paths "
             f"must be called {' or '.join(PATHS[:3])}, or chosen by adding ?image=COLUMN to the data's name"
         )
-    label = cells.find(LABELS) if choice.label is None else cells.named(choice.label)
+    label = cells.find((*map(str.lower, named or ()), *LABELS)) if choice.label is None else cells.named(choice.label)
     text = None if numbers else cells.named(choice.text) if choice.text else cells.find(TEXTS)
     if choice.text is not None and text is None and not numbers:
         raise without_texts(str(path), cells.header)
@@ -420,11 +442,9 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
     ]
     candidates = [place for place in others if cells.header[place].lower() not in NAMES]  # splits are no classes
     if text is not None and choice.text is None:
-        beside = [place for place in candidates if place != text]
-        if label is not None or unlabelled:
+        candidates = [place for place in candidates if place != text]
+        if label is not None or _are_flags(cells, candidates):
             text = None
-        elif _are_flags(cells, beside):
-            text, candidates = None, beside
     columns = [(name, place) for name, place in zip(numbers, places_of(str(path), numbers, cells.header), strict=True)]
     captions = TextReader()
     if numbers:
@@ -439,7 +459,7 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
             for _, line in cells.lines
         )
     else:
-        if label is None and len(candidates) == 1 and not _are_measured(cells.column(candidates[0])):
+        if label is None and named is None and len(candidates) == 1 and not _are_measured(cells.column(candidates[0])):
             (label,) = candidates
         if label is None and not unlabelled:
             raise DataError(_without_labels(cells, candidates))
@@ -458,13 +478,20 @@ def read(path: Path, choice: Choice, numbers: Sequence[str] = (), *, unlabelled:
         )
         for (number, line), target in zip(cells.lines, targets or [None] * len(cells.lines), strict=True)
     ]
-    if len({isinstance(row.label, tuple) for row in rows}) > 1:
+    forms = {isinstance(row.label, tuple) for row in rows if row.label is not None}
+    if len(forms) > 1:
         raise DataError(f"{path}: some rows have one label and others a list of labels; use one form in all rows")
+    if forms == {True}:
+        reader.blank += sum(row.label is None for row in rows)
+        rows = [row._replace(label=row.label or ()) for row in rows]
     rest = [name or "(without a name)" for place, name in enumerate(cells.header) if place not in (image, split, *used)]
     notes = (*split_notes, *reader.notes(str(path)), *captions.notes(str(path)))
     if rest:
         notes = (*notes, f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}")
-    return Table(path, rows, classes, column or "", splits, notes, text is not None)
+    return Table(
+        path, rows, classes, column or "", splits, notes, text is not None,
+        () if label is None else (cells.header[label],),
+    )  # fmt: skip
 
 
 def _refuse_boxes(cells: _Cells, image: int, label: int, *, is_chosen: bool) -> None:

@@ -32,7 +32,7 @@ from vitrail.data.formats.tar_index import RawLabel, Shard, Version, is_numbers,
 from vitrail.data.pixels.decode import SUFFIXES as IMAGE_SUFFIXES
 from vitrail.data.source import Samples
 from vitrail.data.splits import SPLITS, Split, SplitNames, Splits, by_split, split_of, splits_from
-from vitrail.data.targets import Target, TargetKind, Targets, check_names, class_name, places_of
+from vitrail.data.targets import Target, TargetKind, Targets, check_names, class_name, places_of, refuse_flags
 from vitrail.data.texts import TextReader
 from vitrail.errors import DataError, nearest, plural
 from vitrail.files import expanded
@@ -160,6 +160,7 @@ def _class_targets(
     faults: list[Fault] = []
     for split, shards in opened.items():
         distinct = _distinct(shards)
+        refuse_flags(shards[0].path, (label for label in distinct if isinstance(label, tuple)))
         names = _found(distinct) if names is None else names
         resolved, strange = _resolve(distinct, names, numbered)
         if strange:

@@ -138,7 +138,10 @@ the file (`HEAD`) decides."""
 def format_of(data: bytes) -> str:
     """Return the name of a file's format, in Pillow's spelling, or "" if the format is unknown."""
     if data[4:8] == b"ftyp":
-        return _of_brands(data[8 : min(int.from_bytes(data[:4]), 256)])
+        # the container of MPEG-4: a major brand, a version, and other brands
+        brands = data[8 : min(int.from_bytes(data[:4]), 256)]
+        found = {brands[:4], *(brands[start : start + 4] for start in range(8, len(brands), 4))}
+        return next((name for mark, name in BRANDS if any(brand.startswith(mark) for brand in found)), "a video")
     for place, mark, name in SIGNATURES:
         if data.startswith(mark, place):
             return name
@@ -149,13 +152,6 @@ def format_of(data: bytes) -> str:
 def is_image(data: bytes) -> bool:
     """Return True if a file begins like an image, even of a format that is not decoded."""
     return format_of(data) in {*FORMATS, *OTHER_IMAGES}
-
-
-def _of_brands(brands: bytes) -> str:
-    """Return the format of a file in the container of MPEG-4, from its major brand, its version, and its other
-    brands."""
-    found = {brands[:4], *(brands[start : start + 4] for start in range(8, len(brands), 4))}
-    return next((name for mark, name in BRANDS if any(brand.startswith(mark) for brand in found)), "a video")
 
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

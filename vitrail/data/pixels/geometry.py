@@ -134,9 +134,12 @@ class Placement:
 
     def _weights_back(self, axis: int, count: int) -> Float64[np.ndarray, "image count"]:
         """Return interpolation weights: one row per pixel of the image, one column per cell. The result is divided into
-        `count` equal cells."""
+        `count` equal cells. The weights of a pixel fall linearly to 0 over at least one cell, and sum to 1."""
         centres = self._forward(np.arange(self.image[axis]) + 0.5, axis) * count / self.size[axis]
-        return _triangles(centres, count, self.scaled[axis] / self.box[2 + axis] * count / self.size[axis])
+        scale = self.scaled[axis] / self.box[2 + axis] * count / self.size[axis]
+        centres = centres.clip(0.5, count - 0.5) if scale <= 1 else centres.clip(0, count)
+        weights = (1 - np.abs(np.arange(count) + 0.5 - centres[:, None]) / max(1.0, scale)).clip(0)
+        return weights / weights.sum(1, keepdims=True)
 
 
 def place_jittered(old: Size, new: Size, jitter: Jitter) -> Placement:
@@ -199,14 +202,6 @@ def _in_proportion(old: Size, target: Size, *, cover: bool) -> Size:
 
 def _begin(whole: int, part: int) -> int:
     return round((whole - part) / 2) if whole >= part else -((part - whole) // 2)
-
-
-def _triangles(centres: Float64[np.ndarray, " n"], count: int, scale: float) -> Float64[np.ndarray, "n count"]:
-    """Return the weights of a triangle filter for `count` pixels around each centre. The weights fall linearly to 0
-    over max(1, scale) pixels and sum to 1."""
-    centres = centres.clip(0.5, count - 0.5) if scale <= 1 else centres.clip(0, count)
-    weights = (1 - np.abs(np.arange(count) + 0.5 - centres[:, None]) / max(1.0, scale)).clip(0)
-    return weights / weights.sum(1, keepdims=True)
 
 
 def _clipped(one: np.ndarray, other: np.ndarray, size: Size) -> Float64[np.ndarray, "n 4"]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitrail.data.augment.draws import keyed_uniform
 from vitrail.data.splits import ranks_in_groups
 from vitrail.data.targets import Targets
-from vitrail.errors import DataError
+from vitrail.errors import DataError, listed
 
 MEMORY = 10
 """Number of previous steps that L-BFGS uses."""
@@ -230,7 +230,7 @@ def check_both(
     train_features: Float[np.ndarray, "n d"], train: Targets, test_features: Float[np.ndarray, "m e"], test: Targets
 ) -> None:
     """Raise `DataError` if a target of training or test features is unknown, or if features or targets of the two
-    differ in their widths or kinds."""
+    differ in their widths, kinds or names of classes."""
     check_truth("training features", train_features, train)
     check_truth("test features", test_features, test)
     check_pair(train_features, test_features)
@@ -238,6 +238,11 @@ def check_both(
         raise DataError(
             f"training targets are {train.kind} with {train.columns} columns, and test targets are {test.kind} "
             f"with {test.columns}; both need the same classes or numbers"
+        )
+    if train.names != test.names:
+        raise DataError(
+            f"training targets are of {listed(train.names)}, and test targets of {listed(test.names)}; give both the "
+            "same names in the same order, because targets are indices of them"
         )
 
 

@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,8 @@ class Entry:
     identity: Identity
     samples: int
     width: int
+    reason: Callable[[int], str]
+    """Returns why a sample cannot be decoded, or "" if it can be."""
 
     @property
     def folder(self) -> Path:
@@ -108,11 +111,19 @@ class Entry:
         return Partial(self.partial, self.samples, self.width)
 
     def read(self) -> Kept | None:
-        """Return the content of the entry, or None if there is no entry. Raise `DataError` if the entry is damaged, and
-        `SaveError` if the cache may not be searched."""
+        """Return the content of the entry, or None if there is no entry. Raise `DataError` if the entry is damaged, or
+        if it lacks images that can be decoded now, such as with a decoder that was installed later. Of these, one is
+        tried for each of the most common reasons. Raise `SaveError` if the cache may not be searched."""
         with saving("features", self.folder):
             exists = self.folder.exists()
-        return self._read(self.folder) if exists else None
+        if not exists:
+            return None
+        kept = self._read(self.folder)
+        examples = {why: row for row, why in kept.skipped.items()}
+        for why, _ in Counter(kept.skipped.values()).most_common(SAMPLED):
+            if not self.reason(examples[why]):
+                raise DataError(f"{self.folder} lacks images that can be decoded now, although each once {why}")
+        return kept
 
     def whole(self) -> Kept | None:
         """Return the content of the entry. Return None if the entry is missing or damaged."""
@@ -167,29 +178,27 @@ class Entry:
         with contextlib.suppress(DataError):
             self._read(self.partial)
             self._rename()
-            return self.read()
+            return self._read(self.folder)
         return None
 
-    def finish(self, reason: Callable[[int], str]) -> Kept:
+    def finish(self) -> Kept:
         """Turn the partial folder into the entry after the last sample, and return the content of the entry.
 
-        The caller must hold the exclusive lock. `reason` returns the reason why a sample could not be decoded. Raise
-        `DataError` if the file does not contain what was written.
+        The caller must hold the exclusive lock. Raise `DataError` if the file does not contain what was written.
         """
         with saving("features", self.folder):
             with contextlib.closing(self.filling()) as partial:
                 done = partial.done()
             if not done.all():
                 raise OSError(None, "it was removed while it was written")
-            skipped = tuple((row, reason(row)) for row in np.flatnonzero(done == UNDECODABLE).tolist())
+            rows = np.flatnonzero(done == UNDECODABLE).tolist()
+            skipped = tuple((row, self.reason(row) or "could not be decoded at first") for row in rows)
             text = json.dumps(to_plain(_About(self.identity, skipped)), indent=2)
             _write_flushed(self.partial / ABOUT, lambda file: file.write(text.encode()))
             if skipped:
                 self._remove_rows(done == THERE)
             self._rename()
-        kept = self.read()
-        assert kept is not None, "it was just renamed"
-        return kept
+        return self._read(self.folder)
 
     def _read(self, folder: Path) -> Kept:
         about = _parse(folder / ABOUT)

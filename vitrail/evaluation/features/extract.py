@@ -113,7 +113,15 @@ def extract(how: Outputs, source: Source, layer: Layer = "embedding") -> Feature
         job = job.with_safe_precision()
         kept = _exchanged(job) if how.processes.are_several else _in_memory(job)
     how.progress(len(source), len(source))
-    return _gathered(source, kept, str(resolve_precision(job.precision, how.bundle.device)))
+    rows = [row for row in range(len(source)) if row not in kept.skipped]
+    return FeatureSet(
+        kept.features,
+        truth_of(source, rows),
+        tuple(source.key(row) for row in rows),
+        tuple(source.classes),
+        tuple(Skipped(source.key(row), reason) for row, reason in sorted(kept.skipped.items())),
+        str(resolve_precision(job.precision, how.bundle.device)),
+    )
 
 
 @dataclass(frozen=True)
@@ -180,12 +188,12 @@ class _Job:
                         break
 
     def reason(self, row: int) -> str:
-        """Return the reason why a sample cannot be decoded."""
+        """Return the reason why a sample cannot be decoded, or "" if it can be."""
         try:
             self.how.bundle.preprocess.pixels(self.source[row].image)
         except UndecodableImage as error:
             return str(error)
-        return "could not be decoded when its features were computed"
+        return ""
 
 
 def _in_memory(job: _Job, chosen: Int64[np.ndarray, " n"] | None = None) -> Kept:
@@ -225,7 +233,9 @@ def _from_cache(job: _Job, cache: Path) -> tuple[_Job, Kept | None]:
     precisions = ("float32", "bf16") if job.precision == "auto" else (str(job.precision),)
     data, weights = data_fingerprint(job.source), weights_fingerprint(bundle.network)
     entries = {
-        name: Entry(cache, Identity(data, weights, bundle.preprocess, name, job.layer), len(job.source), job.width)
+        name: Entry(
+            cache, Identity(data, weights, bundle.preprocess, name, job.layer), len(job.source), job.width, job.reason
+        )
         for name in precisions
     }
     for name, entry in entries.items():
@@ -234,7 +244,7 @@ def _from_cache(job: _Job, cache: Path) -> tuple[_Job, Kept | None]:
                 note(f"features of {len(kept.features):,} images read from the cache, {entry.folder}")
                 return replace(job, precision=name), kept  # type: ignore[arg-type]
         except DataError as error:
-            note(f"cached features are damaged, so they are computed again: {error}")
+            note(f"cached features are not used, and are computed again: {error}")
     try:
         job = job.with_safe_precision()
     except KeyboardInterrupt:
@@ -260,7 +270,7 @@ def _computed(job: _Job, entry: Entry) -> Kept | None:
         if (kept := entry.adopt()) is not None:
             return kept
         _fill(job, entry, Launch())
-        return entry.finish(job.reason)
+        return entry.finish()
 
 
 def _fill(job: _Job, entry: Entry, ranks: Launch) -> None:
@@ -291,18 +301,6 @@ def _fill(job: _Job, entry: Entry, ranks: Launch) -> None:
             raise Interrupted(
                 f"stopped: features of {kept:,} of {len(done):,} images are kept in {entry.cache}"
             ) from None
-
-
-def _gathered(source: Source, kept: Kept, precision: str) -> FeatureSet:
-    rows = [row for row in range(len(source)) if row not in kept.skipped]
-    return FeatureSet(
-        kept.features,
-        truth_of(source, rows),
-        tuple(source.key(row) for row in rows),
-        tuple(source.classes),
-        tuple(Skipped(source.key(row), reason) for row, reason in sorted(kept.skipped.items())),
-        precision,
-    )
 
 
 # The choice of the number format for the extraction of features: bfloat16 if that changes them little.

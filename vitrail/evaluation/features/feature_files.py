@@ -13,7 +13,7 @@ import numpy as np
 from vitrail.data.batch import Skipped
 from vitrail.data.formats.parquet import pyarrow
 from vitrail.data.source import target_from_plain
-from vitrail.data.targets import Target, TargetKind, Targets, numbered
+from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError
 from vitrail.evaluation.features.cache import map_features
 from vitrail.evaluation.features.extract import FeatureSet
@@ -187,4 +187,4 @@ def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Targets]
     if len(keys) != written.images:
         raise DataError(f"{path} has {len(keys):,} lines for {written.images:,} features")
     kind = "class" if written.target_kind == "none" else written.target_kind
-    return tuple(keys), Targets.of(targets, kind, numbered(len(written.classes)))
+    return tuple(keys), Targets.of(targets, kind, written.classes)
