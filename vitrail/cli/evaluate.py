@@ -23,6 +23,7 @@ from vitrail.cli.options import (
     ImageSizeOption,
     JsonOption,
     Option,
+    check_own_effects,
     flag,
     names_in,
     options_of,
@@ -315,6 +316,8 @@ def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
     by = options.by or ",".join(sorted(set(BY_HEAD.values())))
     evaluators = evaluators_of(by, _settings(given, by))
     _check_used(set(evaluators), given, options.by or "accuracy")
+    for evaluator in evaluators.values():
+        check_own_effects(given, evaluator)
     if (options.per_class or options.confusion) and "accuracy" not in evaluators:
         raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
     if real := given.get("real"):

@@ -22,7 +22,7 @@ from vitrail.evaluation.classifiers.nearest import check_settings as check_neigh
 from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.settings import Effect, problems, raise_problems, setting
 
 SHOTS = (1, 5, 10, 25)
 """Numbers of shots that are measured by default. A number is used only if every class has that many images."""
@@ -37,9 +37,11 @@ class ByLinear:
     (`linear_probe`).
     """
 
-    penalties: tuple[float, ...] = ()
+    penalties: tuple[float, ...] = setting((), distinct=True)
     """Penalties that linear tries. By default two per decade, from 1 (for numbers from 100) to 0.000001."""
-    held_out: float = setting(0.1, name="penalty_share")
+    held_out: float = setting(
+        0.1, name="penalty_share", effect=Effect(lambda own: len(own.penalties) != 1, "unless --penalties is one number")
+    )
     """Fraction of the training images that linear holds out to choose the penalty. The final fit uses all training
     images."""
     features: Layer = "embedding"
@@ -183,7 +185,7 @@ class ByNeighbours:
     k: tuple[int, ...] = ()
     """Numbers of neighbours for knn. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of training
     images."""
-    temperature: float = 0.07
+    temperature: float = setting(0.07, effect=Effect(lambda own: own.k != (1,), "unless --k is 1"))
     """Temperature of knn. The vote of a neighbour is weighted by exp(cosine similarity / temperature)."""
     features: Layer = "embedding"
     """Layer of the network whose outputs are the features."""

@@ -63,7 +63,7 @@ class OptimizerConfig:
     schedule: ScheduleName = "cosine"
     """Shape of the learning rate after warm-up. cosine, linear and polynomial fall to --end-learning-rate. rsqrt is an
     inverse square root of the number of steps. staircase changes at the points --stair-at. constant does not change."""
-    end_learning_rate: float = setting(0.0, least=0)
+    end_learning_rate: float = setting(0.0, least=0, below=math.inf)
     """Learning rate at the end of a cosine, linear or polynomial schedule."""
     power: float = setting(
         2.0,
@@ -84,7 +84,7 @@ class OptimizerConfig:
     --learning-rate. Useful for a run that continues another one."""
     stair_at: tuple[Duration, ...] = setting((), distinct=True)
     """Points of the run at which the staircase schedule changes the learning rate, in increasing order."""
-    stair_factors: tuple[float, ...] = setting((), least=0)
+    stair_factors: tuple[float, ...] = setting((), least=0, below=math.inf)
     """Factors of --learning-rate. Each one applies from the corresponding point of --stair-at. By default 0.1, 0.01,
     0.001 and so on."""
     warmup: Duration = 0.1

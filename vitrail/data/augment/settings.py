@@ -109,7 +109,14 @@ class Augment:
     shift: int = setting(0, least=0, advice="0 means none")
     """Largest random shift in pixels, horizontally and vertically. Empty borders repeat the nearest pixel of the
     image."""
-    colour_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    colour_jitter: tuple[float, float, float, float] = setting(
+        (0.0, 0.0, 0.0, 0.0),
+        effect=Effect(
+            lambda run: run.images.channels > 1 or not any(run.augment.colour_jitter[2:]),
+            "with a saturation and a hue of 0 on grey images",
+            of_run=True,
+        ),
+    )
     """Strength of the random changes of brightness, contrast, saturation and hue. The first three are fractions from 0
     to 1. The fourth, from 0 to 0.5, is the largest rotation of the hue as a fraction of the colour circle."""
     colour_jitter_probability: float = setting(

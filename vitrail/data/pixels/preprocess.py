@@ -106,7 +106,9 @@ class Preprocess:
     interpolation: Interpolation = "bilinear"
     """Interpolation filter for scaling. "area" averages with equal weights when it shrinks and repeats pixels when it
     enlarges."""
-    antialias: bool = True
+    antialias: bool = setting(
+        True, effect=Effect(lambda own: own.interpolation != "nearest", "unless --interpolation is nearest")
+    )
     """Widen the interpolation filter when an image is shrunk. If False, "bilinear" reads only 2 x 2 pixels and
     "bicubic" 4 x 4, like OpenCV or torchvision's antialias=False; use it only for models that were trained this way."""
     resampler: Resampler = "pillow"
