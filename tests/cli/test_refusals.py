@@ -314,6 +314,7 @@ TRAIN = {
     "train --task dino --target-temperature-epochs 0 --patch-weight 1 --patch-temperature-start 0.5":
         "--patch-temperature-start: it has an effect only with --patch-weight and --target-temperature-epochs",
     "train --task dino --mask-fraction 0.1 0.5": "--mask-fraction: it has an effect only with --patch-weight",
+    "train --mask-fraction 0.1 0.5 dino": "'dino' is one argument too many after '0.5'; usage: vitrail train [RECIPE]",
     "train dino --mask-fraction 0.1": "--mask-fraction: needs X X",
     "train --task distillation --teacher model --teacher-temperature 9":
         "--teacher-temperature: it has an effect only with --teacher-labels soft",

@@ -217,7 +217,8 @@ class Command:
             if taken:
                 given[option.name] = convert(option, taken)
         if rest:
-            raise ConfigError(f"{rest[0]!r} is one argument too many; usage: {self.usage}")
+            before = f" after {words[-len(rest) - 1]!r}" if len(rest) < len(words) else ""
+            raise ConfigError(f"{rest[0]!r} is one argument too many{before}; usage: {self.usage}")
         return given
 
 

@@ -40,7 +40,9 @@ class ByLinear:
     penalties: tuple[float, ...] = setting((), distinct=True)
     """Penalties that linear tries. By default two per decade, from 1 (for numbers from 100) to 0.000001."""
     held_out: float = setting(
-        0.1, name="penalty_share", effect=Effect(lambda own: len(own.penalties) != 1, "unless --penalties is one number")
+        0.1,
+        name="penalty_share",
+        effect=Effect(lambda own: len(own.penalties) != 1, "unless --penalties is one number"),
     )
     """Fraction of the training images that linear holds out to choose the penalty. The final fit uses all training
     images."""
