@@ -178,11 +178,15 @@ def _results(report: AnyReport, source: Source, bundle: Bundle) -> dict[str, Sec
 
 def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[HeldOutExample]) -> Sequence[Shown]:
     """Return a few held-out images with their truth and prediction: the largest errors first, then images whose class
-    is predicted right, or for numbers any image. A run that saved no examples shows none."""
+    is predicted right, or for numbers any other image. A run that saved no examples shows none."""
     if isinstance(report, PlacedReport):
         return errors[:MAX_LARGE]
-    found = [one.shown for one in examples if one.right or isinstance(report, RegressionReport)]
-    return [*errors[:MAX_FIRST], *found[:MAX_FIRST]] if examples else []
+    first: dict[str, Shown] = {}
+    for one, picture in zip(report.worst, errors if examples else (), strict=False):
+        if len(first) < MAX_FIRST:
+            first.setdefault(one.key, picture)  # an image can have a large error of several numbers
+    others = [one for one in examples if one.key not in first and (one.right or isinstance(report, RegressionReport))]
+    return [*first.values(), *(one.shown for one in others[:MAX_FIRST])]
 
 
 def _images(report: AnyReport, split: str) -> str:
