@@ -145,6 +145,11 @@ def _splits(
     for split, samples in found.items():
         if ignored := sum(shard.index.ignored for shard in opened[split]):
             notes.append(_ignored(location, split, ignored))
+        if doubtful := sum(shard.index.doubtful for shard in opened[split]):
+            notes.append(
+                f"{location}, {split}: {plural(doubtful, 'image')} with another label in the .json file than in the "
+                ".cls file, which is used"
+            )
         if missing := int((~samples.targets.known).sum()):
             notes.append(f"{location}, {split}: {missing:,} of {plural(len(samples), 'image')} without a label")
     return splits_from(found, notes, faults)
