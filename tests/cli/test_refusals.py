@@ -31,6 +31,7 @@ from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import create
 from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle
 
@@ -68,6 +69,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     }  # fmt: skip
     (root / "own").mkdir()
     (root / "own/run.json").write_text(json.dumps(record))
+    (root / "frozen").mkdir()
+    frozen = TrainConfig().override(data="colours", init="model", train_blocks=0).to_plain()
+    (root / "frozen/run.json").write_text(json.dumps({**record, "config": frozen, "objects": []}))
     run = {"steps": 1, "evaluations": 1, "validation_share": 0.0, "keep": "last"}
     train(tiny_config(data=root / "digits", run=root / "run", **run))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -278,6 +282,7 @@ TRAIN = {
     "train --allow data": "--allow: only a run that --resume continues can change settings; leave --allow out",
     "train --like nowhere": "'nowhere' is not the folder of a run",
     "train demo --like nowhere": "'nowhere' is not the folder of a run",
+    "train --like frozen --dropout 0.1": "--dropout: 0.1 is for blocks that are trained, but all of them are frozen",
     "train --like own": "cannot be repeated, because it was started in Python with its own network",
     "train --max-time soon": "--max-time: 'soon' is not a time",
     "train --init model --variant ViT-S/16": "--variant: 'ViT-S/16' cannot be given with --init 'model'",
