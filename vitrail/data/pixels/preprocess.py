@@ -130,8 +130,8 @@ class Preprocess:
     def _problems(self) -> Iterator[str]:
         yield from problems(self)
         for name in ("mean", "std", "pad_value"):
-            if len(getattr(self, name)) not in (1, self.channels):
-                yield (f"{name}={getattr(self, name)} needs 1 number, or one for each of {self.channels} channels")
+            if len(values := getattr(self, name)) not in (1, self.channels):
+                yield f"channels={self.channels} does not fit {name}={values}, which needs 1 number, or one per channel"
         if not all(0 < value < math.inf for value in self.std) or not all(map(math.isfinite, self.mean)):
             yield f"mean={self.mean} and std={self.std} must be finite, and std above 0"
         elif any(value > 1 for value in self.mean):
