@@ -105,7 +105,7 @@ def test_published_parameter_counts_of_other_heads_positions_and_sizes(
 
 def test_a_size_of_a_user_is_checked_when_it_is_added() -> None:
     for wrong in ((48, 2, 96, 3), Variant(48, 2, 96, 0), Variant(48.0, 2, 96, 3)):  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="'Mini': .* is not a Variant"):
+        with pytest.raises(ConfigError, match=r"'Mini': .* is not a Variant"):
             VARIANTS["Mini"] = wrong  # type: ignore[assignment]
     VARIANTS["Mini"] = Variant(48, 2, 96, 3)
     assert vit_config("ViT-Mini/7").width == 48

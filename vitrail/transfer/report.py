@@ -181,8 +181,9 @@ def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[Hel
     is predicted right, or for numbers any other image. A run that saved no examples shows none."""
     if isinstance(report, PlacedReport):
         return errors[:MAX_LARGE]
+    worst: Sequence[Mistake | LargeError] = report.worst
     first: dict[str, Shown] = {}
-    for one, picture in zip(report.worst, errors if examples else (), strict=False):
+    for one, picture in zip(worst, errors if examples else (), strict=False):
         if len(first) < MAX_FIRST:
             first.setdefault(one.key, picture)  # an image can have a large error of several numbers
     others = [one for one in examples if one.key not in first and (one.right or isinstance(report, RegressionReport))]
