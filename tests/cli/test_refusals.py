@@ -331,6 +331,7 @@ TRAIN = {
     "train --task clip --text-tokenizer words --vocabulary 600": "--vocabulary: it has an effect unless",
     "train --task siglip --data grey.csv --init sigmoid --initial-bias -2":
         "--initial-bias: the initial model has a text tower",
+    "train --data colours --init model --train-blocks 0 --backbone-wait 0.3": "--backbone-wait: it has an effect only",
     "train --task siglip --data grey.csv --init sigmoid --freeze image --layer-decay 0.5":
         "--layer-decay: it has an effect only with trained",
     "train --task clip --data flat": "flat has images without texts",
