@@ -500,7 +500,7 @@ EVALUATE = {
     "evaluate no/model --suite offline --data no/data": "--data: 'no/data' is not a folder; with --suite, name",
     f"{NOTHING} --reduce-tokens -1": "--reduce-tokens: -1 is less than 0; 0 keeps all tokens",
     f"{NOTHING} --reduce-by prune": "--reduce-by: it has an effect only with --reduce-tokens",
-    f"{NOTHING} --bootstrap -1": "--bootstrap -1 is less than 0, the value for no intervals",
+    f"{NOTHING} --bootstrap -1": "--bootstrap: -1 is less than 0",
     f"{NOTHING} --by knn --k 0": "evaluator knn: --k 0 must be whole numbers of neighbours, 1 or more",
     f"{NOTHING} --by knn --temperature 0": "--temperature 0.0 must be above 0",
     f"{NOTHING} --by linear --penalties 1 --penalty-share 0.2": "--penalty-share: it has an effect unless --penalties",

@@ -16,13 +16,14 @@ from vitrail.evaluation.metrics.report import (
     report,
 )
 from vitrail.evaluation.outputs import Outputs
+from vitrail.settings import problems, raise_problems, setting
 
 
 @dataclass(frozen=True)
 class ByAccuracy:
     """Metrics of the head over all images: accuracy with intervals, calibration, and the other metrics of `report`."""
 
-    bootstrap: int = 1000
+    bootstrap: int = setting(1000, least=0)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
     real: str = ""
     """Also measure with the ReaL labels of ImageNet's validation images: public, or a file real.json."""
@@ -31,7 +32,7 @@ class ByAccuracy:
     than the model."""
 
     def __post_init__(self) -> None:
-        _check_bootstrap(self.bootstrap)
+        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if the targets are numbers or unknown, or if an image has no ReaL label to measure."""
@@ -70,11 +71,11 @@ class ByAccuracy:
 class ByRegression:
     """Errors of predicted numbers over all images, with intervals (`regression_report`)."""
 
-    bootstrap: int = 1000
+    bootstrap: int = setting(1000, least=0)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:
-        _check_bootstrap(self.bootstrap)
+        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` if the model does not predict numbers, and `DataError` if it predicts other numbers than
@@ -116,8 +117,3 @@ def _check_classes(source: Source) -> None:
     """Raise `DataError` if the targets of a source are numbers, or if no target is known."""
     if check_known(source, "accuracy").kind == "numbers":
         raise DataError("accuracy needs classes, but the targets of this data are numbers; use regression")
-
-
-def _check_bootstrap(resamples: int) -> None:
-    if resamples < 0:
-        raise ConfigError(f"bootstrap={resamples} is less than 0, the value for no intervals")

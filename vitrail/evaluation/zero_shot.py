@@ -9,6 +9,7 @@ from vitrail.errors import DataError
 from vitrail.evaluation.evaluators import COUNTS
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.outputs import Outputs
+from vitrail.settings import problems, raise_problems, setting
 from vitrail.weights.zero_shot import read_templates, zero_shot
 
 
@@ -19,11 +20,11 @@ class ByZeroShot:
     templates: str = "usual"
     """Texts around the name of a class: usual (a photo of a {}.), imagenet (80), short (7), or a file with a text that
     contains {} in each line. The embeddings of all texts of a class are averaged."""
-    bootstrap: int = 1000
+    bootstrap: int = setting(1000, least=0)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:
-        ByAccuracy(bootstrap=self.bootstrap)
+        raise_problems(problems(self))
         read_templates(self.templates)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:

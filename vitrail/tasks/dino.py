@@ -151,7 +151,12 @@ class Dino(ViewTask):
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` as `HeadlessTask.check_network`, and if the network cannot process the local views."""
         super().check_network(network)
-        if self.patch_weight and not (isinstance(network, ViTConfig) and _has_plain_tokens(network)):
+        if self.patch_weight and not (
+            isinstance(network, ViTConfig)
+            and network.pool == "cls"
+            and network.final_norm == "tokens"
+            and not (network.projection or network.patch_dropout)
+        ):
             raise ConfigError(
                 f"patch_weight={self.patch_weight} needs the class token and the patches of a Vision Transformer with "
                 "pool='cls', final_norm='tokens', no projection and no patch dropout; choose such a network, or "
@@ -464,13 +469,6 @@ def draw_masks(task: Dino, batch: Batch, grid: tuple[int, int], *, seed: int) ->
     fractions = np.where(uniform[:, 0] < task.mask_probability, low + (high - low) * uniform[:, 1], 0.0)
     counts = (fractions * math.prod(grid)).astype(np.int64)
     return draw_blocks(batch, grid, counts, seed=seed, smallest=task.smallest_block).reshape(len(counts), -1)
-
-
-def _has_plain_tokens(network: ViTConfig) -> bool:
-    """Return True if the embedding is the class token, and the norm and the computation of all tokens are equal."""
-    return (
-        network.pool == "cls" and network.final_norm == "tokens" and not (network.projection or network.patch_dropout)
-    )
 
 
 # The projection to prototypes and the losses, as in the published codes. A teacher's outputs, after centring and a

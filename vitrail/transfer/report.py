@@ -583,22 +583,21 @@ def mistakes(report: ClassificationReport, source: Source) -> Section:
     multi_label = report.has_several_labels
     return {
         "pictures": [
-            (picture_of(one.index, source), _mistake(one, multi_label=multi_label))
+            (
+                picture_of(one.index, source),
+                (
+                    f"true: {shorten(', '.join(one.labels) or 'none', MAX_NAME)}",
+                    f"predicted: {shorten(', '.join(one.predicted) or 'none', MAX_NAME)}",
+                    f"{one.probability:.1%}{' for the likeliest class' if multi_label else ''}",
+                    shorten(one.key, MAX_NAME),
+                ),
+            )
             for one in report.worst[:MAX_MISTAKES]
         ],
         "is_large": False,
         "explanation": "The wrong predictions with the largest loss.",
         "without": "All predictions are right.",
     }
-
-
-def _mistake(mistake: Mistake, *, multi_label: bool) -> tuple[str, ...]:
-    return (
-        f"true: {shorten(', '.join(mistake.labels) or 'none', MAX_NAME)}",
-        f"predicted: {shorten(', '.join(mistake.predicted) or 'none', MAX_NAME)}",
-        f"{mistake.probability:.1%}{' for the likeliest class' if multi_label else ''}",
-        shorten(mistake.key, MAX_NAME),
-    )
 
 
 def _percent(value: float | None) -> str:

@@ -237,7 +237,9 @@ class Preprocess:
         sides = zip(begin, self.image_size, placement.scaled, strict=True)
         rows, columns = (slice(max(start, 0), min(start + size, scaled)) for start, size, scaled in sides)
         is_box = box is not None and not isinstance(box, Jitter)
-        if self._scales_arrays and shrink == 1:
+        # PyTorch and the code of TensorFlow's rule scale arrays. Otherwise Pillow scales its own pictures.
+        by_pillow = self.resampler == "pillow" and (self.antialias or self.interpolation == "nearest")
+        if not by_pillow and shrink == 1:
             array = opened.pixels(self.channels)
             array = array[top : top + taken[0], left : left + taken[1]] if is_box else array
             if self.resampler not in WHOLE:
@@ -259,12 +261,6 @@ class Preprocess:
         down_to, right_to = (max(-start, 0) for start in begin)
         canvas[down_to : down_to + levels.shape[0], right_to : right_to + levels.shape[1]] = levels
         return canvas
-
-    @property
-    def _scales_arrays(self) -> bool:
-        """True if PyTorch or the code of TensorFlow's rule scales, which take arrays. Otherwise Pillow scales its own
-        pictures."""
-        return self.resampler != "pillow" or not (self.antialias or self.interpolation == "nearest")
 
     def _like_tensorflow(
         self, picture: UInt8[np.ndarray, "h w c"], size: tuple[int, int], window: tuple[slice, slice]
