@@ -303,6 +303,15 @@ TRAIN = {
     "train --task mae --freeze image": "--freeze: the task of this run, mae, has no such setting",
     "train --task clip --select image_to_text_1 --keep last": "--select: it has an effect only with --keep best or",
     "train --channels 1 --colour-jitter 0 0 0.2 0": "--colour-jitter: it has an effect only with a saturation",
+    **dict.fromkeys(
+        (
+            "train --width 1000000000000000000000", "train --depth 1000000000", "train --head-bias 1e308",
+            "train --layer-scale 1e308", "train --shift 1000000000000000000000", "train --crop-from 10000000000",
+            "train --randaugment-layers 1000000000000",
+        ),
+        "is not in [",
+    ),
+    "train --scale-jitter 1 1e308": "--scale-jitter: 1.0 1e+308 is not two numbers in (0, 100]",
     "train --interpolation nearest --no-antialias": "--antialias: it has an effect unless --interpolation is nearest",
     "train --task detection --data voc --box-weight inf": "--box-weight: inf is not a finite number",
     "train --task segmentation --data masks --dice-weight inf": "--dice-weight: inf is not a finite number",
