@@ -307,7 +307,8 @@ TRAIN = {
         (
             "train --width 1000000000000000000000", "train --depth 1000000000", "train --head-bias 1e308",
             "train --layer-scale 1e308", "train --shift 1000000000000000000000", "train --crop-from 10000000000",
-            "train --randaugment-layers 1000000000000",
+            "train --randaugment-layers 1000000000000", "train --task dino --prototypes 1000000000000000000000",
+            "train --task simclr --projection-width 1000000000000000000000", "train --task vqvae --codes 100000000000",
         ),
         "is not in [",
     ),
@@ -327,6 +328,9 @@ TRAIN = {
         "--target-temperature-by: it has an effect only with --target-temperature-epochs",
     "train --task dino --target-temperature-epochs 0 --patch-weight 1 --patch-temperature-start 0.5":
         "--patch-temperature-start: it has an effect only with --patch-weight and --target-temperature-epochs",
+    "train --task dino --centring masked-mean": "--centring: it has an effect only with --patch-weight",
+    "train --task dino --centring sinkhorn --centre-momentum 0.5": "--centre-momentum: it has an effect unless",
+    "train --task dino --target-temperature-epochs 2": "it has an effect only if --target-temperature-start",
     "train --task dino --mask-fraction 0.1 0.5": "--mask-fraction: it has an effect only with --patch-weight",
     "train --mask-fraction 0.1 0.5 dino": "'dino' is one argument too many after '0.5'; usage: vitrail train [RECIPE]",
     "train dino --mask-fraction 0.1": "--mask-fraction: needs X X",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeGuard, cast
@@ -50,7 +49,7 @@ class Distillation(Classification):
         3.0,
         effect=Effect(lambda own: own.teacher_labels == "soft", "with --teacher-labels soft"),
         above=0,
-        below=math.inf,
+        most=1e30,
     )
     """Number by which the logits of teacher and network are divided, for soft labels only. The default is that of
     DeiT's paper; its code has 1."""
