@@ -80,7 +80,7 @@ def test_csv_has_the_numbers_of_json(model: Path, trained: RunResult, tmp_path: 
     shown = cli.shows("predict", model, trained.examples[0].path, "--top", "2")
     assert trained.examples[0].prediction.label in shown and "2." in shown and "3." not in shown
     assert "'' is not a path" in cli.refuses("predict", model, "")  # such as an unset variable of the shell
-    assert "names nothing" in cli.refuses("data", "check", "")
+    assert "SPEC is empty" in cli.refuses("data", "check", "")
 
 
 def test_a_table_of_paths_needs_no_labels_and_may_begin_with_a_tilde(

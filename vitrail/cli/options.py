@@ -265,6 +265,8 @@ def option_problems(options: Mapping[str, Option], given: Options) -> Iterator[s
     """Yield a message for each value of an option that is not allowed, or does not go with the other given options."""
     for option, value in ((options[name], value) for name, value in given.items()):
         yield problem_of(option.name, value, option.kind, option.facts)
+        if value == "" and option.section != "run":  # an empty setting of a run takes away the recipe's
+            yield f"{option.label} is empty; give it a value, or leave it out"
         is_on = value not in (None, False, "")
         if is_on and given.get(other := option.facts.get("excludes", "")):
             yield f"{option.label} and {flag(other)} exclude each other; give only one of them"
@@ -285,8 +287,6 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{options}: the choice is a part of the data's name; give --data, too")
     from vitrail.data.sources import with_choice
 
-    if empty := [flag(name) for name, value in found.items() if value == ""]:
-        raise ConfigError(f"{empty[0]} is empty; give it a value, or leave it out")
     splits = found["splits"].split(",") if "splits" in found else ()
     separator, keep = found.get("label_separator", ""), found.get("keep_missing_words", False)
     ignore = found.get("ignore_label", "")

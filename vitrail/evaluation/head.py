@@ -23,7 +23,7 @@ from vitrail.settings import problems, raise_problems, setting
 class ByAccuracy:
     """Metrics of the head over all images: accuracy with intervals, calibration, and the other metrics of `report`."""
 
-    bootstrap: int = setting(1000, least=0)
+    bootstrap: int = setting(1000, least=0, most=1_000_000)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
     real: str = ""
     """Also measure with the ReaL labels of ImageNet's validation images: public, or a file real.json."""
@@ -71,7 +71,7 @@ class ByAccuracy:
 class ByRegression:
     """Errors of predicted numbers over all images, with intervals (`regression_report`)."""
 
-    bootstrap: int = setting(1000, least=0)
+    bootstrap: int = setting(1000, least=0, most=1_000_000)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:

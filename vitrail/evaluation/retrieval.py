@@ -35,7 +35,7 @@ class ByRetrieval:
     """R@1, R@5 and R@10 in both directions, with intervals. Each of several texts of an image is right, and equal texts
     count as one. Of equally similar ones, those that are wrong come first."""
 
-    bootstrap: int = setting(1000, least=0)
+    bootstrap: int = setting(1000, least=0, most=1_000_000)
     """Number of bootstrap resamples of the images for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:

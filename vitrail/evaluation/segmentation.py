@@ -62,7 +62,7 @@ class ConfusedPixels(NamedTuple):
 class ByMasks:
     """Intersection over union of the masks that a model predicts, with intervals (`mask_metrics`)."""
 
-    bootstrap: int = setting(1000, least=0)
+    bootstrap: int = setting(1000, least=0, most=1_000_000)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:

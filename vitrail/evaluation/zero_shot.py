@@ -20,7 +20,7 @@ class ByZeroShot:
     templates: str = "usual"
     """Texts around the name of a class: usual (a photo of a {}.), imagenet (80), short (7), or a file with a text that
     contains {} in each line. The embeddings of all texts of a class are averaged."""
-    bootstrap: int = setting(1000, least=0)
+    bootstrap: int = setting(1000, least=0, most=1_000_000)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
 
     def __post_init__(self) -> None:
