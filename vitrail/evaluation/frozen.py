@@ -87,7 +87,7 @@ class ByFewShot:
     shots: tuple[int, ...] = ()
     """Numbers of training images per class for fewshot. By default those of 1, 5, 10 and 25 for which every class has
     enough images (with --allow-fewer: one class)."""
-    seeds: int = setting(3, least=1)
+    seeds: int = setting(3, least=1, most=10_000)
     """Number of random draws of training images. fewshot reports the mean over the draws."""
     l2: float | Literal["loo"] = 1024.0
     """L2 regularisation strength of fewshot. loo chooses the strength for each draw by leave-one-out validation."""
