@@ -161,17 +161,25 @@ def only_writer(path: Path, folder: Path) -> Iterator[None]:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(descriptor):
             raise DestinationError(
                 f"{path} is being written by another process; wait until that process ends, or choose another path"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+            )
         yield
     finally:
         os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file or folder until it is closed. Return False if another process or thread holds its lock. On a
+    file system without locks, nothing is locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 @contextmanager

@@ -128,6 +128,18 @@ def problems(settings: Any, *names: str) -> Iterator[str]:
             yield text
 
 
+class Checked:
+    """Base class of settings dataclasses that check themselves: the constructor raises `ConfigError` if settings have
+    invalid values. The message names all of them."""
+
+    def __post_init__(self) -> None:
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        """Yield a message for every invalid setting. A class whose settings have more rules extends this method."""
+        yield from problems(self)
+
+
 def problem_of(name: str, value: Any, kind: Any, metadata: Mapping[str, Any]) -> str:
     """Return a message if a value of a type is not allowed by what its field states, else an empty text."""
     choices = metadata.get("choices", get_args(kind) if get_origin(kind) is Literal else None)

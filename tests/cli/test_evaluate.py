@@ -25,11 +25,10 @@ from vitrail.cli.evaluate import confusion_table, evaluator_options, per_class_t
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
+from vitrail.evaluation.detection import average_precision
 from vitrail.evaluation.evaluators import EVALUATORS
-from vitrail.evaluation.metrics.average_precision import average_precision
 from vitrail.evaluation.metrics.report import report
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.settings import setting
 from vitrail.training.run import RunResult
 from vitrail.weights.load import load

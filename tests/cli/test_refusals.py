@@ -489,7 +489,7 @@ EVALUATE = {
     "evaluate headless --data split --by fewshot --shots 25": "25 shots need 25 training images per class; these",
     f"{KNN} --split train": "--split train: knn cannot be measured on the images that it learns from",
     f"{KNN} --k 9 99": "--k: 99 exceeds the number of labelled training images, 36; choose fewer neighbours",
-    "evaluate headless --data split --by fewshot --seeds 0": "--seeds: 0 is less than 1",
+    "evaluate headless --data split --by fewshot --seeds 0": "--seeds: 0 is not in [1, 10000]",
     f"{KNN} --cache x --no-cache": "--cache and --no-cache exclude each other",
     f"{KNN} --strict": "--strict: only the tasks of a --suite can be skipped",
     "evaluate headless --data . --suite offline --by knn --k 5": "what is measured and how; leave out --by, --k",

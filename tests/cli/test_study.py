@@ -22,7 +22,7 @@ from vitrail.studies.study import open_study_data
 
 @pytest.mark.slow
 def test_the_plan_has_the_cost_of_both_sizes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.studies.cost._flops_per_second", lambda network, batch, device: 1e10)
+    monkeypatch.setattr("vitrail.studies.engine._flops_per_second", lambda network, batch, device: 1e10)
     text = cli.shows("study", "head", "--quick", "--plan", "--jobs", 2, "--device", "cpu")
     assert "9 trials of learning rates and 9 other cells (3 seeds)" in text and "with 2 at a time" in text
     assert "published size: 9 trials and 9 other cells" in text and "TPUv3 core-days" in text

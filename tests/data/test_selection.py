@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,22 @@ from hypothesis import strategies as st
 
 from tests.make import MemorySource, keys_of, targets_of
 from vitrail.data.objects import Objects
-from vitrail.data.source import Source, fingerprint, subset, target_kind
-from vitrail.data.splits import CutMethod, cut, slice_bounds, take, take_per_class
+from vitrail.data.source import Samples, Source, fingerprint, subset, target_kind
+from vitrail.data.splits import CutMethod, cut, drawn, drawn_per_class, slice_bounds
 from vitrail.data.targets import class_indices
 
 labelled_keys = st.lists(
     st.tuples(st.text(max_size=6), st.sampled_from([0, 1, 2, None])), max_size=40, unique_by=lambda pair: pair[0]
 )
 shares = st.floats(0, 1)
+
+
+def take(source: Source, count: int, **settings: Any) -> Samples:
+    return subset(source, drawn(source, count, **settings))
+
+
+def take_per_class(source: Source, count: int, **settings: Any) -> Samples:
+    return subset(source, drawn_per_class(source, count, **settings))
 
 
 @given(pairs=labelled_keys, share=shares)

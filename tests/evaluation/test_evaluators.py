@@ -17,8 +17,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import truth_of
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers.fewshot import few_shot
-from vitrail.evaluation.classifiers.linear import linear_probe
+from vitrail.evaluation.classifiers.linear import few_shot, linear_probe
 from vitrail.evaluation.classifiers.nearest import knn
 from vitrail.evaluation.evaluators import evaluators_of, measure
 from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours

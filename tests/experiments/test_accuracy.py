@@ -38,10 +38,10 @@ from vitrail.experiments.accuracy import (
 )
 from vitrail.models.variants import build
 from vitrail.recipes import RECIPES
-from vitrail.training.build import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare, use_patch_dropout
 from vitrail.training.loop import train_step
+from vitrail.training.state import make_network, make_state
 
 
 def tiny(**changes: Any) -> TrainConfig:
@@ -85,7 +85,7 @@ def test_operations_of_cheaper_early_steps_are_counted(tmp_path: Path) -> None:
     job = prepare(config.override(run=str(tmp_path / "counted")))
     network, _, _ = make_network(job, None)
     state, counts = make_state(job, network), list[int]()
-    while not job.is_over(state):
+    while not state.is_over(job):
         use_patch_dropout(state.objective, job.phase_of(state.step).patch_dropout)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             train_step(job, state, next(state.batches))

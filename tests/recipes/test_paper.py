@@ -13,9 +13,8 @@ from tests.tasks.books import make_tokenizer
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, create
 from vitrail.recipes import PAPER_RECIPES
-from vitrail.tasks import mask_loss
-from vitrail.tasks.mae import MaeObjective
-from vitrail.tasks.masked_patches import MaskedPatchesObjective
+from vitrail.tasks import segmentation
+from vitrail.tasks.masked_patches import MaeObjective, MaskedPatchesObjective
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import read_journal
 from vitrail.training.optimizer import make_optimizer
@@ -254,7 +253,7 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path, monkeypatch: 
         make_data = make_outlines_folder if config.task.name == "detection" else make_masks_folder
         data = make_data(tmp_path / "objects", validation=0, test=0)
         narrow |= {"backbone_wait": "1 steps", "backbone_warmup": "1 steps", "queries": 20}
-        monkeypatch.setattr(mask_loss, "POINTS", 500)
+        monkeypatch.setattr(segmentation, "POINTS", 500)
     elif config.task.targets == ("texts",):
         data, rows = tmp_path / "pairs.csv", sorted(colour_folder.rglob("*.png"))
         data.write_text("\n".join(["image,text", *(f"{one},a {one.parent.name} wall {one.stem}" for one in rows)]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitrail.errors import ConfigError
-from vitrail.studies.cost import CellCost, DataSize, StudyCost, check_jobs, cost_of, default_jobs, forecast, sizes_for
+from vitrail.studies.engine import CellCost, DataSize, StudyCost, check_jobs, cost_of, default_jobs, forecast, sizes_for
 from vitrail.studies.study import Point, Settings, Stage, point, small_config
 from vitrail.training.job import phases_of, run_flops
 
@@ -55,7 +55,7 @@ def of(bytes_: int) -> StudyCost:
 
 
 def test_jobs_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.studies.cost.available_memory", lambda device: 5_500_000_000)
+    monkeypatch.setattr("vitrail.studies.engine.available_memory", lambda device: 5_500_000_000)
     check_jobs(2, of(2_000_000_000), CPU)
     for jobs, needed, message in ((3, 2, r"jobs=3: .* 2.0 GB .* so 2 jobs fit"), (2, 4, "jobs=2: .* so 1 job fits")):
         with pytest.raises(ConfigError, match=message):
@@ -66,7 +66,7 @@ def test_jobs_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_forecast_divides_by_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.studies.cost._flops_per_second", lambda network, batch, device: 1e9)
+    monkeypatch.setattr("vitrail.studies.engine._flops_per_second", lambda network, batch, device: 1e9)
     cost = StudyCost(0, 4, of(1).costs * 4)
     assert forecast(cost, jobs=1, threads=1, device=CPU) == 4 * 7.0
     assert forecast(cost, jobs=2, threads=1, device=CPU) == 2 * 7.0

@@ -16,7 +16,7 @@ from vitrail.errors import RunError
 from vitrail.experiments.runner import CELLS, Pool, write_result
 from vitrail.studies.cell import CellResult, StudyCell, study_pool
 from vitrail.studies.engine import TRIAL_SEED, StudyRun, chain, planned_cells, tuned_points
-from vitrail.studies.questions.head import HEAD
+from vitrail.studies.questions import STUDIES
 from vitrail.studies.study import Point, Settings, Stage, point, small_config
 
 CONFIG = small_config(Settings(scale="quick"), images=100, epochs=1.0)
@@ -33,7 +33,8 @@ PRETRAINED = Point(
 
 
 def run_of(folder: Path, points: Sequence[Point] = ARMS, seeds: tuple[int, ...] = (0, 1)) -> StudyRun:
-    return StudyRun(study=HEAD, settings=Settings(scale="quick"), points=tuple(points), seeds=seeds, folder=folder)
+    settings = Settings(scale="quick")
+    return StudyRun(study=STUDIES["head"], settings=settings, points=tuple(points), seeds=seeds, folder=folder)
 
 
 def no_process(folder: Path) -> Pool[StudyCell, CellResult]:
@@ -130,7 +131,7 @@ def test_a_folder_of_another_study_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "study"
     hold(run_of(folder))
     hold(run_of(folder, seeds=(5,)))  # more seeds and other arms belong to the same study
-    other = StudyRun(study=HEAD, settings=Settings(fingerprint="g"), points=ARMS, seeds=(0,), folder=folder)
+    other = StudyRun(study=STUDIES["head"], settings=Settings(fingerprint="g"), points=ARMS, seeds=(0,), folder=folder)
     with pytest.raises(RunError, match="scale was 'quick' and is 'default'; the images, labels or splits have changed"):
         hold(other)
     (folder / "study.json").write_text("{")

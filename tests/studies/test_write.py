@@ -17,7 +17,7 @@ from vitrail.report.page import is_our_page
 from vitrail.studies.claims import Results, TuningTrial
 from vitrail.studies.engine import StudyRun
 from vitrail.studies.page import arms_chart, lines_chart, write_study
-from vitrail.studies.questions.head import HEAD
+from vitrail.studies.questions import STUDIES
 from vitrail.studies.study import Settings
 
 RESULTS = Results(
@@ -33,7 +33,8 @@ RESULTS = Results(
 def written(tmp_path: Path, results: Results) -> Path:
     settings = Settings(scale="quick", data="bundled")
     run = StudyRun(
-        study=HEAD, settings=settings, points=tuple(HEAD.points(settings)), seeds=(0, 1, 2), folder=tmp_path,
+        study=STUDIES["head"], settings=settings, points=tuple(STUDIES["head"].points(settings)), seeds=(0, 1, 2),
+        folder=tmp_path,
     )  # fmt: skip
     with run.held():
         pass

@@ -14,7 +14,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import AnyNetwork, create
 from vitrail.tasks.task import LossOutput, Objective
-from vitrail.tasks.views import fixed_views
+from vitrail.tasks.unlabelled import fixed_views
 
 SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
 """Settings of a small Vision Transformer."""

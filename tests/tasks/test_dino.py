@@ -22,7 +22,7 @@ from vitrail.processes.group import Processes
 from vitrail.recipes import RECIPES
 from vitrail.tasks.dino import Dino, DinoHead, DinoObjective, draw_masks
 from vitrail.tasks.task import Position
-from vitrail.tasks.views import effective_rank, momentum_at, uniformity
+from vitrail.tasks.unlabelled import effective_rank, momentum_at, uniformity
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimizer import make_optimizer
 

@@ -20,8 +20,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.cost import prediction_bytes
 from vitrail.models.variants import create, variant_config
-from vitrail.tasks.distillation import Distillation, DistillationObjective
-from vitrail.tasks.teacher import Teacher, teacher_facts
+from vitrail.tasks.distillation import Distillation, DistillationObjective, Teacher, teacher_facts
 from vitrail.testing import check_task
 from vitrail.weights.bundle import Bundle
 

@@ -18,8 +18,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.tokens import PatchEmbedding, cut_patches
 from vitrail.models.variants import variant_config
-from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import (
+    Mae,
     MaskedPatches,
     colour_classes,
     colours,
@@ -27,7 +27,7 @@ from vitrail.tasks.masked_patches import (
     draw_blocks,
     draw_corruption,
 )
-from vitrail.tasks.patches import PatchTask, draw_order
+from vitrail.tasks.unlabelled import PatchTask, draw_order
 
 GRIDS = [((14, 14), 75), ((7, 7), 20), ((5, 12), 24), ((14, 14), 140), ((2, 3), 2)]
 

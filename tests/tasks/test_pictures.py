@@ -15,10 +15,9 @@ from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.models.tokens import cut_patches
 from vitrail.tasks.contrast import SimClr
-from vitrail.tasks.mae import Mae
-from vitrail.tasks.masked_patches import MaskedPatches, colour_classes, colour_levels
-from vitrail.tasks.patches import PatchTask
+from vitrail.tasks.masked_patches import Mae, MaskedPatches, colour_classes, colour_levels
 from vitrail.tasks.pictures import ROWS, neighbour_table, paste_patches
+from vitrail.tasks.unlabelled import PatchTask
 
 PREPROCESS = Preprocess(image_size=(21, 28), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
 SPLITS = Splits(Pictures(9), Pictures(5), None)

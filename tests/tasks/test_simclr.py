@@ -14,7 +14,7 @@ from tests.tasks.objectives import measured, small_network
 from vitrail.data.batch import Batch
 from vitrail.processes.group import Processes
 from vitrail.tasks.contrast import SimClr, SimClrObjective
-from vitrail.tasks.views import effective_rank, fixed_views, uniformity
+from vitrail.tasks.unlabelled import effective_rank, fixed_views, uniformity
 
 
 def two_views(samples: int, valid: list[bool] | None = None) -> Batch:

@@ -15,10 +15,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.evaluation.outputs import Outputs
 from vitrail.processes.group import Processes
-from vitrail.tasks.codebook import join_patches
 from vitrail.tasks.task import Position
-from vitrail.tasks.tokenizer import Tokenizer
-from vitrail.tasks.vqvae import VqVae, VqVaeObjective
+from vitrail.tasks.tokenizer import Tokenizer, VqVae, VqVaeObjective, join_patches
 
 SETTINGS: dict[str, Any] = {"codes": 24, "code_width": 5, "decoder_width": 8, "decoder_depth": 1}
 SPLITS = Splits(Pictures(9), Pictures(5), None)

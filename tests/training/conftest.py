@@ -22,7 +22,6 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.recipes import RECIPES
-from vitrail.training.build import make_network, make_state
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
@@ -30,7 +29,7 @@ from vitrail.training.job import Job
 from vitrail.training.job import prepare as prepare_run
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
-from vitrail.training.state import Average, TrainState
+from vitrail.training.state import Average, TrainState, make_network, make_state
 from vitrail.weights.bundle import Bundle
 
 

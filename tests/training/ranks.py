@@ -23,7 +23,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source
 from vitrail.data.targets import Target
 from vitrail.errors import Stopped
-from vitrail.evaluation import predictions
+from vitrail.evaluation import outputs as outputs_module
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes, whole
@@ -34,14 +34,13 @@ from vitrail.training import checkpoint, loop
 from vitrail.training import job as forecast
 from vitrail.training import run as execution
 from vitrail.training.after_step import Run
-from vitrail.training.build import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked
 from vitrail.training.job import prepare
 from vitrail.training.run import resume, train
 from vitrail.training.sharding import StreamedCopy
 from vitrail.training.start import open_initial
-from vitrail.training.state import TrainState
+from vitrail.training.state import TrainState, make_network, make_state
 from vitrail.weights.load import load
 
 
@@ -323,7 +322,7 @@ def trained_on_unequal_machines(config: TrainConfig) -> dict[str, float]:
 def measured_on_unequal_machines(model: Path, data: Path) -> tuple[dict[str, float], list[list[float]]]:
     """Return the metrics of a model, and its features, as if each machine computed in larger batches than the one
     before."""
-    with patch.object(predictions, "prediction_batch", lambda *settings: 4 + 3 * launch().rank):
+    with patch.object(outputs_module, "prediction_batch", lambda *settings: 4 + 3 * launch().rank):
         source = read_folder(data).samples
         outputs = Outputs(load(str(model)), batch_size=None, processes=join_processes())
         return Accuracy()(outputs, source, source), outputs.features(source).features.tolist()

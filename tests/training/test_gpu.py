@@ -16,12 +16,11 @@ from tests.training.jobs import Make
 from vitrail.cli import main
 from vitrail.errors import ConfigError
 from vitrail.machine import has_bf16_matrix_units, pick_device
-from vitrail.training.build import make_network, make_state
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.job import prepare
 from vitrail.training.loop import train_step
 from vitrail.training.run import train
-from vitrail.training.state import random_state, restore_random_state
+from vitrail.training.state import make_network, make_state, random_state, restore_random_state
 from vitrail.weights.load import load
 
 pytestmark = [

@@ -13,11 +13,11 @@ from tests.training.jobs import Make, Outcome, StopAt
 from vitrail.errors import ConfigError, Stopped
 from vitrail.models.variants import variant_config
 from vitrail.tasks.classification import Classification
-from vitrail.training.build import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import first_steps, phases_of, prepare, run_flops
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
+from vitrail.training.state import make_network, make_state
 
 ALL: dict[str, Any] = {
     "early_image_size": ("7x14:0.25", "14x21:0.5"), "early_patch_dropout": ("0.5:0.25", "0.25:0.75"),

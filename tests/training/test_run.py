@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import vitrail.training.build as making_module
 import vitrail.training.run as run_module
+import vitrail.training.state as making_module
 from tests.listening import Display
 from tests.make import make_colour_folder
 from tests.training.curves import events_of, same_weights, steps_of, values_of

@@ -9,8 +9,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
-from vitrail.training.scale import H100, scale_plans
-from vitrail.training.sharding import divided_axis
+from vitrail.training.sharding import H100, divided_axis, scale_plans
 
 NETWORK = variant_config("ViT-H/14", image_size=224, num_classes=21843)
 WEIGHTS = 4 * NETWORK.parameters()

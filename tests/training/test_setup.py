@@ -18,9 +18,9 @@ from vitrail.data.targets import Target
 from vitrail.errors import DataError
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch
-from vitrail.training import build as assembly
-from vitrail.training.build import make_network, make_state
+from vitrail.training import state as assembly
 from vitrail.training.job import prepare
+from vitrail.training.state import make_network, make_state
 
 
 def test_training_crops_as_the_original_code(small: Make, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tests.training.simulation import HERE, simulated
 from vitrail.models.linear.dense import ONEDNN
 from vitrail.models.variants import variant_config
 from vitrail.recipes import RECIPES
-from vitrail.training.scale import scale_plans
+from vitrail.training.sharding import scale_plans
 
 WORLD = 64
 

@@ -16,13 +16,13 @@ from tests.training.jobs import CrashAt, Initial, Make, Outcome, train_until
 from vitrail.errors import ConfigError, RunError
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.detection import Detection
-from vitrail.training.build import make_bundle as make_bundle_of
-from vitrail.training.build import make_network, make_state
 from vitrail.training.config import StartConfig
 from vitrail.training.job import prepare
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 from vitrail.training.start import Origin, choose_weights, fitted, network_from
+from vitrail.training.state import make_bundle as make_bundle_of
+from vitrail.training.state import make_network, make_state
 from vitrail.weights.load import load
 
 COLOURS = ("blue", "green", "red")

@@ -14,7 +14,7 @@ from tests.targets import number_targets
 from tests.transfer.test_charts import Drawing, values_of
 from tests.transfer.test_sections import pictures, section
 from vitrail.evaluation.metrics.report import RegressionReport, regression_report
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Predictions
 from vitrail.transfer import report as sections
 from vitrail.transfer.report import headline, number_rows
 

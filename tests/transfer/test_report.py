@@ -21,8 +21,7 @@ from vitrail.data.source import Source, samples_of
 from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError
 from vitrail.evaluation.metrics.report import ClassificationReport, regression_report, report
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.models.variants import create
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig

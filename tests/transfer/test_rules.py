@@ -21,9 +21,9 @@ from vitrail.errors import ConfigError
 from vitrail.models.cost import training_bytes
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
-from vitrail.transfer import rules
+from vitrail.transfer import protocols
 from vitrail.transfer.facts import DataFacts, Findings, FinetunePlan, facts_of, seconds_of, usual_seconds
-from vitrail.transfer.rules import enough_validation, plan_by_rule
+from vitrail.transfer.protocols import enough_validation, plan_by_rule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLENTY = 10**12
@@ -197,7 +197,7 @@ def test_a_head_on_fixed_features_needs_no_steps() -> None:
 
 
 def test_few_of_many_images_need_few_validation_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "ENOUGH_VALIDATION", 50)  # a tenth, so that a tenth of the images is enough
+    monkeypatch.setattr(protocols, "ENOUGH_VALIDATION", 50)  # a tenth, so that a tenth of the images is enough
     many = open_data("fractals:2:2500", validation_share=0.0).train
 
     def sized(images: int) -> Samples:

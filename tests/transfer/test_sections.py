@@ -13,7 +13,7 @@ import pytest
 from tests.make import MemorySource
 from tests.targets import multi_labels, single_labels
 from vitrail.evaluation.metrics.report import ClassificationReport, report
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Predictions
 from vitrail.report.page import environment
 from vitrail.transfer import report as sections
 from vitrail.transfer.report import headline, summary_rows

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField
-from vitrail.analysis.samples import (
+from vitrail.analysis.overview import (
     Answer,
     answer_about,
     in_batches,
@@ -23,8 +23,7 @@ from vitrail.errors import ConfigError, DataError, listed, plural
 from vitrail.evaluation.metrics.classes import per_sample
 from vitrail.evaluation.metrics.intervals import PairedDifference, paired_difference
 from vitrail.evaluation.metrics.report import ClassificationReport, report
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.weights.answers import check_predicts_classes
 from vitrail.weights.bundle import Bundle
 

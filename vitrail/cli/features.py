@@ -39,7 +39,7 @@ from vitrail.evaluation.features.feature_files import (
     save_parquet,
 )
 from vitrail.evaluation.features.index import FeatureIndex, Similar
-from vitrail.evaluation.predictions import Pass
+from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_new_file, expanded
 from vitrail.machine import Precision, check_memory, keep_freed_memory
 from vitrail.models.cost import prediction_batch, prediction_bytes
@@ -324,7 +324,7 @@ def _extract(
     bundle: Bundle, split: str, source: Source, options: Embed, console: Console, processes: Processes
 ) -> FeatureSet:
     with showing_progress(console, f"embedding {split}", len(source)) as show:
-        how = Pass(
+        how = Outputs(
             bundle,
             batch_size=options.batch_size,
             precision=options.precision,

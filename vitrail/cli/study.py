@@ -21,8 +21,16 @@ from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
 from vitrail.studies.cell import CellResult, study_pool
 from vitrail.studies.claims import Results
-from vitrail.studies.cost import TPU_FLOPS, check_jobs, cost_of, default_jobs, forecast, sizes_for
-from vitrail.studies.engine import TRIAL_SEED, StudyRun
+from vitrail.studies.engine import (
+    TPU_FLOPS,
+    TRIAL_SEED,
+    StudyRun,
+    check_jobs,
+    cost_of,
+    default_jobs,
+    forecast,
+    sizes_for,
+)
 from vitrail.studies.page import estimate_text, write_study
 from vitrail.studies.questions import STUDIES
 from vitrail.studies.study import Point, Study, check_subsets, open_study_data

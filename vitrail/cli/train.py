@@ -358,7 +358,7 @@ def _print_plan(
 ) -> None:
     """Print the plan of a run on each number of GPUs. Raise `ConfigError` for a precision that has no plan, and the
     errors of `prepare` and `scale_plans`."""
-    from vitrail.training.scale import scale_plans, scale_table
+    from vitrail.training.sharding import scale_plans, scale_table
 
     if config.run.precision not in ("auto", "bf16"):
         raise ConfigError(f"precision={config.run.precision!r} has no plan; choose bf16")

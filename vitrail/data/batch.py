@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -160,14 +160,10 @@ class Batch:
 ON_DEVICE = ("images", "labels", "valid", "targets", "boxes", "box_labels", "outlines", "masks", "texts")
 
 
-@runtime_checkable
-class Crop(Protocol):
-    """A function that chooses the box or the scale of an image for training."""
-
-    def __call__(self, epoch: int, sample: int, height: int, width: int, *, view: int) -> Box | Jitter:
-        """Return top, left, height and width of the box, in pixels of an image of `height` x `width` pixels, or the
-        scale and the place of the whole image."""
-        ...
+Crop = Callable[..., Box | Jitter]
+"""A function of an epoch, the index of a sample, the height and width of its image in pixels, and as `view` the number
+of a view. It chooses the box of the image that training sees, in pixels (top, left, height and width), or the scale and
+the place of the whole image."""
 
 
 @dataclass(frozen=True)

@@ -378,31 +378,23 @@ def slice_bounds(text: str, count: int) -> tuple[int, int]:
     return start, stop
 
 
-def take(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> Samples:
-    """Return `count` samples, chosen by a hash of seed and key. The label fractions are about the same as in `source`.
+def drawn(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
+    """Return the indices of `count` samples, chosen by a hash of seed and key. The label fractions are about those of
+    `source`.
 
     A larger count returns the samples of a smaller count and more. If a label's fraction of `count` is less than half a
     sample, none of its samples may be selected.
     """
-    return subset(source, drawn(source, count, seed=seed, method=method))
-
-
-def drawn(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
-    """Return the indices of the samples that `take` returns."""
     return sorted(_ordered(source, _salt(seed), method)[:count].tolist())
 
 
-def take_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> Samples:
-    """Return `count` samples per class, chosen by a hash of seed and key. A class with fewer samples is kept whole.
+def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
+    """Return the indices of `count` samples per class, chosen by a hash of seed and key. A class with fewer samples is
+    kept whole.
 
     A sample with several labels, or with boxes of several classes, counts for each of them, so a class can have more
     than `count` samples. If the targets are numbers, masks or texts, or there are none, all samples count as one class.
     """
-    return subset(source, drawn_per_class(source, count, seed=seed, method=method))
-
-
-def drawn_per_class(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> list[int]:
-    """Return the indices of the samples that `take_per_class` returns."""
     places = _places(source, _salt(seed))
     if method == "stratified" and target_kind(source) in ("classes", "boxes"):
         return sorted(_by_rounds(_labels(source), places, count))
@@ -873,9 +865,9 @@ class Format:
     """A format of data."""
 
     recognises: Callable[[Request], object]
-    """Returns a true value for data of this format."""
-    open: Callable[[Request], Splits]
-    """Opens the data. Raises `DataError`."""
+    """Returns a true value for data of this format, such as the files to read."""
+    open: Callable[[Request, Any], Splits]
+    """Opens the data. Its second argument is what `recognises` returned. Raises `DataError`."""
     uses: tuple[str, ...] = ()
     """The fields of `Choice` on which the format acts. A choice of others is refused."""
     has_numbers: bool = False

@@ -12,7 +12,7 @@ from vitrail.data.source import Source
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.outputs import Outputs
 from vitrail.registry import SETTINGS, Registry
-from vitrail.settings import from_plain
+from vitrail.settings import from_plain, problems, raise_problems, setting
 from vitrail.weights.answers import OutputKind
 
 
@@ -31,6 +31,17 @@ class Evaluator(Protocol):
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]: ...
 
 
+@dataclass(frozen=True)
+class Bootstrapped:
+    """The setting of an evaluator whose metrics have bootstrap intervals."""
+
+    bootstrap: int = setting(1000, least=0, most=1_000_000, advice="0 computes no intervals")
+    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
+
+    def __post_init__(self) -> None:
+        raise_problems(problems(self))
+
+
 EVALUATORS = Registry[Any](
     {
         "accuracy": "vitrail.evaluation.head:ByAccuracy",
@@ -42,7 +53,7 @@ EVALUATORS = Registry[Any](
         "masks": "vitrail.evaluation.segmentation:ByMasks",
         "segmentation": "vitrail.evaluation.segmentation:BySegmentation",
         "retrieval": "vitrail.evaluation.retrieval:ByRetrieval",
-        "zeroshot": "vitrail.evaluation.zero_shot:ByZeroShot",
+        "zeroshot": "vitrail.evaluation.retrieval:ByZeroShot",
     },
     fits=SETTINGS,
 )
@@ -111,13 +122,3 @@ def measure(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source
             )
         metrics |= found
     return metrics
-
-
-@dataclass(frozen=True)
-class Together:
-    """Several evaluators combined into one. They share features and predictions."""
-
-    evaluators: Mapping[str, Evaluator]
-
-    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        return measure(self.evaluators, outputs, train, held_out)

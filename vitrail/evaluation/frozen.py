@@ -16,10 +16,8 @@ from jaxtyping import Float32, Int64
 from vitrail.data.source import Source, check_known, subset
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
-from vitrail.evaluation.classifiers.linear import linear_probe
-from vitrail.evaluation.classifiers.nearest import check_settings as check_neighbours
-from vitrail.evaluation.classifiers.nearest import knn
+from vitrail.evaluation.classifiers.linear import check_counts, check_few_shot, draw_shots, few_shot, linear_probe
+from vitrail.evaluation.classifiers.nearest import check_settings, knn
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import Effect, problems, raise_problems, setting
@@ -98,7 +96,7 @@ class ByFewShot:
 
     def __post_init__(self) -> None:
         raise_problems(problems(self))
-        check_settings(self.shots or SHOTS, range(self.seeds), self.l2)
+        check_few_shot(self.shots or SHOTS, range(self.seeds), self.l2)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if images can have several labels, or if a class has fewer images than shots."""
@@ -193,7 +191,7 @@ class ByNeighbours:
     """Layer of the network whose outputs are the features."""
 
     def __post_init__(self) -> None:
-        check_neighbours(self.k or NEIGHBOURS, self.temperature)
+        check_settings(self.k or NEIGHBOURS, self.temperature)
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if no target of `train` or of `held_out` is known, and `ConfigError` if a k exceeds the

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from vitrail.data.source import Source, check_known, samples_of
 from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.evaluators import Bootstrapped
 from vitrail.evaluation.imagenet import imagenet_columns, map_classes, read_real, real_accuracy, real_labels
 from vitrail.evaluation.metrics.intervals import with_intervals
 from vitrail.evaluation.metrics.report import (
@@ -16,23 +17,17 @@ from vitrail.evaluation.metrics.report import (
     report,
 )
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import problems, raise_problems, setting
 
 
 @dataclass(frozen=True)
-class ByAccuracy:
+class ByAccuracy(Bootstrapped):
     """Metrics of the head over all images: accuracy with intervals, calibration, and the other metrics of `report`."""
 
-    bootstrap: int = setting(1000, least=0, most=1_000_000)
-    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
     real: str = ""
     """Also measure with the ReaL labels of ImageNet's validation images: public, or a file real.json."""
     class_names: str = ""
     """File with the WordNet id and name of each model output, in order. Needed only if the data uses other class names
     than the model."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` if the targets are numbers or unknown, or if an image has no ReaL label to measure."""
@@ -68,14 +63,8 @@ class ByAccuracy:
 
 
 @dataclass(frozen=True)
-class ByRegression:
+class ByRegression(Bootstrapped):
     """Errors of predicted numbers over all images, with intervals (`regression_report`)."""
-
-    bootstrap: int = setting(1000, least=0, most=1_000_000)
-    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` if the model does not predict numbers, and `DataError` if it predicts other numbers than

@@ -19,7 +19,7 @@ from jaxtyping import Int64
 from vitrail.data import remote
 from vitrail.errors import DataError, listed
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Predictions
 from vitrail.files import cache_folder, expanded, replacing_file, saving
 
 T = TypeVar("T")

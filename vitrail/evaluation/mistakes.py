@@ -14,11 +14,10 @@ from vitrail.data.batch import Skipped
 from vitrail.data.objects import Mask, Objects, overlaps_with
 from vitrail.data.source import Source
 from vitrail.errors import plural
-from vitrail.evaluation.detection import objects_in
-from vitrail.evaluation.metrics.average_precision import average_precision
+from vitrail.evaluation.detection import average_precision, true_and_found
 from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.segmentation import confused_pixels, intersection_over_union, mask_metrics, pixel_confusion
+from vitrail.evaluation.segmentation import confused_pixels, intersection_over_union, mask_metrics
 from vitrail.weights.answers import Detections, MaskPrediction
 
 NOTHING = -1
@@ -61,14 +60,15 @@ class PlacedReport:
 def box_report(outputs: Outputs, source: Source) -> PlacedReport:
     """Return the report of a model of boxes. Mistakes are counted from its score threshold on. Raise `DataError` if no
     image can be used."""
-    seen = outputs.once(source, objects_in)
-    if not seen.found:
+    seen = outputs.answered(source, true_and_found)
+    if not seen.judged:
         raise outputs.none_usable(plural(len(source), "image"), "boxes")
     names = tuple(source.classes)
-    measured = average_precision(seen.truths, seen.found, len(names), of_masks=outputs.bundle.finds_masks)
+    truths, answers = zip(*seen.judged, strict=True)
+    measured = average_precision(truths, answers, len(names), of_masks=outputs.bundle.finds_masks)
     cells: Counter[tuple[int, int]] = Counter()
     true, found, mistakes = np.zeros(len(SIDES), np.int64), np.zeros(len(SIDES), np.int64), []
-    for truth, every in zip(seen.truths, seen.found, strict=True):
+    for truth, every in seen.judged:
         shown = outputs.bundle.shown(every)
         assert isinstance(shown, Detections)
         rows = matched(truth, shown)
@@ -83,7 +83,7 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
     texts = [f"{first} to {last}" for first, last in itertools.pairwise(SIDES)] + [f"from {SIDES[-1]}"]
     sizes_found = zip(texts, true.tolist(), found.tolist(), strict=True)
     return PlacedReport(
-        len(seen.found),
+        len(seen.judged),
         tuple(itertools.starmap(Skipped, outputs.skipped.items())),
         names,
         {"AP": measured.precision, "AP50": measured.precision_50, "AP75": measured.precision_75},
@@ -96,10 +96,10 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
 
 def mask_report(outputs: Outputs, source: Source) -> PlacedReport:
     """Return the report of a model of masks. Raise `DataError` if no image can be used."""
-    seen = outputs.once(source, confused_pixels)
-    if not seen.confusions:
+    seen = outputs.answered(source, confused_pixels)
+    if not seen.judged:
         raise outputs.none_usable(plural(len(source), "image"), "mask")
-    names, each = tuple(source.classes), np.stack(seen.confusions)
+    names, each = tuple(source.classes), np.stack(seen.judged)
     total, metrics = each.sum(axis=0), mask_metrics(each)
     shares = intersection_over_union(total).tolist()
     percent = np.rint(100 * total / total.sum(axis=1, keepdims=True).clip(min=1)).astype(np.int64)
@@ -122,9 +122,8 @@ def mistakes_of(truth: Objects | Mask, found: Detections | MaskPrediction) -> fl
     if isinstance(found, Detections) and isinstance(truth, Objects):
         pairs = _pairs(truth, found, matched(truth, found), len(found.names))
         return float(sum(one != other for one, other in pairs))
-    assert isinstance(found, MaskPrediction) and isinstance(truth, Mask)
-    shape = found.indices.shape
-    confusion = pixel_confusion(truth.indices((shape[0], shape[1])), found.indices.astype(np.int64), len(found.names))
+    confusion = confused_pixels(truth, found)
+    assert confusion is not None, "a model of masks is measured on masks"
     return float(1 - np.trace(confusion) / max(1, confusion.sum()))
 
 

@@ -1,8 +1,11 @@
-"""Retrieval: finding the texts of an image among all texts, and the image of a text among all images."""
+"""Evaluators of models with a text tower: retrieval, and zero-shot classification.
+
+Retrieval finds the texts of an image among all texts, and the image of a text among all images. Zero-shot
+classification reads the names of the classes and learns from no image."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,11 +13,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from vitrail.data.source import Source, target_kind
+from vitrail.data.source import Source, check_known, target_kind
 from vitrail.errors import DataError
+from vitrail.evaluation.evaluators import COUNTS, Bootstrapped
+from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.metrics.intervals import interval_or_wilson, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.weights.zero_shot import read_templates, zero_shot
 
 KS = (1, 5, 10)
 
@@ -31,15 +36,9 @@ BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class ByRetrieval:
+class ByRetrieval(Bootstrapped):
     """R@1, R@5 and R@10 in both directions, with intervals. Each of several texts of an image is right, and equal texts
     count as one. Of equally similar ones, those that are wrong come first."""
-
-    bootstrap: int = setting(1000, least=0, most=1_000_000)
-    """Number of bootstrap resamples of the images for each 95 % confidence interval. 0 computes no intervals."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` for a model without a text tower, and `DataError` for data without texts."""
@@ -134,3 +133,31 @@ def best_ranks(
         best = likeness.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
         ranks[start : start + BLOCK] = (~right & ~(likeness < best)).sum(dim=1)
     return ranks.numpy()
+
+
+@dataclass(frozen=True)
+class ByZeroShot(Bootstrapped):
+    """Metrics of a classifier whose head is made from the names of the data's classes (`vitrail.weights.zero_shot`)."""
+
+    templates: str = "usual"
+    """Texts around the name of a class: usual (a photo of a {}.), imagenet (80), short (7), or a file with a text that
+    contains {} in each line. The embeddings of all texts of a class are averaged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        read_templates(self.templates)
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `ConfigError` for a model without a text tower, and `DataError` if the data has no classes."""
+        outputs.bundle.reader_of_texts()
+        if check_known(held_out, "zeroshot").kind == "numbers" or not held_out.classes:
+            raise DataError("zeroshot needs classes with names, but the targets of this data have none")
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the metrics of `ByAccuracy`, such as `zeroshot_accuracy`. Raise the errors of `check`."""
+        self.check(outputs, train, held_out)
+        bundle = zero_shot(outputs.bundle, held_out.classes, templates=self.templates, readable=True)
+        for note in bundle.notes[len(outputs.bundle.notes) :]:
+            outputs.note(note)
+        found = ByAccuracy(bootstrap=self.bootstrap)(replace(outputs, bundle=bundle), train, held_out)
+        return {name if name in COUNTS else f"zeroshot_{name}": value for name, value in found.items()}

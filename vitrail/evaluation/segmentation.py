@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,9 @@ from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset, target_kind, typical_size
+from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, plural
+from vitrail.evaluation.evaluators import Bootstrapped
 from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
@@ -47,26 +49,9 @@ CELLS = 4
 """Number of places per side of a patch at which the masks of training images are learned."""
 
 
-class ConfusedPixels(NamedTuple):
-    """The pixels of the images of a source, by their true class and the class that a model predicts."""
-
-    indices: list[int]
-    """Indices in the source of the images that can be used."""
-    confusions: list[Int64[np.ndarray, "classes classes"]]
-    """For each image, the number of pixels of each true class (rows) and predicted class (columns)."""
-    is_finite: bool
-    """False if an output of the model is not finite."""
-
-
 @dataclass(frozen=True)
-class ByMasks:
+class ByMasks(Bootstrapped):
     """Intersection over union of the masks that a model predicts, with intervals (`mask_metrics`)."""
-
-    bootstrap: int = setting(1000, least=0, most=1_000_000)
-    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` if the model does not predict a mask of the whole image, and `DataError` if the data has
@@ -91,29 +76,23 @@ class ByMasks:
         """Return the `mean_iou` and the `pixel_accuracy` with their intervals, and the intersection over union of each
         class as `NAME:iou`. All pixels are counted at the size of their images."""
         self.check(outputs, train, held_out)
-        seen = outputs.once(held_out, confused_pixels)
+        seen = outputs.answered(held_out, confused_pixels)
         counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
         if not seen.is_finite:
             return {"mean_iou": math.nan, **counts}
-        if not seen.confusions:
+        if not seen.judged:
             raise outputs.none_usable(plural(len(held_out), "image"), "mask")
-        return _values(np.stack(seen.confusions), held_out.classes, self.bootstrap) | counts
+        return _values(np.stack(seen.judged), held_out.classes, self.bootstrap) | counts
 
 
-def confused_pixels(outputs: Outputs, source: Source) -> ConfusedPixels:
-    """Return the pixels of the images of a source by true and predicted class. Images that cannot be decoded or whose
-    masks cannot be used are skipped."""
-    seen = ConfusedPixels([], [], is_finite=True)
-
-    def take(place: int, found: AnyPrediction) -> None:
-        assert isinstance(found, MaskPrediction)
-        if isinstance(target := source.target(place), Mask):
-            height, width = found.indices.shape
-            truth = target.indices((height, width))
-            seen.indices.append(place)
-            seen.confusions.append(pixel_confusion(truth, found.indices.astype(np.int64), len(source.classes)))
-
-    return seen._replace(is_finite=outputs.each_answer(source, take))
+def confused_pixels(target: Target, found: AnyPrediction) -> Int64[np.ndarray, "classes classes"] | None:
+    """Return the number of pixels of an image by their true class (rows) and the class that a model predicts (columns),
+    or None for an image without a mask. Raise `UndecodableImage` if the mask cannot be read."""
+    assert isinstance(found, MaskPrediction)
+    if not isinstance(target, Mask):
+        return None
+    height, width = found.indices.shape
+    return pixel_confusion(target.indices((height, width)), found.indices.astype(np.int64), len(found.names))
 
 
 def _values(

@@ -30,7 +30,7 @@ from vitrail.bench.workload import Spread
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, nearest
-from vitrail.experiments.runner import Cell, Pool, experiment, read_cell, run_process
+from vitrail.experiments.runner import Cell, Pool, experiment, read_cell, run_process, training_speeds
 from vitrail.files import replacing_folder, write_json
 from vitrail.machine import describe, has_bf16_matrix_units
 from vitrail.training.config import TrainConfig
@@ -38,7 +38,6 @@ from vitrail.training.folder import read_record
 from vitrail.training.job import first_steps, phases_of, run_flops
 from vitrail.training.log import Log
 from vitrail.training.optimizer import make_optimizer
-from vitrail.training.pilot import training_speeds
 from vitrail.training.run import train
 
 PEERS = {"timm": ("timm-defaults", "timm-small")}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from vitrail.bench.workload import timed, waits_for
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import fit_linear
@@ -244,17 +245,12 @@ def search(
 
 def _seconds(models: Sequence[Bundle], batch_size: int) -> list[float]:
     """Return the median seconds per image of each model, whose batches alternate."""
-    runs: list[tuple[Predictor, torch.Tensor]] = []
+    timers = []
     for model in models:
         config = model.network.config
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(batch_size, config.channels, *config.image_size, generator=generator)
-        runs.append((Predictor(model.network, model.precision), images.to(model.device)))
-    found: list[list[float]] = [[] for _ in models]
-    for turn in range(ROUNDS + 1):
-        for times, (predictor, images) in zip(found, runs, strict=True):
-            began = time.perf_counter()
-            predictor.logits(images).sum().item()  # waits for the device
-            if turn:  # the first batch warms up
-                times.append((time.perf_counter() - began) / batch_size)
-    return [statistics.median(times) for times in found]
+        predict = functools.partial(Predictor(model.network, model.precision).logits, images.to(model.device))
+        timers.append(timed(predict, waits_for(model.device)))
+    turns = [[timer() / batch_size for timer in timers] for _ in range(ROUNDS + 1)]
+    return [statistics.median(times) for times in zip(*turns[1:], strict=True)]  # the first batch warms up

@@ -42,9 +42,9 @@ from vitrail.files import expanded
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.report.page import printable
-from vitrail.settings import problems, raise_problems, setting, to_plain
+from vitrail.settings import Checked, setting, to_plain
 from vitrail.tasks.classification import Classification
-from vitrail.tasks.teacher import TeacherFacts, check_classifier, check_teacher, load_teacher, teacher_facts
+from vitrail.tasks.distillation import TeacherFacts, check_classifier, check_teacher, load_teacher, teacher_facts
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
 from vitrail.training.log import Log
@@ -183,9 +183,8 @@ def _accuracy(model: str, source: Source, config: TrainConfig) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labelling:
-    """The choice of pseudo labels. Raises `ConfigError` if fields have invalid values. The message names all of
-    them."""
+class Labelling(Checked):
+    """The choice of pseudo labels."""
 
     pseudo_labels: LabelKind = "soft"
     """Part of the teacher's predictions that is learned: all probabilities (soft), or the most likely class (hard)."""
@@ -197,13 +196,10 @@ class Labelling:
     images_per_class: int | None = setting(None, least=1)
     """Images of each predicted class, with repetitions. By default the mean over the classes. The paper has 130,000."""
 
-    def __post_init__(self) -> None:
-        found = [*problems(self)]
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.images_per_class is not None and not self.balance:
-            found.append(
-                f"images_per_class={self.images_per_class} has no effect without balance; leave one of them out"
-            )
-        raise_problems(found)
+            yield f"images_per_class={self.images_per_class} has no effect without balance; leave one of them out"
 
 
 def label_images(
@@ -349,9 +345,8 @@ def label_sentence(info: PseudoLabelInfo) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rounds:
-    """The rounds of Noisy Student. Raises `ConfigError` if fields have invalid values. The message names all of
-    them."""
+class Rounds(Checked):
+    """The rounds of Noisy Student."""
 
     teacher: str | None = None
     """Model that labels images in the first round: a run, a model's folder or file, or a name on the hub. By default,
@@ -364,21 +359,15 @@ class Rounds:
     pseudo_ratio: float = setting(3.0, above=0, below=math.inf)
     """Images with pseudo labels per labelled image of a batch. The paper has 14 for its largest networks."""
 
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
-
 
 @dataclass(frozen=True, kw_only=True)
-class NoisyStudentConfig:
+class NoisyStudentConfig(Checked):
     """The whole config of Noisy Student. Raises `ConfigError` if its parts contradict each other."""
 
     student: TrainConfig
     """The run of each student, on the labelled images. Pseudo-labelled images are mixed in."""
     rounds: Rounds = field(default_factory=Rounds)
     labelling: Labelling = field(default_factory=Labelling)
-
-    def __post_init__(self) -> None:
-        raise_problems(self._problems())
 
     def _problems(self) -> Iterator[str]:
         task, data = self.student.task, self.student.data

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import copy
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +30,9 @@ T = TypeVar("T")
 
 STORE_SECONDS = 15.0
 """Longest time in which the store of the processes must answer."""
+
+REPORT_SECONDS = 10.0
+"""Longest time in which a process waits for the error of the first process, or for the others to read its own."""
 
 LOOK_SECONDS = 5.0
 """Seconds between two looks for signs of life of the first process while the others wait for a long computation."""
@@ -197,7 +199,7 @@ class Processes:
                 store.set(key, "")
                 return
             missed = 0
-            while not within(LOOK_SECONDS + STORE_SECONDS, lambda: _appears(store, key)):
+            while not within(LOOK_SECONDS + STORE_SECONDS, lambda: _appear(store, [key], LOOK_SECONDS)):
                 missed = missed + 1 if within(STORE_SECONDS, lambda: life.missing([0]))[0] else 0
                 if missed == 2:  # a process on a busy machine can be late once
                     raise RuntimeError("the first process has ended")
@@ -263,23 +265,15 @@ class Processes:
         def tell() -> bool:
             self._store.set(f"error/{self.rank}", message)
             if self.is_first:  # the store can end with this process, so it waits until the others have read its error
-                self._await([f"heard/{rank}" for rank in range(1, self.world)])
+                _appear(self._store, [f"heard/{rank}" for rank in range(1, self.world)], REPORT_SECONDS)
                 return False
-            told = self._await(["error/0"]) and self._store.get("error/0").decode() == message
+            told = _appear(self._store, ["error/0"], REPORT_SECONDS) and self._store.get("error/0").decode() == message
             self._store.set(f"heard/{self.rank}", "")
             return bool(told)
 
         if self._has_store:
             with suppress(Exception):
                 return within(STORE_SECONDS, tell)
-        return False
-
-    def _await(self, keys: list[str]) -> bool:
-        """Wait for keys of the store for ten seconds. Return True if they are there."""
-        for _ in range(100):
-            if self._store.check(keys):
-                return True
-            time.sleep(0.1)
         return False
 
     def _cause(self, what: str, error: RuntimeError | TimeoutError) -> str:
@@ -327,15 +321,15 @@ class _Sum(torch.autograd.Function):
         return ctx.processes.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
-def _appears(store: Any, key: str) -> bool:
-    """Return True when a key appears in a store, or False if it does not appear within `LOOK_SECONDS`. Raises
-    `RuntimeError` if the store cannot be reached."""
+def _appear(store: Any, keys: list[str], seconds: float) -> bool:
+    """Return True when keys appear in a store, or False if they do not appear within this time. Raises `RuntimeError`
+    if the store cannot be reached."""
     try:
-        store.wait([key], timedelta(seconds=LOOK_SECONDS))
+        store.wait(keys, timedelta(seconds=seconds))
     except dist.DistNetworkError:
         raise
     except RuntimeError:  # the time is over
-        return bool(store.check([key]))
+        return bool(store.check(keys))
     return True
 
 

@@ -19,13 +19,13 @@ from vitrail.data.source import LARGEST_SCALE, Source, typical_size
 from vitrail.data.splits import Splits
 from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.experiments.runner import training_speeds
 from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig, ModelConfig, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.recipes.small import folder
 from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
-from vitrail.training.pilot import training_speeds
 from vitrail.transfer.examination import divide, mirror_test, mirrored_reason, mirroring_hurts, pixel_features
 from vitrail.transfer.facts import (
     MAX_HEADERS,

@@ -29,10 +29,7 @@ class."""
 
 @dataclass(frozen=True, kw_only=True)
 class Classification(Task):
-    """Learn the classes of images: one label per image, or several with the sigmoid loss.
-
-    The constructor raises `ConfigError` if fields have invalid values. The message names all of them.
-    """
+    """Learn the classes of images: one label per image, or several with the sigmoid loss."""
 
     name = "classification"
     targets = ("class", "classes")

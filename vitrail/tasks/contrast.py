@@ -26,7 +26,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import setting
 from vitrail.tasks.task import BatchObjective, LossOutput, Objective, Position, StepCost, TaskMetric, mean_of_counted
-from vitrail.tasks.views import COLLAPSE, ViewObjective, ViewTask, follow, mean_of, momentum_at
+from vitrail.tasks.unlabelled import COLLAPSE, ViewObjective, ViewTask, follow, mean_of, momentum_at
 
 GROUP = 256
 """Number of held-out images whose views are compared with each other. The loss depends on it."""
@@ -162,8 +162,7 @@ class BatchNorm(nn.Module):
 class SimClr(ContrastTask):
     """Find the two views of each image among all views of a batch, which needs no labels.
 
-    The saved model is the network without a head. The constructor raises `ConfigError` if fields have invalid values.
-    The message names all of them.
+    The saved model is the network without a head.
     """
 
     name = "simclr"
@@ -252,8 +251,7 @@ NARROW, NARROW_HIDDEN = 192, 512
 class MoCo(ContrastTask):
     """Find each view among the embeddings of a running mean of the network, which needs no labels.
 
-    The saved model is the network without a head. The constructor raises `ConfigError` if fields have invalid values.
-    The message names all of them.
+    The saved model is the network without a head.
     """
 
     name = "moco"

@@ -27,18 +27,25 @@ from vitrail.data.batch import Batch, LocalViews
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.models.copies import shared_copy
 from vitrail.models.cost import activation_bytes
-from vitrail.models.network import FootprintPrecision
+from vitrail.models.network import FootprintPrecision, shared_copy
 from vitrail.models.tokens import mask_tokens
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import Effect, setting
 from vitrail.tasks.masked_patches import draw_blocks
-from vitrail.tasks.patches import batch_key, tokens_at
 from vitrail.tasks.task import BatchObjective, LossOutput, Objective, Position, StepCost, TaskMetric, mean_of_counted
-from vitrail.tasks.views import COLLAPSE, ViewObjective, ViewTask, follow, mean_of, momentum_at
+from vitrail.tasks.unlabelled import (
+    COLLAPSE,
+    ViewObjective,
+    ViewTask,
+    batch_key,
+    follow,
+    mean_of,
+    momentum_at,
+    tokens_at,
+)
 
 PUBLISHED_PROTOTYPES, PUBLISHED_HIDDEN = 65_536, 2_048
 """Sizes of the projection in the paper, for all sizes of the network."""
@@ -56,8 +63,7 @@ WITH_WARMUP = Effect(lambda own: own.target_temperature_epochs > 0, "with --targ
 class Dino(ViewTask):
     """Predict the outputs of a running mean of the network for other views of the same image, which needs no labels.
 
-    The saved model is the running mean, which is the teacher, without a head. The constructor raises `ConfigError` if
-    fields have invalid values. The message names all of them.
+    The saved model is the running mean, which is the teacher, without a head.
     """
 
     name = "dino"

@@ -78,8 +78,7 @@ def unused_with(words: Words) -> tuple[str, ...]:
 class PairTask(HeadlessTask):
     """Learn to find the text of each image among the texts of a batch, and the image of each text.
 
-    The saved model is the image tower with the text tower. The constructor raises `ConfigError` if fields have invalid
-    values. The message names all of them.
+    The saved model is the image tower with the text tower.
     """
 
     targets = ("texts",)

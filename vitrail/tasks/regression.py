@@ -33,8 +33,7 @@ class Regression(Task):
 
     The network learns standardised numbers: the mean of the training split is subtracted, and the difference is divided
     by the standard deviation. In the saved model, the mean and the standard deviation are folded into the head, so that
-    outputs are in the units of the data. The constructor raises `ConfigError` if fields have invalid values. The
-    message names all of them.
+    outputs are in the units of the data.
     """
 
     name = "regression"

@@ -29,7 +29,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
-from vitrail.settings import Effect, problems, raise_problems, setting
+from vitrail.settings import Checked, Effect, setting
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.tasks.pictures import PictureTable
 from vitrail.weights.answers import OutputKind
@@ -212,12 +212,9 @@ class TaskMetric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(ABC):
-    """The settings of a task, and the methods that depend on the task.
-
-    The constructor raises `ConfigError` if fields have invalid values. The message names all of them. The command line
-    and run.json can name a task only if it is in `TASKS`.
-    """
+class Task(Checked, ABC):
+    """The settings of a task, and the methods that depend on the task. The command line and run.json can name a task
+    only if it is in `TASKS`."""
 
     name: ClassVar[str]
     """The task's name in `TASKS`, on the command line and in run.json."""
@@ -249,12 +246,8 @@ class Task(ABC):
     )
     """Metric on the validation split that chooses the best weights. By default the task's main metric."""
 
-    def __post_init__(self) -> None:
-        raise_problems(self._problems())
-
     def _problems(self) -> Iterator[str]:
-        """Yield a message for every invalid setting. Tasks with more settings extend this method."""
-        yield from problems(self)
+        yield from super()._problems()
         names = [metric.name for metric in self.metrics]
         if self.select is not None and self.select not in names:
             yield (f"select={self.select!r} is not a metric of the task {self.name}; {nearest(self.select, names)}")
@@ -345,7 +338,7 @@ class Task(ABC):
         """Return the names of the network's outputs, or () for a network without a head."""
         return splits.classes
 
-    def load_head(self, network: nn.Module, splits: Splits) -> None:  # noqa: B027
+    def load_head(self, network: nn.Module, splits: Splits) -> None:
         """Change the head of a saved model into the form that the objective trains. By default the head is not
         changed."""
 

@@ -24,13 +24,12 @@ from vitrail.machine import peak_memory
 from vitrail.models.attention.base import AttentionLayer
 from vitrail.processes.group import local, whole
 from vitrail.tasks.own_model import without_adapters
-from vitrail.training.build import make_bundle
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import Timing
 from vitrail.training.folder import replace_config
 from vitrail.training.job import Job, Phase, Probe
 from vitrail.training.log import Log
-from vitrail.training.state import Best, Faults, StepFault, TrainState
+from vitrail.training.state import Best, Faults, StepFault, TrainState, make_bundle
 from vitrail.training.stop import StopRequest
 from vitrail.weights.bundle import Bundle
 
@@ -317,7 +316,7 @@ def after_step(run: Run, state: TrainState, batch: Batch, metrics: dict[str, Ten
         report(run, state)
         with run.clock.pause("evaluation"):
             evaluate(run, state, run.means.read())
-    over = job.is_over(state)
+    over = state.is_over(job)
     if due := [probe for probe in job.probes if over or step % probe.every == 0]:
         report(run, state)
         with run.clock.pause("probe"):

@@ -28,11 +28,11 @@ from vitrail.models.linear.lora import Projection
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import (
+    Checked,
     Effect,
     bare_names,
     facts,
     from_plain,
-    problems,
     raise_problems,
     seconds_in,
     setting,
@@ -48,11 +48,10 @@ from vitrail.training.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyConfig:
+class EarlyConfig(Checked):
     """Cheaper steps at the beginning of a run. Each setting is a list of VALUE:END.
 
-    A value applies until END, a fraction of the run's steps. After the last END, the run's own setting applies. Raises
-    `ConfigError` if fields have invalid values. The message names all of them.
+    A value applies until END, a fraction of the run's steps. After the last END, the run's own setting applies.
     """
 
     early_image_size: tuple[str, ...] = ()
@@ -64,9 +63,6 @@ class EarlyConfig:
     early_batch_size: tuple[str, ...] = ()
     """Smaller batches at the beginning of the run: IMAGES:END, such as 16:0.3. END is a fraction of the steps.
     Afterwards --batch-size applies. The learning rate does not change."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problem for name in KINDS for problem in self._problems(name))
 
     def course(self, name: str) -> list[tuple[Any, float]]:
         """Return the values of a setting with their ends."""
@@ -89,22 +85,23 @@ class EarlyConfig:
             total, begin = total + value * (end - begin), end
         return total + batch_size * (1 - begin)
 
-    def _problems(self, name: str) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
         """Yield a message for each text that is not VALUE:END, and for ends that do not increase."""
-        kind, ends = KINDS[name], []
-        for text in getattr(self, name):
-            value, _, end = text.rpartition(":")
-            try:
-                ends.append(float(end) if kind.is_valid(kind.parse(value)) else math.nan)
-            except ValueError:
-                ends.append(math.nan)
-            if not 0 < ends[-1] < 1:
-                yield (
-                    f"{name}={text!r} is not {kind.form}, with END a fraction of the run between 0 and 1; write for "
-                    f"example {kind.example!r}"
-                )
-        if ends != sorted(set(ends)) and not any(map(math.isnan, ends)):
-            yield f"{name}={' '.join(getattr(self, name))!r} has ends that do not increase"
+        for name, kind in KINDS.items():
+            ends = []
+            for text in getattr(self, name):
+                value, _, end = text.rpartition(":")
+                try:
+                    ends.append(float(end) if kind.is_valid(kind.parse(value)) else math.nan)
+                except ValueError:
+                    ends.append(math.nan)
+                if not 0 < ends[-1] < 1:
+                    yield (
+                        f"{name}={text!r} is not {kind.form}, with END a fraction of the run between 0 and 1; write "
+                        f"for example {kind.example!r}"
+                    )
+            if ends != sorted(set(ends)) and not any(map(math.isnan, ends)):
+                yield f"{name}={' '.join(getattr(self, name))!r} has ends that do not increase"
 
 
 class Kind(NamedTuple):
@@ -142,9 +139,8 @@ OnNonFinite = Literal["stop", "skip", "rollback"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultConfig:
-    """Reactions to faults of training steps. Raises `ConfigError` if fields have invalid values. The message names all
-    of them."""
+class FaultConfig(Checked):
+    """Reactions to faults of training steps."""
 
     on_non_finite: OnNonFinite = "stop"
     """Reaction to a loss or gradient that is not finite. stop: end the run without saving its state. skip: skip the
@@ -166,9 +162,6 @@ class FaultConfig:
     )
     """Maximum number of faults in a run. The next fault ends the run."""
 
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
-
     @property
     def are_checked(self) -> bool:
         """True if steps are checked before the weights change."""
@@ -181,11 +174,8 @@ class FaultConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartConfig:
-    """The model that a run starts from, and the choice of weights to train.
-
-    Raises `ConfigError` if fields have invalid values. The message names all of them.
-    """
+class StartConfig(Checked):
+    """The model that a run starts from, and the choice of weights to train."""
 
     init: str | None = setting(None, metavar="MODEL")
     """Model to start from: a model folder, a run folder, another library's checkpoint, a hub name, or small, which is
@@ -211,11 +201,8 @@ class StartConfig:
     head (2202.10054). With --keep best, the initial weights are evaluated as well, and are kept unless training
     improves them."""
 
-    def __post_init__(self) -> None:
-        raise_problems(self._problems())
-
     def _problems(self) -> Iterator[str]:
-        yield from problems(self)
+        yield from super()._problems()
         for name in ("train_blocks", "lora_rank") if self.init is None else ():
             if (value := getattr(self, name)) is not None:
                 yield (f"{name}={value} leaves weights untrained, so it needs a model to start from; give init=...")
@@ -236,11 +223,8 @@ ROUNDING = "numbers then round differently"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """The length of a run, its machine settings, its evaluations and its folder.
-
-    Raises `ConfigError` if fields have invalid values. The message names all of them.
-    """
+class RunConfig(Checked):
+    """The length of a run, its machine settings, its evaluations and its folder."""
 
     epochs: float = setting(10.0, above=0, below=math.inf)
     """Passes over the training images, unless --steps is given."""
@@ -325,11 +309,8 @@ class RunConfig:
     )
     """Replace the folder that --run names if it exists."""
 
-    def __post_init__(self) -> None:
-        raise_problems(self._problems())
-
     def _problems(self) -> Iterator[str]:
-        yield from problems(self)
+        yield from super()._problems()
         if self.threads == "auto" and self.processes:
             yield (
                 f"threads='auto' compares the main thread with threads of this process, but processes={self.processes} "
@@ -382,7 +363,7 @@ override only these, and those that belong to the kind of head that it chooses (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """The whole config of a run. Raises `ConfigError` if the sections contradict each other."""
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -395,9 +376,6 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     early: EarlyConfig = field(default_factory=EarlyConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
-
-    def __post_init__(self) -> None:
-        raise_problems(self._contradictions())
 
     @property
     def mean_batch_size(self) -> float:
@@ -482,7 +460,8 @@ class TrainConfig:
             values = values | {"task": task}
         return from_plain(cls, values)
 
-    def _contradictions(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
+        """Yield a message for each contradiction between the sections."""
         if self.start.init is not None:
             kind = self.model.overrides.get("head_kind", "pooled")
             allowed = (*WITHOUT_WEIGHTS, *(HEADS[kind].fields if kind in HEADS else ()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import fnmatch
 import json
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitrail.errors import ConfigError, RunError
-from vitrail.files import check_parent, expanded, partial_path, saving, write_json
+from vitrail.files import check_parent, expanded, lock, partial_path, saving, write_json
 from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig
 from vitrail.settings import bare_names, facts
@@ -186,13 +185,7 @@ def is_locked(folder: Path) -> bool:
 
 def _acquire(file: int) -> bool:
     """Acquire the lock of an open file. Return False if it is held elsewhere, or if its holder has deleted the file."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return os.fstat(file).st_nlink > 0
+    return lock(file) and os.fstat(file).st_nlink > 0
 
 
 def _in_use(folder: Path) -> str:

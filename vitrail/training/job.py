@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
 from vitrail.errors import ConfigError, DataError, UndecodableImage, plural
-from vitrail.evaluation.evaluators import EVALUATORS, OF_PLACED, Evaluator, Together, evaluators_of
+from vitrail.evaluation.evaluators import EVALUATORS, OF_PLACED, Evaluator, evaluators_of, measure
 from vitrail.machine import check_memory, describe, pick_device, resolve_precision, total_memory
 from vitrail.models.compiled import Compiled, resolve_compile
 from vitrail.models.cost import activation_bytes, checkpointed_bytes, prediction_bytes, training_bytes
@@ -42,7 +42,6 @@ from vitrail.training.log import check_trackers
 from vitrail.training.schedule import RunLength, Schedule, is_zero
 from vitrail.training.sharding import shard_problems
 from vitrail.training.start import Origin, check_choice, fitted, head_fields
-from vitrail.training.state import TrainState
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle, check_loadable
 from vitrail.weights.words import Words
@@ -137,15 +136,6 @@ class Job:
     def work(self, step: int) -> float:
         """Return the cost of the steps before this one, in steps of the last phase."""
         return sum(phase.cost * phase.before(step) for phase in self.phases)
-
-    def is_over(self, state: TrainState) -> bool:
-        """Return True after the last step, or if patience is exhausted.
-
-        The answer depends on the training state alone. A run that ended early therefore also ends when it is resumed
-        from its last checkpoint.
-        """
-        patience = self.config.run.patience
-        return state.step >= self.steps or (patience is not None and state.best.waited >= patience)
 
 
 def prepare(
@@ -372,7 +362,7 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
                 f"probe={run.probe!r}: {', '.join(wrong)} cannot be measured on {splits.title}, whose targets are "
                 f"{kind}; choose from {', '.join(sorted(usable))}, or leave it out"
             )
-        probes = (Probe(run.probe, every, Together(evaluators)), *probes)
+        probes = (Probe(run.probe, every, partial(measure, evaluators)), *probes)
     if probes and splits.validation is None:
         names = ", ".join(probe.name for probe in probes)
         raise ConfigError(

@@ -29,7 +29,7 @@ def fit(run: Run, state: TrainState) -> None:
     """
     state.objective.train()
     job, phase = run.job, None
-    while not job.is_over(state):
+    while not state.is_over(job):
         if (current := job.phase_of(state.step)) is not phase:
             phase = current
             use_patch_dropout(state.objective, phase.patch_dropout)

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from vitrail.errors import ConfigError, plural
 from vitrail.machine import TrainingPrecision
 from vitrail.models.linear.lora import LowRank
-from vitrail.settings import Effect, problems, raise_problems, setting
+from vitrail.settings import Checked, Effect, raise_problems, setting
 from vitrail.training.schedule import Duration, RunLength, Schedule, ScheduleName, duration_problems, is_zero, steps_of
 from vitrail.training.update_rules import (
     Adafactor,
@@ -53,9 +53,8 @@ BELOW_HEAD = Effect(
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The optimizer and its learning rate. Raises `ConfigError` if fields have invalid values. The message names all of
-    them."""
+class OptimizerConfig(Checked):
+    """The optimizer and its learning rate."""
 
     kind: OptimizerName = setting("adamw", name="optimizer")
     """Adam (adamw), SGD with momentum, Adafactor in the variant of big_vision, Muon for the weight matrices of blocks
@@ -171,21 +170,18 @@ class OptimizerConfig:
     step. initial: the mean starts at the initial weights. capped: the rate after t steps is at most
     (1 + t) / (10 + t)."""
 
-    def __post_init__(self) -> None:
-        found = [
-            *problems(self),
-            *factor_problems("learning_rate_factors", self.learning_rate_factors, zero=False),
-            *factor_problems("weight_decay_factors", self.weight_decay_factors, zero=True),
-            *self._schedule_problems(),
-        ]
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from factor_problems("learning_rate_factors", self.learning_rate_factors, zero=False)
+        yield from factor_problems("weight_decay_factors", self.weight_decay_factors, zero=True)
+        yield from self._schedule_problems()
         if self.update_clip and self.kind != "adafactor":
-            found.append(f"update_clip={self.update_clip} is for optimizer='adafactor'; use clip, or leave it out")
+            yield f"update_clip={self.update_clip} is for optimizer='adafactor'; use clip, or leave it out"
         if self.end_weight_decay is not None and not self.weight_decay:
-            found.append(
+            yield (
                 f"end_weight_decay={self.end_weight_decay} changes the weight decay, but weight_decay=0 switches it "
                 "off; set weight_decay above 0"
             )
-        raise_problems(found)
 
     def check_new(self) -> None:
         """Raise `ConfigError` for settings that only runs of earlier versions can have, which can still be read."""

@@ -42,7 +42,6 @@ from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.tasks.task import Objective, Task
 from vitrail.training.after_step import Run, before_first_step, check_finite, reader_trials
-from vitrail.training.build import make_bundle, make_network, make_state
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, Timing
 from vitrail.training.config import ALLOWED, LENGTHS, ON_RESUME, EarlyConfig, TrainConfig
@@ -63,7 +62,7 @@ from vitrail.training.loop import fit
 from vitrail.training.optimizer import check_names
 from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, write_pictures
 from vitrail.training.start import open_again, open_initial
-from vitrail.training.state import TrainState
+from vitrail.training.state import TrainState, make_bundle, make_network, make_state
 from vitrail.training.stop import StopRequest, interrupted_by_signals
 from vitrail.weights.bundle import Bundle, load_bundle
 
@@ -568,7 +567,7 @@ class RunResult:
     """The task that the model was trained for."""
     predictions: Mapping[str, Any] = field(default_factory=dict)
     """Outputs of the model by the name of the held-out split: `Predictions`, or what a model of boxes or masks answers
-    (`FoundInSource`, `ConfusedPixels`). A split with more than `MAX_KEPT` outputs of classes is missing."""
+    (`Answered`). A split with more than `MAX_KEPT` outputs of classes is missing."""
 
     def texts(self, split: str) -> list[str]:
         """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".

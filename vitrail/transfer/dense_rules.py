@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vitrail.bench.workload import timed, waits_for
 from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Objects
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, typical_size
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, plural
+from vitrail.experiments.runner import training_speeds
 from vitrail.machine import Precision, TrainingPrecision, autocast, available_memory, resolve_precision
 from vitrail.models.network import Features
 from vitrail.models.variants import AnyConfig, build, transformer_config
@@ -29,7 +31,6 @@ from vitrail.tasks.kept_outputs import KEPT_FRACTION
 from vitrail.tasks.segmentation import Segmentation
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
-from vitrail.training.pilot import training_speeds
 from vitrail.training.start import fitted, head_fields
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.facts import (
@@ -325,15 +326,14 @@ def _head_seconds(config: ViTConfig, device: torch.device, precision: TrainingPr
     network: Any = build(replace(config, **shallow)).to(device)
     with torch.no_grad():
         tokens: Features = network.features(torch.zeros(batch, config.channels, *config.image_size, device=device))
-    best = math.inf
-    for _ in range(4):
-        begin = time.perf_counter()
+
+    def step() -> None:
         with autocast(precision, device):
             found = network.head(tokens)
         torch.autograd.backward(found.float().square().mean())
-        next(network.head.parameters()).sum().item()  # waits for the device
-        best = min(best, (time.perf_counter() - begin) / batch)
-    return best
+
+    timer = timed(step, waits_for(device))
+    return min(timer() for _ in range(4)) / batch
 
 
 def sizes_for(network: AnyConfig, shape: tuple[float, float], train: Source) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig
 from vitrail.transfer.facts import DataFacts, Explicit, Findings, scaled_size
-from vitrail.transfer.rules import image_size_for
+from vitrail.transfer.protocols import image_size_for
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vitrail.bench.workload import timed, waits_for
 from vitrail.data.source import evenly, fingerprint, subset
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
@@ -33,7 +33,7 @@ from vitrail.training.linear_start import linear_score
 from vitrail.training.log import Log, kept_result, read_journal
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.facts import Candidate, Search
-from vitrail.transfer.rules import MIN_STEPS
+from vitrail.transfer.protocols import MIN_STEPS
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -92,12 +92,8 @@ def forward_seconds(bundle: Bundle, precision: Precision, batch: int = 16) -> fl
     config = bundle.network.config
     predictor = Predictor(bundle.network, precision)
     images = torch.zeros(batch, config.channels, *config.image_size, device=predictor.device)
-    best = math.inf
-    for _ in range(3):
-        begin = time.perf_counter()
-        predictor.embed(images).sum().item()  # waits for the device
-        best = min(best, (time.perf_counter() - begin) / batch)
-    return best
+    timer = timed(lambda: predictor.embed(images), waits_for(predictor.device))
+    return min(timer() for _ in range(3)) / batch
 
 
 def search_settings(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from vitrail.data.formats.annotated import lines_of
 from vitrail.data.targets import class_name
 from vitrail.errors import ConfigError, listed, nearest, plural
-from vitrail.models.copies import separate_copy
+from vitrail.models.network import separate_copy
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import typed
 from vitrail.weights.bundle import Bundle

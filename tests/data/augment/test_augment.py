@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vitrail.data.augment import operations, randaugment
+from vitrail.data.augment import operations
 from vitrail.data.augment.draws import Slot, erased_box, keyed_uniform, tensorflow_crop, torchvision_crop
 from vitrail.data.augment.settings import Augment
 from vitrail.data.batch import Batch
@@ -91,10 +91,10 @@ EVERYTHING: dict[str, Any] = {
 @settings(max_examples=10)
 @given(
     order=st.permutations(range(12)), cuts=st.sets(st.integers(1, 11)), seed=st.integers(0, 9),
-    rule=st.sampled_from(list(randaugment.KERNELS)),
+    rule=st.sampled_from(list(operations.KERNELS)),
 )  # fmt: skip
 def test_what_happens_to_a_sample_depends_neither_on_its_batch_nor_on_its_place(
-    order: list[int], cuts: set[int], seed: int, rule: randaugment.RandAugmentRule
+    order: list[int], cuts: set[int], seed: int, rule: operations.RandAugmentRule
 ) -> None:
     images, samples = batch(12), torch.arange(100, 112)
     epochs = torch.arange(12) // 5
@@ -142,7 +142,7 @@ def test_the_steps_follow_each_other_in_the_order_stated() -> None:
             one = operations.blur(one, (0.1 + 1.9 * view[[n], 4]).astype(np.float32))
         expected[n] = operations.solarise(one)[0] if view[n, 3] < 0.3 else one[0]
     numbers = draws(Slot.RANDAUGMENT, 8).reshape(20, 2, 4)
-    expected = randaugment.randaugment(expected, numbers, magnitude=10.0)
+    expected = operations.randaugment(expected, numbers, magnitude=10.0)
     expected = change(Augment(flip=False, erase=0.5), expected, **key)
     assert torch.equal(change(Augment(**EVERYTHING), images, **key), expected)
 

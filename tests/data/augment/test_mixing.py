@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.data.augment.draws import symmetric_beta
-from vitrail.data.augment.mixing import cut_boxes, mix, mixup_shares
+from vitrail.data.augment.settings import cut_boxes, mix, mixup_shares
 from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError
 

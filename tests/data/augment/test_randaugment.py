@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.golden import images as goldens
 from tests.make import from_pillow, to_pillow
-from vitrail.data.augment.randaugment import OPERATIONS, apply_operations, randaugment
+from vitrail.data.augment.operations import OPERATIONS, apply_operations, randaugment
 
 GREY = 128
 SIZES = [(3, 96, 112), (3, 37, 52), (1, 52, 37), (1, 5, 224)]

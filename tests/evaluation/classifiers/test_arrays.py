@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.targets import multi_labels, number_targets, single_labels
 from vitrail.errors import DataError
 from vitrail.evaluation.classifiers import logistic as arrays
-from vitrail.evaluation.classifiers.fewshot import few_shot
-from vitrail.evaluation.classifiers.linear import linear_probe
+from vitrail.evaluation.classifiers.linear import few_shot, linear_probe
 from vitrail.evaluation.classifiers.logistic import class_ranks, moments, parts
 from vitrail.evaluation.classifiers.nearest import knn
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.golden.weights import tensor
 from tests.targets import single_labels
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers.fewshot import LOO_GRID, draw_shots, few_shot, fit_least_squares
+from vitrail.evaluation.classifiers.linear import LOO_GRID, draw_shots, few_shot, fit_least_squares
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "fewshot.json").read_text())
 """Results of big_vision's evaluator, in float32 and solved exactly in float64."""

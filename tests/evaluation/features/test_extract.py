@@ -34,7 +34,7 @@ from vitrail.data.targets import Target
 from vitrail.errors import Interrupted
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.extract import SAFE_COSINE, FeatureSet, Layer, compare_precisions, extract
-from vitrail.evaluation.predictions import Pass
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.processes.group import Processes
@@ -65,7 +65,7 @@ def extracted(network: nn.Module, source: object, layer: Layer = "embedding", **
     """Extract features in this process. By default, the batch size follows from the network."""
     names = tuple(f"class {index}" for index in range(network.config.num_classes))
     bundle = Bundle(network, names, settings.pop("preprocess", PREPROCESS))
-    return extract(Pass(bundle, **{"batch_size": None, "readers": HERE, **settings}), source, layer)
+    return extract(Outputs(bundle, **{"batch_size": None, "readers": HERE, **settings}), source, layer)
 
 
 def ranks(rank: int, world: int) -> Processes:
@@ -89,7 +89,7 @@ class Watched:
 
     def __call__(self, source: object, cache: Path | None, **options: object) -> FeatureSet:
         settings = {"on_note": self.notes.append, "on_progress": lambda done, total: self.progress.append(done)}
-        with patch("vitrail.evaluation.predictions.is_described", return_value=True):  # it calls the network, too
+        with patch("vitrail.evaluation.outputs.is_described", return_value=True):  # it calls the network, too
             return extracted(self.network, source, **{"batch_size": 5, "cache": cache, **settings, **options})
 
 
@@ -427,7 +427,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.formats.folder import read_folder
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features import extract as features
-from vitrail.evaluation.predictions import Pass
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch
@@ -452,7 +452,7 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 {what}
-how = Pass(
+how = Outputs(
     Bundle(network, ("a", "b", "c"), preprocess), batch_size=5, readers=Readers(0), cache=cache,
     processes=Processes(Launch(rank, world)),
 )

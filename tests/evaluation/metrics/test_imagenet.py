@@ -25,7 +25,7 @@ from vitrail.errors import DataError, SaveError
 from vitrail.evaluation import imagenet
 from vitrail.evaluation.imagenet import Synset, imagenet_columns, map_classes, read_real, read_synsets, real_accuracy
 from vitrail.evaluation.metrics.intervals import mean_interval
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Predictions
 from vitrail.testing import check_source
 
 IDS = [f"n{1_000_000 + 37 * number:08}" for number in range(1000)]

@@ -14,8 +14,7 @@ from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 

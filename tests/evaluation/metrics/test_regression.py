@@ -14,7 +14,7 @@ from vitrail.data.batch import Skipped
 from vitrail.errors import DataError
 from vitrail.evaluation.metrics.numbers import number_metrics
 from vitrail.evaluation.metrics.report import QUANTILES, RegressionReport, regression_report, report
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Predictions
 from vitrail.settings import from_plain, to_plain
 
 NAN = math.nan

@@ -22,7 +22,7 @@ from vitrail.evaluation.metrics.classes import (
 )
 from vitrail.evaluation.metrics.intervals import balanced_accuracy_interval, calibration_error_interval, mean_interval
 from vitrail.evaluation.metrics.report import ClassificationReport, absent_note, report
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Predictions
 from vitrail.settings import from_plain, to_plain
 
 

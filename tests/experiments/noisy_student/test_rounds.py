@@ -22,7 +22,7 @@ from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.experiments.noisy_student import Labelling, NoisyStudentConfig, Rounds, check_size, run_rounds
 from vitrail.recipes.semi_supervised import NOISY_STUDENT_RECIPES
-from vitrail.tasks.teacher import teacher_facts
+from vitrail.tasks.distillation import teacher_facts
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal

@@ -351,8 +351,9 @@ def object_splits(
     *,
     ids: Sequence[int] = (),
     notes: Iterable[str] = (),
+    faults: Iterable[Fault] = (),
 ) -> Splits:
-    """Return the splits of images with boxes.
+    """Return the splits of images with boxes. `faults` are those that do not belong to the images of one split.
 
     `categories` are the names of the categories in the order of their numbers, and `ids` the numbers themselves. With
     `known`, such as the classes of a model, objects of other categories are a fault. Boxes are clipped to their
@@ -363,7 +364,7 @@ def object_splits(
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError(f"{title}: several categories are called {listed(twice)}; give each a name of its own")
-    faults = [fault for one in found.values() for fault in one.faults]
+    faults = [*(fault for one in found.values() for fault in one.faults), *faults]
     if not any(one.keys for one in found.values()):
         raise DataError("\n".join([f"{title} has no images that are annotated", *(fault.text for fault in faults)]))
     sources: dict[Split, Samples] = {}

@@ -107,13 +107,15 @@ def open_coco(request: Request) -> Splits:
     found = {split: _images(files[split], one, images, split) for split, one in read.items()}
     for split, one in read.items():
         _add_objects(found[split], files[split], one, categories)
+    faults = []
     if root.is_dir():
         listed_keys = {key for one in found.values() for key in one.keys}
         unlisted = sorted(key for key in images.inodes if key not in listed_keys and not holds_masks(key))
-        found[first].faults += unlisted_images(title, unlisted, "no COCO file lists them")
+        faults = unlisted_images(title, unlisted, "no COCO file lists them")
     return object_splits(
-        title, images, found, [*categories.values()], request.classes, ids=list(categories), notes=notes
-    )
+        title, images, found, [*categories.values()], request.classes,
+        ids=list(categories), notes=notes, faults=faults,
+    )  # fmt: skip
 
 
 def _holds_captions(values: Mapping[str, Any]) -> bool:

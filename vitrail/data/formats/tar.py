@@ -66,9 +66,6 @@ def open_shards(
     """
     located = locate(location, chosen)
     opened = _open(located)
-    named = classes or located.classes
-    found: dict[Split, Samples] = {}
-    faults: list[Fault] = []
     notes = list(located.notes)
     for split in list(opened):
         if split != "train" and len(opened) > 1 and not any(len(shard.index) for shard in opened[split]):
@@ -76,95 +73,72 @@ def open_shards(
             del opened[split]
     every = [shard.index for shards in opened.values() for shard in shards]
     labels = [label for index in every for label in index.labels]
-    if any(len(index.texts) for index in every) and (texts or not (labels or numbers)):
+    count = sum(len(index.texts) for index in every)
+    faults: list[Fault] = []
+    are_texts = count > 0 and (texts or not (labels or numbers))
+    if count and not are_texts:
+        notes.append(f"{location}: {plural(count, 'text')} of its images not used, because they have labels")
+    if are_texts:
         if numbers:
             raise DataError(
                 f"data {location!r} has texts in its shards, but numbers={','.join(numbers)} asks for numbers"
             )
         if labels:
             notes.append(f"{location}: labels are not used, because texts are asked for")
-        return _with_texts(location, opened, notes)
-    if count := sum(len(index.texts) for index in every):
-        notes.append(f"{location}: {plural(count, 'text')} of its images not used, because they have labels")
-    if any(map(is_numbers, labels)):
-        return _with_numbers(location, located, opened, labels, numbers, notes)
-    if numbers:
+        targets = _text_targets(location, opened, notes)
+    elif any(map(is_numbers, labels)):
+        targets = _number_targets(location, located, opened, labels, numbers)
+    elif numbers:
         raise DataError(
             f"data {location!r} has no numbers in its shards, but numbers={','.join(numbers)} asks for some"
         )
-    for split in SPLITS:
-        if split in opened:
-            tolerant = split != "train" and classes is None and located.classes is None
-            found[split], strange = shard_samples(
-                split, opened[split], named, numbered=located.classes, tolerant=tolerant
-            )
-            faults += strange
-            named = named or found[split].classes
-    if len({one.target_kind for one in found.values() if one.targets.known.any()}) > 1:
-        raise DataError(
-            f"data {location!r} has one label per image in one split and lists of labels in another; use the same "
-            "form in all splits"
-        )
-    return _splits(location, opened, found, notes, faults)
-
-
-def _with_texts(location: str, opened: Mapping[Split, list[Shard]], notes: list[str]) -> Splits:
-    """Open shards whose samples have texts as targets. Notes are added to `notes`."""
-    sources = {}
-    for split, shards in opened.items():
-        if split != "train" and len(opened) > 1 and not any(len(shard.index.texts) for shard in shards):
-            notes.append(f"{location}: the {split} split is skipped, because none of its images has a text")
-            continue
-        reader, indices = ShardImages(shards), [shard.index for shard in shards]
-        counts = np.concatenate([index.text_counts for index in indices]).tolist()
-        every = (index.texts[row] for index in indices for row in range(len(index.texts)))
-        targets = Targets.of((tuple(itertools.islice(every, count)) for count in counts), "texts", ())
-        sources[split] = Samples((reader,), range(len(reader)), targets)
-        unread = TextReader()
-        unread.empty, unread.broken = np.sum([index.unread for index in indices], axis=0).tolist()
-        notes += unread.notes(f"{location}, {split}")
-        if ignored := sum(index.ignored for index in indices):
-            notes.append(_ignored(location, split, ignored))
-    return splits_from(sources, notes)
-
-
-def _ignored(location: str, split: Split, count: int) -> str:
-    files = plural(count, "file")
-    return f"{location}, {split}: skipped {files} that are neither the image nor the label or text of a sample"
-
-
-def _splits(
-    location: str,
-    opened: Mapping[Split, list[Shard]],
-    found: Mapping[Split, Samples],
-    notes: Iterable[str],
-    faults: Sequence[Fault] = (),
-) -> Splits:
-    """Return the splits, with notes on files and images that are not used."""
-    notes = list(notes)
-    for split, samples in found.items():
+    else:
+        targets, faults = _class_targets(location, located, opened, classes)
+    sources: dict[Split, Samples] = {}
+    for split, found in targets.items():
+        reader = ShardImages(opened[split])
+        sources[split] = Samples((reader,), range(len(reader)), found)
         if ignored := sum(shard.index.ignored for shard in opened[split]):
-            notes.append(_ignored(location, split, ignored))
-        if doubtful := sum(shard.index.doubtful for shard in opened[split]):
+            files = plural(ignored, "file")
+            notes.append(
+                f"{location}, {split}: skipped {files} that are neither the image nor the label or text of a sample"
+            )
+        if (doubtful := sum(shard.index.doubtful for shard in opened[split])) and not are_texts:
             notes.append(
                 f"{location}, {split}: {plural(doubtful, 'image')} with another label in the .json file than in the "
                 ".cls file, which is used"
             )
-        if missing := int((~samples.targets.known).sum()):
-            notes.append(f"{location}, {split}: {missing:,} of {plural(len(samples), 'image')} without a label")
-    return splits_from(found, notes, faults)
+        if (missing := int((~found.known).sum())) and not are_texts:
+            notes.append(f"{location}, {split}: {missing:,} of {plural(len(found), 'image')} without a label")
+    return splits_from(sources, notes, faults)
 
 
-def _with_numbers(
+def _text_targets(location: str, opened: Mapping[Split, list[Shard]], notes: list[str]) -> dict[Split, Targets]:
+    """Return the texts of each split that has some. Notes are added to `notes`."""
+    found = {}
+    for split, shards in opened.items():
+        if split != "train" and len(opened) > 1 and not any(len(shard.index.texts) for shard in shards):
+            notes.append(f"{location}: the {split} split is skipped, because none of its images has a text")
+            continue
+        indices = [shard.index for shard in shards]
+        counts = np.concatenate([index.text_counts for index in indices]).tolist()
+        every = (index.texts[row] for index in indices for row in range(len(index.texts)))
+        found[split] = Targets.of((tuple(itertools.islice(every, count)) for count in counts), "texts", ())
+        unread = TextReader()
+        unread.empty, unread.broken = np.sum([index.unread for index in indices], axis=0).tolist()
+        notes += unread.notes(f"{location}, {split}")
+    return found
+
+
+def _number_targets(
     location: str,
     located: Located,
     opened: Mapping[Split, list[Shard]],
     labels: Sequence[RawLabel],
     numbers: tuple[str, ...],
-    notes: list[str],
-) -> Splits:
-    """Open shards whose samples have numbers as targets, which are the `labels` of all shards. `numbers` selects some
-    of them. By default all are used."""
+) -> dict[Split, Targets]:
+    """Return the numbers of each split, which are the `labels` of all shards. `numbers` selects some of them. By
+    default all are used."""
     lengths = {len(label) if isinstance(label, tuple) and is_numbers(label) else 0 for label in labels}
     names = located.classes or tuple(str(place) for place in range(max(lengths)))
     if lengths != {len(names)}:
@@ -173,59 +147,58 @@ def _with_numbers(
             "numbers; give the same numbers to all samples, and null for an unknown number"
         )
     places = places_of(f"data {location!r}", numbers, names) if numbers else list(range(len(names)))
-    found = {
-        split: shard_samples(split, opened[split], numbers or names, columns=places)[0]
-        for split in SPLITS
-        if split in opened
-    }
-    return _splits(location, opened, found, notes)
+    picked = {label: _picked(label, places) for label in labels}
+    return {split: _targets(shards, picked, "numbers", numbers or names) for split, shards in opened.items()}
 
 
-def shard_samples(
-    split: Split,
-    shards: Sequence[Shard],
-    classes: tuple[str, ...] | None = None,
-    *,
-    numbered: tuple[str, ...] | None = None,
-    columns: Sequence[int] | None = None,
-    tolerant: bool = False,
-) -> tuple[Samples, list[Fault]]:
-    """Return the samples of the tar shards of a split, in the order of the shards and of the files in each tar, and
-    faults.
+def _class_targets(
+    location: str, located: Located, opened: Mapping[Split, list[Shard]], known: tuple[str, ...] | None
+) -> tuple[dict[Split, Targets], list[Fault]]:
+    """Return the classes of each split, and faults.
 
-    `classes` holds the class names. By default they are collected from the labels. `numbered` holds the names of
-    the numeric labels in the shards. Without it, a number is the class that is called by it. For regression,
-    `columns` selects the numbers that are the targets, and `classes` holds the names of these numbers. Raises
-    `DataError` if two samples have the same key, and if a label is not among the classes. If `tolerant` is true,
-    such labels count as missing, and are a fault.
+    Classes are those that are `known`, or those that a file beside the shards names. Without either, they are collected
+    from the labels of the first split. Another label of a held-out split then counts as missing, and is a fault.
+    Otherwise, a label of no class raises `DataError`.
     """
+    names, numbered = known or located.classes, located.classes
+    found: dict[Split, Targets] = {}
     faults: list[Fault] = []
-    distinct = _distinct(shards)
-    names = _found(distinct) if classes is None else classes
-    if columns is None:
+    for split, shards in opened.items():
+        distinct = _distinct(shards)
+        names = _found(distinct) if names is None else names
         resolved, strange = _resolve(distinct, names, numbered)
         if strange:
             label, one = next(iter(strange.items()))
             shard, code = distinct[label]
             unknown = f"{shard.path}: sample {_example(shard, code)!r} {_unknown(one, names, numbered)}"
-            if not tolerant:
+            if split == "train" or known is not None or numbered is not None:
                 raise DataError(unknown)
             faults.append(unknown_class(split, _count(shards, strange), unknown))
-    else:
-        resolved = {label: _picked(label, columns) for label in distinct}
+        found[split] = _targets(shards, resolved, _label_kind(shards, resolved, names), names)
+    if len({targets.kind for targets in found.values() if targets.known.any()}) > 1:
+        raise DataError(
+            f"data {location!r} has one label per image in one split and lists of labels in another; use the same "
+            "form in all splits"
+        )
+    return found, faults
+
+
+def _targets(
+    shards: Sequence[Shard], meanings: Mapping[RawLabel, Target], kind: TargetKind, names: tuple[str, ...]
+) -> Targets:
+    """Return the targets of the samples of some shards, in the order of the shards and of the files in each tar. Raise
+    `DataError` if there are none."""
     if not sum(len(shard.index) for shard in shards):
         paths = ", ".join(shard.path for shard in shards[:3]) + (" and the others" if len(shards) > 3 else "")
         ignored = sum(shard.index.ignored for shard in shards)
         other = f", but {plural(ignored, 'other file')}" if ignored else ""
         raise DataError(f"{paths}: there are no images{other}; a sample is an image such as 1.jpg, with 1.cls")
-    kind: TargetKind = "numbers" if columns is not None else _label_kind(shards, resolved, names)
     none: Target = () if kind == "classes" else None
     parts = []
     for shard in shards:
-        table = [*(resolved.get(label, none) for label in shard.index.labels), none]  # the last element is for code -1
+        table = [*(meanings.get(label, none) for label in shard.index.labels), none]  # the last element is for code -1
         parts.append(Targets.of(table, kind, names).rows(shard.index.codes))
-    reader = ShardImages(shards)
-    return Samples((reader,), range(len(reader)), Targets.joined(parts)), faults
+    return Targets.joined(parts)
 
 
 class ShardImages:

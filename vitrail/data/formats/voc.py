@@ -73,10 +73,11 @@ def open_voc(request: Request) -> Splits:
     unlisted = sorted(key for key in images.inodes if key not in of_image and not holds_masks(key))
     if not found:
         raise DataError("\n".join([f"{title}: no list in ImageSets names an image with an XML file", *notes]))
-    first = next(iter(found.values()))
-    first.faults += missing_images(f"{title}: annotations in XML", missing)
-    first.faults += unlisted_images(title, unlisted, "no XML file belongs to them")
-    return object_splits(title, images, found, names, request.classes, notes=notes)
+    faults = [
+        *missing_images(f"{title}: annotations in XML", missing),
+        *unlisted_images(title, unlisted, "no XML file belongs to them"),
+    ]
+    return object_splits(title, images, found, names, request.classes, notes=notes, faults=faults)
 
 
 def _read(path: Path) -> ElementTree.Element | None:

@@ -106,10 +106,8 @@ def open_yolo(request: Request) -> Splits:
         raise DataError(
             f"{title}: every line has the four corners of a rotated box; only upright boxes and polygons are read"
         )
-    first = next(iter(found.values()))
-    first.faults += _beyond(title, list(found.values()), names)
-    first.faults += _alone(folder, images, texts)
-    return object_splits(title, images, found, names, request.classes, notes=notes)
+    faults = [*_beyond(title, list(found.values()), names), *_alone(folder, images, texts)]
+    return object_splits(title, images, found, names, request.classes, notes=notes, faults=faults)
 
 
 def _class_names(folder: Path, description: Path | None, values: Mapping[str, Any], others: Sequence[str]) -> list[str]:

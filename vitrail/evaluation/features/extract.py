@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -18,19 +18,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from vitrail.data.batch import Skipped
-from vitrail.data.pipeline import Ranks, evaluation_batches
+from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.data.source import Source, evenly, subset, truth_of
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_fingerprint, weights_fingerprint
-from vitrail.evaluation.predictions import Pass
 from vitrail.machine import Precision, resolve_precision
 from vitrail.models.predictor import Predictor
+from vitrail.processes.launch import Launch
 from vitrail.settings import typed
 from vitrail.weights.answers import finite
 from vitrail.weights.bundle import Bundle
+
+if TYPE_CHECKING:
+    from vitrail.evaluation.outputs import Outputs
 
 Layer = Literal["embedding", "head-inputs"]
 """Layer of a network whose outputs are the features. The two layers differ if the network has a hidden layer before its
@@ -74,7 +77,7 @@ def existing_layer(network: nn.Module, layer: Layer) -> Layer:
     return layer if getattr(network.config, "head_hidden", 0) else "embedding"
 
 
-def extract(how: Pass, source: Source, layer: Layer = "embedding") -> FeatureSet:
+def extract(how: Outputs, source: Source, layer: Layer = "embedding") -> FeatureSet:
     """Return a feature vector for every sample, as float32: the output of `network.embed`, or with the layer
     "head-inputs" the vectors that the head receives.
 
@@ -84,7 +87,7 @@ def extract(how: Pass, source: Source, layer: Layer = "embedding") -> FeatureSet
     little.
 
     Features of the same weights, data, preprocessing and precision are memory-mapped from the cache, and new ones are
-    stored there, unless the network was changed (`Pass.usable_cache`). An interrupted extraction continues where it
+    stored there, unless the network was changed (`Outputs.usable_cache`). An interrupted extraction continues where it
     stopped. The resulting bytes are the same as without the interruption if the batch sizes are the same. If another
     process is computing the same features, this call waits for it. If the cache cannot be written, the features are
     computed in memory and not stored.
@@ -117,7 +120,7 @@ def extract(how: Pass, source: Source, layer: Layer = "embedding") -> FeatureSet
 class _Job:
     """The features to extract."""
 
-    how: Pass
+    how: Outputs
     source: Source
     layer: Layer
     batch_size: int
@@ -202,7 +205,7 @@ def _in_memory(job: _Job, chosen: Int64[np.ndarray, " n"] | None = None) -> Kept
 
 def _exchanged(job: _Job) -> Kept:
     """Return all features, of which each rank computes consecutive batches."""
-    ranks, gather = job.how.ranks, job.how.gather
+    ranks, gather = job.how.processes.place, job.how.gather
     precision, batch_size = gather((job.precision, job.batch_size))[0]  # machines can differ in both
     job = replace(job, precision=precision, batch_size=batch_size)
     batches = math.ceil(len(job.source) / job.batch_size)
@@ -242,7 +245,7 @@ def _from_cache(job: _Job, cache: Path) -> tuple[_Job, Kept | None]:
 def _computed(job: _Job, entry: Entry) -> Kept | None:
     """Return the features of an entry after computing the missing ones. Return None if the file system has no
     locks."""
-    note, ranks = job.how.note, job.how.ranks
+    note, ranks = job.how.note, job.how.processes.place
     with entry.locked() as lock:
         if lock is None:
             note(f"features are computed but not kept, because the disk of {entry.cache} does not support locks")
@@ -256,11 +259,11 @@ def _computed(job: _Job, entry: Entry) -> Kept | None:
         )
         if (kept := entry.adopt()) is not None:
             return kept
-        _fill(job, entry, Ranks())
+        _fill(job, entry, Launch())
         return entry.finish(job.reason)
 
 
-def _fill(job: _Job, entry: Entry, ranks: Ranks) -> None:
+def _fill(job: _Job, entry: Entry, ranks: Launch) -> None:
     """Compute the missing rows in the batches of one rank. With n ranks, each rank has every n-th batch."""
     with contextlib.closing(entry.filling()) as partial:
         done, size = partial.done() > 0, job.batch_size

@@ -34,7 +34,7 @@ from vitrail.evaluation.metrics.intervals import (
     mean_interval,
 )
 from vitrail.evaluation.metrics.numbers import number_metrics
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.outputs import Predictions
 
 
 @dataclass(frozen=True)
