@@ -313,6 +313,8 @@ TRAIN = {
         "is not in [",
     ),
     "train --scale-jitter 1 1e308": "--scale-jitter: 1.0 1e+308 is not two numbers in (0, 100]",
+    "train --task segmentation --data masks --head-kind queries --query-blocks 1 --attention windows":
+        "--attention: 'windows' is not one of",
     "train --interpolation nearest --no-antialias": "--antialias: it has an effect unless --interpolation is nearest",
     "train --task detection --data voc --box-weight inf": "--box-weight: inf is not a finite number",
     "train --task segmentation --data masks --dice-weight inf": "--dice-weight: inf is not a finite number",

@@ -426,11 +426,9 @@ def _counted(config: ViTConfig, kind: type[AttentionKind], positions: type[Posit
 
 def _misfits(config: ViTConfig) -> list[str]:
     """Return messages for fields that are valid by themselves but do not fit together."""
-    found = config.position_embedding.problems(config)
-    if (name := attention_name(config.attention)) in ATTENTION:
-        found = [*_misfits_of_attention(config), *found]
-    else:
-        found.append(f"attention={name!r} is not one of {', '.join(map(repr, ATTENTION))}")
+    if (name := attention_name(config.attention)) not in ATTENTION:
+        return [f"attention={name!r} is not one of {', '.join(map(repr, ATTENTION))}"]
+    found = [*_misfits_of_attention(config), *config.position_embedding.problems(config)]
     if config.reduction is not None:
         found += _misfits_of_reduction(config)
     if config.reversible:
