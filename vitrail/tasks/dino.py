@@ -104,7 +104,11 @@ class Dino(ViewTask):
     target_temperature_epochs: float = setting(
         0.0,
         effect=Effect(
-            lambda own: not own.target_temperature_epochs or own.starts_at_others,
+            lambda own: (
+                not own.target_temperature_epochs
+                or own.target_temperature_start != own.target_temperature
+                or own.patch_temperature_start != own.patch_temperature
+            ),
             "if --target-temperature-start or --patch-temperature-start is another temperature",
         ),
         least=0,
@@ -162,12 +166,6 @@ class Dino(ViewTask):
         256, effect=Effect(lambda own: own.separate_patch_head, "with --separate-patch-head"), least=1, most=2**24
     )
     """As --bottleneck, for the projection of patches."""
-
-    @property
-    def starts_at_others(self) -> bool:
-        """True if a temperature of the teacher begins at another value than the one at which it ends."""
-        start, end = self.target_temperature_start, self.target_temperature
-        return start != end or (self.patch_temperature_start or start) != (self.patch_temperature or end)
 
     def _problems(self) -> Iterator[str]:
         low, high = self.local_crop_area
