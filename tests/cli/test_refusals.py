@@ -315,6 +315,7 @@ TRAIN = {
     "train --scale-jitter 1 1e308": "--scale-jitter: 1.0 1e+308 is not two numbers in (0, 100]",
     "train --task segmentation --data masks --head-kind queries --query-blocks 1 --attention windows":
         "--attention: 'windows' is not one of",
+    "train --optimizer sgd --momentum 0 --momentum-format bfloat16": "--momentum-format: it has an effect only with",
     "train --interpolation nearest --no-antialias": "--antialias: it has an effect unless --interpolation is nearest",
     "train --task detection --data voc --box-weight inf": "--box-weight: inf is not a finite number",
     "train --task segmentation --data masks --dice-weight inf": "--dice-weight: inf is not a finite number",

@@ -102,7 +102,7 @@ class ViTConfig(NetworkConfig):
     head_hidden: int = setting(0, least=0, most=2**20, advice="0 means none")
     """Units of the tanh layer before the head that the paper uses in pre-training. 0 makes a network without this
     layer."""
-    head_bias: float = setting(0.0, least=-1e30, most=1e30)
+    head_bias: float = setting(0.0, least=-1e9, most=1e9)
     """Initial value of the head's biases. big_vision uses -10 for the sigmoid loss over very many classes."""
     final_norm: FinalNorm = setting("tokens", changes_weights=False)
     """Input of the final norm: every token before pooling ("tokens"), or the pooled vector ("pooled")."""
@@ -135,7 +135,7 @@ class ViTConfig(NetworkConfig):
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU, the tanh approximation of the original code, the sigmoid approximation of
     OpenAI's CLIP, or a gated SiLU."""
-    layer_scale: float = setting(0.0, least=0, most=1e30, advice="0 means none")
+    layer_scale: float = setting(0.0, least=0, most=1e9, advice="0 means none")
     """Initial value of LayerScale's factors (2103.17239). Each channel of each branch has a factor. 0 turns LayerScale
     off."""
     qk_norm: bool = False

@@ -52,7 +52,7 @@ class Distillation(Classification):
         3.0,
         effect=Effect(lambda own: own.teacher_labels == "soft", "with --teacher-labels soft"),
         above=0,
-        most=1e30,
+        most=1e9,
     )
     """Number by which the logits of teacher and network are divided, for soft labels only. The default is that of
     DeiT's paper; its code has 1."""

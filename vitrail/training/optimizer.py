@@ -139,11 +139,15 @@ class OptimizerConfig(Checked):
     )
     """Momentum of SGD and LARS, decay rate of Adafactor's mean update, or decay rate of Muon's mean gradient of
     matrices. By default 0.95 for Muon, else 0.9."""
-    momentum_format: MomentumFormat = "float32"
+    momentum_format: MomentumFormat = setting(
+        "float32",
+        effect=Effect(lambda own: own.kind in ("adamw", "lamb") or own.momentum_rate > 0, "with --momentum above 0"),
+    )
     """Number format in which the momentum is stored (AdamW: the mean gradient; Muon: that of matrices). The papers'
     code often uses bfloat16."""
     momentum_of: MomentumOf = setting(
-        "gradients", effect=Effect(lambda own: own.kind == "lars", "with --optimizer lars")
+        "gradients",
+        effect=Effect(lambda own: own.kind == "lars" and own.momentum_rate > 0, "with --optimizer lars and a momentum"),
     )
     """LARS: sum the scaled gradients, and multiply the sum by the learning rate (gradients: MoCo v3, MAE), or sum the
     gradients times the learning rate of their step (changes: SimCLR)."""
