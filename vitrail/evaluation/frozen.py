@@ -172,6 +172,8 @@ class ByFewShot:
             whole = whole or outputs.has_features(train, self.features) or 2 * len(wanted) > len(train)
             some = outputs.features(train if whole else subset(train, new), self.features)
             places = {key: place for place, key in enumerate(some.keys)}
+            if len(places) < len(some.keys):
+                raise DataError("training images have the same key, by which features are found; make keys unique")
             found |= {number: some.features[places[key]] for number in new if (key := train.key(number)) in places}
             usable = np.setdiff1d(usable, [number for number in new if number not in found])
         if not found:
