@@ -172,8 +172,8 @@ def open_files(
     if "train" in files and not sum(file.rows for file in files["train"]):
         raise DataError(f"{title} has an empty training split; training needs at least one row")
     image, label, text = _columns(files, choice, reads_texts=not numbers)
-    names = {file.name for some in files.values() for file in some}
-    notes = [*notes, *(f"{title} has only {incomplete}" for incomplete in missing_shards(names))]
+    every = (file.name for some in files.values() for file in some)
+    notes = [*notes, *(f"{title} has only {incomplete}" for incomplete in missing_shards(every))]
     rows: dict[Split, Int64[np.ndarray, " n"]] = {}
     column = None
     if set(files) == {"train"}:

@@ -93,9 +93,7 @@ def _images(
     images: ImageFiles, pairs: Sequence[tuple[str, str]], read: dict[str, ElementTree.Element], names: Sequence[str]
 ) -> AnnotatedImages:
     result = AnnotatedImages()
-    difficult: list[str] = []
-    outlined: list[str] = []
-    unstated: list[str] = []
+    difficult, outlined, unstated = list[str](), list[str](), list[str]()
     for key, name in pairs:
         tree = read[name]
         height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
