@@ -42,6 +42,17 @@ def test_photographs_are_like_those_of_imagenet(photographs: Path) -> None:
     assert all(20_000 < path.stat().st_size < 150_000 for path in files)
 
 
+def test_photographs_are_repeated_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.bench.reading.MOST_PIXELS", 3 * 8 * 6)
+    folder = write_photographs(tmp_path / "folder", 8, classes=2, size=(6, 8))
+    files = {path.stem: path for path in folder.rglob("*.jpg")}
+    numbers = [f"{number:05}" for number in range(8)]
+    assert [files[name].parent.name for name in numbers] == ["class-0", "class-1"] * 4
+    written = [files[name].read_bytes() for name in numbers]
+    assert written == [written[number % 3] for number in range(8)] and len(set(written)) == 3
+    assert written[0] == next(write_photographs(tmp_path / "one", 1, size=(6, 8)).rglob("*.jpg")).read_bytes()
+
+
 @pytest.mark.slow
 def test_every_data_set_and_both_limits_are_timed(
     photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from vitrail.bench.step import (
     Entry,
     Runner,
     breakdown,
+    category_of,
     entries,
     find_largest,
     largest_batch,
@@ -114,6 +115,11 @@ def test_shares_make_a_whole(tiny_work: MakeWork, capfd: pytest.CaptureFixture[s
     shares = breakdown(make_step(Entry(OURS), tiny_work(batch=16)), torch.device("cpu"))
     assert list(shares) == [*CATEGORIES, "the rest"] and sum(shares.values()) == pytest.approx(1)
     assert min(shares.values()) > 0 and capfd.readouterr().err == ""
+
+
+def test_categories_are_those_of_the_beginning_of_names() -> None:
+    names = {"aten::mm": "products", "aten::gelu": "activation", "my::aten::gelu": "the rest", "aten::sum": "the rest"}
+    assert {name: category_of(name) for name in names} == names
 
 
 def test_the_standard_error_comes_back_after_a_failure(capfd: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import create
 from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle
 
@@ -68,6 +69,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     }  # fmt: skip
     (root / "own").mkdir()
     (root / "own/run.json").write_text(json.dumps(record))
+    (root / "frozen").mkdir()
+    frozen = TrainConfig().override(data="colours", init="model", train_blocks=0).to_plain()
+    (root / "frozen/run.json").write_text(json.dumps({**record, "config": frozen, "objects": []}))
     run = {"steps": 1, "evaluations": 1, "validation_share": 0.0, "keep": "last"}
     train(tiny_config(data=root / "digits", run=root / "run", **run))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -278,6 +282,7 @@ TRAIN = {
     "train --allow data": "--allow: only a run that --resume continues can change settings; leave --allow out",
     "train --like nowhere": "'nowhere' is not the folder of a run",
     "train demo --like nowhere": "'nowhere' is not the folder of a run",
+    "train --like frozen --dropout 0.1": "--dropout: 0.1 is for blocks that are trained, but all of them are frozen",
     "train --like own": "cannot be repeated, because it was started in Python with its own network",
     "train --max-time soon": "--max-time: 'soon' is not a time",
     "train --init model --variant ViT-S/16": "--variant: 'ViT-S/16' cannot be given with --init 'model'",
@@ -296,6 +301,25 @@ TRAIN = {
     "train --task masked-patches --label-smoothing 0.1": "--label-smoothing: the task of this run, masked-",
     "train --task simclr --loss sigmoid": "--loss: the task of this run, simclr, has no such setting",
     "train --task mae --freeze image": "--freeze: the task of this run, mae, has no such setting",
+    "train --task clip --select image_to_text_1 --keep last": "--select: it has an effect only with --keep best or",
+    "train --channels 1 --colour-jitter 0 0 0.2 0": "--colour-jitter: it has an effect only with a saturation",
+    **dict.fromkeys(
+        (
+            "train --width 1000000000000000000000", "train --depth 1000000000", "train --head-bias 1e308",
+            "train --layer-scale 1e308", "train --shift 1000000000000000000000", "train --crop-from 10000000000",
+            "train --randaugment-layers 1000000000000", "train --task dino --prototypes 1000000000000000000000",
+            "train --task simclr --projection-width 1000000000000000000000", "train --task vqvae --codes 100000000000",
+        ),
+        "is not in [",
+    ),
+    "train --scale-jitter 1 1e308": "--scale-jitter: 1.0 1e+308 is not two numbers in (0, 100]",
+    "train --task segmentation --data masks --head-kind queries --query-blocks 1 --attention windows":
+        "--attention: 'windows' is not one of",
+    "train --optimizer sgd --momentum 0 --momentum-format bfloat16": "--momentum-format: it has an effect only with",
+    "train --interpolation nearest --no-antialias": "--antialias: it has an effect unless --interpolation is nearest",
+    "train --task detection --data voc --box-weight inf": "--box-weight: inf is not a finite number",
+    "train --task segmentation --data masks --dice-weight inf": "--dice-weight: inf is not a finite number",
+    "train --schedule staircase --stair-at 0.5 --stair-factors inf": "--stair-factors: inf is not a finite number",
     "train --task mae --solarise 0 0.2": "--solarise: 2 numbers for 1 view",
     "train --task simclr --blur 1 0.1 0.5": "--blur: 3 numbers for 2 views",
     "train --task dino --local-views 0 --blur 1 0.1 0.5": "--blur: 3 numbers for 2 views",
@@ -307,7 +331,11 @@ TRAIN = {
         "--target-temperature-by: it has an effect only with --target-temperature-epochs",
     "train --task dino --target-temperature-epochs 0 --patch-weight 1 --patch-temperature-start 0.5":
         "--patch-temperature-start: it has an effect only with --patch-weight and --target-temperature-epochs",
+    "train --task dino --centring masked-mean": "--centring: it has an effect only with --patch-weight",
+    "train --task dino --centring sinkhorn --centre-momentum 0.5": "--centre-momentum: it has an effect unless",
+    "train --task dino --target-temperature-epochs 2": "it has an effect only if --target-temperature-start",
     "train --task dino --mask-fraction 0.1 0.5": "--mask-fraction: it has an effect only with --patch-weight",
+    "train --mask-fraction 0.1 0.5 dino": "'dino' is one argument too many after '0.5'; usage: vitrail train [RECIPE]",
     "train dino --mask-fraction 0.1": "--mask-fraction: needs X X",
     "train --task distillation --teacher model --teacher-temperature 9":
         "--teacher-temperature: it has an effect only with --teacher-labels soft",
@@ -319,6 +347,7 @@ TRAIN = {
     "train --task clip --text-tokenizer words --vocabulary 600": "--vocabulary: it has an effect unless",
     "train --task siglip --data grey.csv --init sigmoid --initial-bias -2":
         "--initial-bias: the initial model has a text tower",
+    "train --data colours --init model --train-blocks 0 --backbone-wait 0.3": "--backbone-wait: it has an effect only",
     "train --task siglip --data grey.csv --init sigmoid --freeze image --layer-decay 0.5":
         "--layer-decay: it has an effect only with trained",
     "train --task clip --data flat": "flat has images without texts",
@@ -463,7 +492,7 @@ EVALUATE = {
     "evaluate headless --data split --by fewshot --shots 25": "25 shots need 25 training images per class; these",
     f"{KNN} --split train": "--split train: knn cannot be measured on the images that it learns from",
     f"{KNN} --k 9 99": "--k: 99 exceeds the number of labelled training images, 36; choose fewer neighbours",
-    "evaluate headless --data split --by fewshot --seeds 0": "--seeds: 0 is less than 1",
+    "evaluate headless --data split --by fewshot --seeds 0": "--seeds: 0 is not in [1, 10000]",
     f"{KNN} --cache x --no-cache": "--cache and --no-cache exclude each other",
     f"{KNN} --strict": "--strict: only the tasks of a --suite can be skipped",
     "evaluate headless --data . --suite offline --by knn --k 5": "what is measured and how; leave out --by, --k",
@@ -500,6 +529,7 @@ EVALUATE = {
     f"{NOTHING} --by knn --k 1 --temperature 0.1": "--temperature: it has an effect only with several neighbours",
     f"{NOTHING} --by linear --penalties 0.1 0": "--penalties: 0.0 is not above 0",
     f"{NOTHING} --by linear --penalty-share 1": "--penalty-share: 1.0 is not in (0, 1)",
+    f"{NOTHING} --by linear --penalties 1 1": "--penalties: 1.0 is given twice",
     f"{NOTHING} --by linear --penalties 0.1 --penalty-share 0.2": "--penalty-share: it has an effect only with several",
     f"{NOTHING} --by fewshot --shots 5 0": "--shots: 0 is less than 1",
     f"{NOTHING} --shots 5": "--shots: only fewshot uses it, but --by is accuracy; add fewshot to --by, or leave out",
@@ -511,6 +541,8 @@ EVALUATE = {
     f"{NOTHING} --class-names nope.txt": "cannot read nope.txt, the list of ImageNet's WordNet ids: No such file",
     f"{NOTHING} --real nope.json": "cannot read nope.json, the ReaL labels: No such file or directory",
     f"{NOTHING} --by knn --confusion": "show metrics of the model's own head; add accuracy to --by",
+    "evaluate a --data x --by ''": "--by is empty",
+    "evaluate a --data x --suite ''": "--suite is empty",
     "evaluate a a --data x": "MODEL...: a is given twice; give each value once",
     "runs compare a b a": "RUN...: a is given twice; give each value once",
     "runs compare a b --overwrite": "--overwrite: only the file that --page names is replaced",

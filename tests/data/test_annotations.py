@@ -301,6 +301,12 @@ def test_a_size_that_is_not_stated_is_read_from_the_picture(tmp_path: Path) -> N
         assert any("so it is read from them" in note for note in splits.notes)
 
 
+def test_polygons_of_voc_are_named(tmp_path: Path) -> None:
+    polygon = "<polygon><x1>1</x1><y1>2</y1><x2>30</x2><y2>2</y2><x3>9</x3><y3>20</y3></polygon>"
+    voc(tmp_path, voc_object(1, 2, 30, 20) + voc_object(1, 2, 30, 20).replace("</object>", f"{polygon}</object>"))
+    assert any("1 object with a polygon" in note for note in opened(tmp_path).notes)
+
+
 def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:
     for name in ("photo 1", "photo 0", "c", "d"):
         voc(tmp_path, voc_object(1, 2, 30, 20) + voc_object(5, 5, 9, 9, "other"), name)

@@ -335,6 +335,12 @@ def test_quick_check_reads_few_images(counting: tuple[Source, list[int]]) -> Non
     assert 1 <= len(read) <= 64 and read[0] == 0 and read == sorted(read)
 
 
+def test_a_held_out_split_without_any_label_is_an_error_as_in_training() -> None:
+    splits = Splits(arrays([0, 1, None]), arrays([None, None]), None)
+    (finding,) = (one for one in check_data(splits).findings if one.kind == "unlabelled")
+    assert finding.severity == "error" and "validation split" in finding.training
+
+
 def test_numbers_and_unlabelled_images_are_checked_as_well() -> None:
     numbers = Splits(arrays([(0.5, 1.0), None, (2.0, 3.0)]), None, None)
     report = check_data(numbers)

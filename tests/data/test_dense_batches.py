@@ -126,5 +126,5 @@ def test_an_annotation_of_another_size_skips_its_picture() -> None:
 def test_only_one_setting_chooses_what_is_seen() -> None:
     with pytest.raises(ConfigError, match=r"crop_area=.* and scale_jitter=.* choose what is seen"):
         Augment(crop_area=(0.5, 1.0), scale_jitter=(0.5, 2.0))
-    with pytest.raises(ConfigError, match=r"scale_jitter=.* is not two numbers above 0"):
+    with pytest.raises(ConfigError, match=r"scale_jitter=.* is not two numbers in "):
         Augment(scale_jitter=(0.0, 2.0))

@@ -115,7 +115,7 @@ def test_the_tokens_of_bert_are_those_of_transformers() -> None:
 
 BERT_TOKENS = {
     "A photo, of Bees.": "a photo , o ##f bee ##s .", "Straße ẞ": "s ##t ##r ##a ##s ##s ##e s ##s",
-    "ΣΑΣ ς": "[UNK] \u03c3", "½ ﬁ ⅷ \uff41\uff42": "[UNK] f ##i v ##i ##i ##i a ##b", "a\x00b\x07c": "a b c",
+    "ΣΑΣ ς": "[UNK] \u03c3", "½ ﬁ ⅷ \uff41\uff42": "[UNK] f ##i v ##i ##i ##i a ##b", "a\x00b\x07c\u0600d": "a b c d",
     "a\u00adb\u200bc\ufeffd": "a ##b ##c ##d", "é e\u0301 Å İ": "e e a i",
     "[CLS] [PAD]": "[ c ##l ##s ] [ p ##a ##d ]", "日本 aあ": "日 本 a ##あ", "_a_": "_ a _",
     "a\u2028b a\u3000b": "[UNK] a b", "x" * 101: "[UNK]", "👩\u200d👧": "[UNK]", " \u200b\n": "",
@@ -131,6 +131,7 @@ def test_the_tokens_of_bert_are_those_of_tensorflow_text() -> None:
         expected = ["[CLS]", *tokens.split()]
         assert [PIECES[number] for number in row] == expected + ["[PAD]"] * (101 - len(expected)), text
     assert found.cut == () and wordpiece_tokenizer(PIECES, context=100).encode(["x" * 100]).cut == (0,)
+    assert json.loads(ours.content)["decoder"]["type"] == "WordPiece", "for other programs that read the file"
 
 
 @pytest.mark.parametrize("pieces", [PIECES[1:], (*PIECES, "bee"), [piece for piece in PIECES if piece != "[CLS]"]])

@@ -119,7 +119,7 @@ def test_a_file_of_texts_refuses_everything_else(model: Bundle, onnx: Path, tmp_
         (lambda: file.embed([image]), "text tower only"),
         (lambda: file.predict([image]), "no head"),
         (lambda: file.save(tmp_path / "model"), "cannot be read, saved"),
-        (lambda: zero_shot(file, ["a bee", "a wasp"]), "cannot be read, saved"),
+        (lambda: zero_shot(file, ["a bee", "a wasp"]), "another head"),
         (lambda: load(onnx, num_classes=3), "num_classes"),
         (lambda: write(file, tmp_path / "again.pt2", "pt2"), "exported already"),
         (lambda: write(make_bundle(), tmp_path / "a.pt2", "pt2"), "no text tower"),
@@ -174,6 +174,7 @@ def test_the_command(
     for words, message in (
         (["text"], "--output: 'text'"), (["text_embedding", "--resize"], "--resize"),
         (["text_embedding", "--image-size", "24", "16"], "--image-size"),
+        (["text_embedding", "--max-pixels", "900"], "--max-pixels"),
         (["text_embedding", "--data", colour_folder], "has no texts"),
     ):  # fmt: skip
         assert message in cli.refuses(*command, *words)

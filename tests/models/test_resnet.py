@@ -384,7 +384,7 @@ BAD_RESNETS: list[tuple[dict[str, Any], str]] = [
     ({"image_size": (0, 8)}, "image_size=(0, 8) is less than 1"),
     ({"channels": 0}, "channels=0 is less than 1"),
     ({"num_classes": -1}, "num_classes=-1 is less than 0"),
-    ({"head_bias": math.inf}, "head_bias=inf is not a finite number"),
+    ({"head_bias": math.inf}, "head_bias=inf is not in [-1000000000.0, 1000000000.0]"),
 ]
 
 

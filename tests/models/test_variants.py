@@ -10,7 +10,7 @@ import torch
 
 from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig, Stem
-from vitrail.models.variants import VARIANTS, ModelConfig, create, variant_config
+from vitrail.models.variants import VARIANTS, ModelConfig, Variant, create, variant_config
 from vitrail.models.vit_config import ViTConfig
 
 COUNTS = {
@@ -101,6 +101,15 @@ def test_published_parameter_counts_of_other_heads_positions_and_sizes(
     name: str, fields: dict[str, Any], count: int
 ) -> None:
     assert made(name, **fields) == variant_config(name, **fields).parameters() == count
+
+
+def test_a_size_of_a_user_is_checked_when_it_is_added() -> None:
+    for wrong in ((48, 2, 96, 3), Variant(48, 2, 96, 0), Variant(48.0, 2, 96, 3)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"'Mini': .* is not a Variant"):
+            VARIANTS["Mini"] = wrong  # type: ignore[assignment]
+    VARIANTS["Mini"] = Variant(48, 2, 96, 3)
+    assert vit_config("ViT-Mini/7").width == 48
+    del VARIANTS["Mini"]
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, *BIT])

@@ -34,6 +34,14 @@ def test_the_docstring_states_the_command_and_the_names_agree(name: str) -> None
     assert RECIPES[name]() == RECIPES[name](), "a recipe is the same every time"
 
 
+def test_no_recipe_has_probabilities_of_views_that_it_lacks() -> None:
+    for name, recipe in RECIPES.items():
+        config = recipe()
+        local = config.task.local_views_of(config.images, config.augment, config.run.seed)
+        views = config.task.views + (0 if local is None else local.count)
+        assert max(len(config.augment.blur), len(config.augment.solarise)) <= views, name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_network_is_built_and_takes_two_steps(

@@ -200,6 +200,14 @@ def test_factors_by_name_choose_groups() -> None:
     assert {name: values for name, values in found.items() if values != (1.0, 0.0)} == special
 
 
+def test_a_pattern_of_frozen_weights_is_noted() -> None:
+    network = create("ViT-Pico/7", num_classes=2, image_size=14, width=16, depth=2, heads=2, mlp_width=16)
+    network.blocks[0].requires_grad_(False)
+    config = OptimizerConfig(learning_rate_factors=(r"blocks\.0\..*=2", r"blocks\..*=3"))
+    (note,) = check_names(network, config)
+    assert "=2" in note and "not trained" in note
+
+
 def test_a_pattern_without_a_weight_is_named() -> None:
     network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, width=8, depth=1, heads=2)
     for fields, start in (

@@ -14,21 +14,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.targets import single_labels
+from tests.evaluation.memory import MemorySource
+from tests.targets import number_targets, single_labels
 from vitrail.data.batch import Skipped
-from vitrail.data.source import Source
+from vitrail.data.source import Source, samples_of
 from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError
-from vitrail.evaluation.metrics.report import ClassificationReport, report
+from vitrail.evaluation.metrics.report import ClassificationReport, regression_report, report
 from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.models.variants import create
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.optimizer import OptimizerName
+from vitrail.training.page import HeldOutExample
 from vitrail.training.run import train
 from vitrail.transfer.report import write_report
 from vitrail.transfer.trials import Tried
+from vitrail.weights.answers import NumberPrediction
 from vitrail.weights.bundle import Bundle
 
 EVIL = "<script>alert('1 & 2')<"
@@ -235,6 +238,25 @@ def test_the_top_says_that_the_initial_model_learned_from_the_measured_images(
     for split, is_said in (("validation", True), ("test", False)):
         page = write_report(folder, bundle, source, split, measured).read_text(encoding="utf-8")
         assert ("9 of 13" in page[: page.index("<table")]) == is_said
+
+
+def test_the_top_shows_each_image_once(run: MakeRun, tmp_path: Path) -> None:
+    names, truth = ("age", "weight"), np.asarray([[1, 100], [2, 200], [3, 300]], np.float64)
+    predicted = np.asarray([[1, 110], [5, 290], [3, 300]], np.float32)
+    keys, targets = ("0.png", "1.png", "2.png"), number_targets(truth, names)
+    found = regression_report(Predictions(predicted, targets, keys, np.arange(3), names, scores="numbers"), bootstrap=0)
+    folder, bundle = run(task="regression", numbers=names, keep="last")
+    examples = []
+    for number, key in enumerate(keys):
+        Image.new("RGB", (9, 9)).save(tmp_path / key)
+        guess = NumberPrediction(names, tuple(predicted[number].tolist()))
+        examples.append(HeldOutExample(tmp_path / key, key, (f"example {number}",), guess))
+    source = samples_of(MemorySource([np.zeros((9, 9, 3), np.uint8)] * 3, labels=[0] * 3, classes=names))
+    source = replace(source, targets=targets)
+    page = write_report(folder, bundle, source, "validation", found, examples=examples).read_text(encoding="utf-8")
+    top = page[page.index("<h2>Held-out images") : page.index("<h2>Settings")]
+    assert top.count("<figure") == 3 and all(top.count(text) == 1 for text in ("0.png", "1.png"))
+    assert "example 2" in top and "example 0" not in top and "example 1" not in top
 
 
 @pytest.mark.parametrize("steps", [0, 5])

@@ -575,6 +575,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
+def test_a_provenance_that_no_file_can_hold_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="provenance must be plain JSON values"):
+        dataclasses.replace(bundle, provenance={"photo": tmp_path})
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_network_that_would_be_loaded_as_another_is_not_saved(change: str, tmp_path: Path) -> None:
     bundle = make_bundle()
@@ -583,6 +588,14 @@ def test_a_network_that_would_be_loaded_as_another_is_not_saved(change: str, tmp
     with pytest.raises(BundleError, match="the network cannot be saved"):
         bundle.save(tmp_path / "model")
     assert not (tmp_path / "model").exists() and bundle.network.training and bundle.network.blocks[0].training
+
+
+def test_a_network_without_values_is_not_saved(bundle: Bundle, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        network = build(bundle.network.config)
+    with pytest.raises(BundleError, match="device meta"):
+        dataclasses.replace(bundle, network=network).save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_blocks_that_share_weights_are_saved(tmp_path: Path) -> None:

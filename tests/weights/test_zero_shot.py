@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,16 @@ def test_probabilities_are_those_of_the_pair(model: Bundle, tmp_path: Path) -> N
         assert dict(one.ranking) == pytest.approx(dict(other.ranking), abs=1e-5)
     assert torch.allclose(again.embed(images()), model.embed(images()), atol=1e-6), "the space of texts is kept"
     assert zero_shot(again, ["a bee", "an ant"]).classes == ("a bee", "an ant")
+
+
+def test_changes_of_modules_are_kept(model: Bundle) -> None:
+    changed = replace(model, network=copy.deepcopy(model.network))
+    changed.network.blocks[0].mlp.activation = torch.nn.ReLU()
+    expected = model.network.config.num_classes
+    made = zero_shot(changed, CLASSES)
+    assert isinstance(made.network.blocks[0].mlp.activation, torch.nn.ReLU)
+    assert torch.equal(made.embed(images()), changed.embed(images()))
+    assert changed.network.config.num_classes == expected, "the model itself stays as it was"
 
 
 def test_names_of_folders_are_made_readable(model: Bundle) -> None:

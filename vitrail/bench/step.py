@@ -106,7 +106,8 @@ def fastest_multiplication(left: Tensor, right: Tensor) -> Callable[[Tensor, Ten
     """
     kernels: list[Callable[[Tensor, Tensor], Tensor]] = [torch.mm]
     if left.device.type == "cpu" and has_onednn(left.dtype):
-        kernels += [_by_onednn, _by_onednn_transposed]
+        # oneDNN copies a transposed first factor, which a product of the transposes can avoid.
+        kernels += [_by_onednn, lambda left, right: _by_onednn(right.t(), left.t()).t()]
     if len(kernels) == 1 or 0 in (*left.stride(), *right.stride()):  # oneDNN takes no expanded tensors
         return torch.mm
     with torch.no_grad():
@@ -117,11 +118,6 @@ def fastest_multiplication(left: Tensor, right: Tensor) -> Callable[[Tensor, Ten
 
 def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
-
-
-def _by_onednn_transposed(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product as the transpose of `right^T left^T`. oneDNN copies a transposed first factor."""
-    return _by_onednn(right.t(), left.t()).t()
 
 
 def record(step: Callable[[], object]) -> list[Product]:

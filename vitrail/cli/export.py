@@ -123,7 +123,7 @@ def main(call: Call) -> int:
         )
     bundle = load(options.model, device="cpu", image_size=options.image_size)
     is_int8 = any(target.precision == "int8" for target in targets)
-    images = _texts(options, bundle) if texts else _images(options, bundle, is_int8)
+    images = _texts(options, bundle, call.arguments) if texts else _images(options, bundle, is_int8)
     exporter = Exporter(
         bundle,
         images.samples,
@@ -238,12 +238,13 @@ def _images(options: Export, bundle: Bundle, is_int8: bool) -> _Images:
     return _Images(samples, notes=notes)
 
 
-def _texts(options: Export, bundle: Bundle) -> _Images:
+def _texts(options: Export, bundle: Bundle, arguments: Sequence[str]) -> _Images:
     """Return the texts of the comparison, and a note about the tokens that the file takes. Raise `ConfigError` for a
-    model without a text tower, and for data without texts."""
+    model without a text tower, for data without texts, and if the `arguments` of the call are about images."""
     words, count = bundle.reader_of_texts(), options.images or USUAL_IMAGES
-    if options.image_size is not None:
-        raise ConfigError("--image-size is for files that take images, but a text tower takes texts; leave it out")
+    names = (word.partition("=")[0].replace("_", "-") for word in arguments)
+    if of_images := [name for name in names if name in ("--image-size", "--max-pixels")]:
+        raise ConfigError(f"{of_images[0]} is for files that take images, but a text tower takes texts; leave it out")
     texts: Sequence[str] = usual_texts(count)
     if options.data is not None:
         found = truth_of(open_whole(options.data, texts=True).whole.train).texts

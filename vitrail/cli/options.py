@@ -217,7 +217,8 @@ class Command:
             if taken:
                 given[option.name] = convert(option, taken)
         if rest:
-            raise ConfigError(f"{rest[0]!r} is one argument too many; usage: {self.usage}")
+            before = f" after {words[-len(rest) - 1]!r}" if len(rest) < len(words) else ""
+            raise ConfigError(f"{rest[0]!r} is one argument too many{before}; usage: {self.usage}")
         return given
 
 
@@ -264,6 +265,8 @@ def option_problems(options: Mapping[str, Option], given: Options) -> Iterator[s
     """Yield a message for each value of an option that is not allowed, or does not go with the other given options."""
     for option, value in ((options[name], value) for name, value in given.items()):
         yield problem_of(option.name, value, option.kind, option.facts)
+        if value == "" and option.section != "run":  # an empty setting of a run takes away the recipe's
+            yield f"{option.label} is empty; give it a value, or leave it out"
         is_on = value not in (None, False, "")
         if is_on and given.get(other := option.facts.get("excludes", "")):
             yield f"{option.label} and {flag(other)} exclude each other; give only one of them"

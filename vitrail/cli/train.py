@@ -316,15 +316,16 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
         )
     if {"like", "recipe"} <= given.keys():
         raise ConfigError(f"--like: the settings are those of {given['like']}; leave the recipe {given['recipe']} out")
-    recipe, initial = recipe_for(given), None
+    recipe, initial, init = recipe_for(given), None, given.get("init")
     settings = {name: value for name, value in given.items() if name not in ("recipe", "like", "plan", "budget")}
     settings["task"] = task_of(given, recipe.task.name)
     if "epochs" in given:
         settings.setdefault("steps", None)  # a recipe may count steps
-    if (init := given.get("init")) is not None:
-        tunes = recipe.start.init is not None
+    tunes = recipe.start.init is not None
+    if init is not None:
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=recipe.model if tunes else ModelConfig())
-        check_request(recipe.override(**settings))
+    check_request(recipe.override(**settings))
+    if init is not None:
         from vitrail.weights.load import load  # other layouts, which a run from scratch does not need
 
         initial = load(init, device="cpu")

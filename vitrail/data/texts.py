@@ -255,7 +255,7 @@ def wordpiece_tokenizer(pieces: Sequence[str], *, context: int) -> TextTokenizer
     )
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(library.Regex(r"[\t\n\f\r ]+"), behavior="removed"),
+            pre_tokenizers.Split(library.Regex(" +"), behavior="removed"),
             pre_tokenizers.Split(library.Regex(SINGLE), behavior="isolated"),
         ]
     )

@@ -26,7 +26,7 @@ class ByDetection(Bootstrapped):
     """Average precision of the objects that a model finds, with intervals (`average_precision`). It is that of masks
     if the model finds them, else that of boxes."""
 
-    bootstrap: int = setting(200, least=0)
+    bootstrap: int = setting(200, least=0, most=1_000_000)
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:

@@ -43,7 +43,7 @@ class Checked:
 class Bootstrapped(Checked):
     """The setting of an evaluator whose metrics have bootstrap intervals."""
 
-    bootstrap: int = setting(1000, least=0, advice="0 computes no intervals")
+    bootstrap: int = setting(1000, least=0, most=1_000_000, advice="0 computes no intervals")
     """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
 
 

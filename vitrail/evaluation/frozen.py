@@ -37,11 +37,11 @@ class ByLinear(Checked):
     (`linear_probe`).
     """
 
-    penalties: tuple[float, ...] = setting((), above=0, below=math.inf)
+    penalties: tuple[float, ...] = setting((), above=0, below=math.inf, distinct=True)
     """Penalties that linear tries. By default two per decade, from 1 (for numbers from 100) to 0.000001."""
     held_out: float = setting(
         0.1, name="penalty_share", above=0, below=1,
-        effect=Effect(lambda own: len({*own.penalties}) != 1, "with several --penalties, or without them"),
+        effect=Effect(lambda own: len(own.penalties) != 1, "with several --penalties, or without them"),
     )  # fmt: skip
     """Fraction of the training images that linear holds out to choose the penalty. The final fit uses all training
     images."""
@@ -87,7 +87,7 @@ class ByFewShot(Checked):
     shots: tuple[int, ...] = setting((), least=1)
     """Numbers of training images per class for fewshot. By default those of 1, 5, 10 and 25 for which every class has
     enough images (with --allow-fewer: one class)."""
-    seeds: int = setting(3, least=1)
+    seeds: int = setting(3, least=1, most=10_000)
     """Number of random draws of training images. fewshot reports the mean over the draws."""
     l2: float | Literal["loo"] = setting(1024.0, above=0, below=math.inf, advice="loo chooses the strength")
     """L2 regularisation strength of fewshot. loo chooses the strength for each draw by leave-one-out validation."""

@@ -53,17 +53,15 @@ class Mlp(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
         hidden = self.up(x)
-        if fuses(hidden) and self._can_skip_calls():
-            return self.down.after_gelu(hidden, "tanh" if self.activation.approximate == "tanh" else "none")
-        return self.dropout(self.down(self.dropout(self.activation(hidden))))
-
-    def _can_skip_calls(self) -> bool:
-        return (
-            is_plain(self.down, Linear)
+        if (
+            fuses(hidden)
+            and is_plain(self.down, Linear)
             and is_plain(self.activation, nn.GELU)
             and is_plain(self.dropout, nn.Dropout)
             and not (self.dropout.training and self.dropout.p)
-        )
+        ):
+            return self.down.after_gelu(hidden, "tanh" if self.activation.approximate == "tanh" else "none")
+        return self.dropout(self.down(self.dropout(self.activation(hidden))))
 
     @torch.no_grad()
     def initialise(self) -> None:

@@ -154,7 +154,7 @@ class ResNetConfig(NetworkConfig):
     """Number of groups of every group norm."""
     num_classes: int = setting(1000, least=0)
     """Number of outputs of the head. 0 makes a network without a head."""
-    head_bias: float = setting(0.0, above=-math.inf, below=math.inf)
+    head_bias: float = setting(0.0, least=-1e9, most=1e9)
     """Initial value of the head's biases."""
     norm_eps: float = setting(1e-5, above=0, below=math.inf)
     """Epsilon of every group norm."""

@@ -19,6 +19,7 @@ from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
+from vitrail.registry import Registry
 from vitrail.settings import bare_names, from_plain, typed_fields
 
 AnyConfig = ViTConfig | ResNetConfig
@@ -40,7 +41,7 @@ class Variant(NamedTuple):
     heads: int
 
 
-VARIANTS = {
+_SIZES = {
     "Pico": Variant(96, 6, 384, 3),  # ours, for images of 28 to 64 pixels on a CPU
     "Nano": Variant(192, 8, 768, 3),  # ours, for the same images
     "Ti": Variant(192, 12, 768, 3),  # 2012.12877, 2106.10270
@@ -54,6 +55,16 @@ VARIANTS = {
     "G": Variant(1664, 48, 8192, 16),
     "e": Variant(1792, 56, 15360, 16),  # 2209.06794
 }
+
+VARIANTS = Registry[Variant](
+    {},
+    rest=lambda: _SIZES,
+    fits=(
+        lambda part: isinstance(part, Variant) and all(isinstance(number, int) and number > 0 for number in part),
+        "a Variant of four whole numbers above 0",
+    ),
+)
+"""Sizes by their names, which consist of letters, digits and underscores."""
 
 RESNETS = {
     "26": (2, 2, 2, 2),

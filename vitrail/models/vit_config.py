@@ -72,15 +72,15 @@ class ViTConfig(NetworkConfig):
     """Image channels: 3 for RGB, 1 for grey."""
     root: RootConfig | None = None
     """The ResNet of a hybrid. Patches are then cut from its feature map instead of the image."""
-    width: int = setting(768, least=1)
+    width: int = setting(768, least=1, most=2**20)
     """Length of a token: D in the paper."""
-    depth: int = setting(12, least=1)
+    depth: int = setting(12, least=1, most=10_000)
     """Number of blocks: L in the paper."""
     heads: int = setting(12, least=1)
     """Number of attention heads, which must divide the width."""
     attention: str = "full"
     """Kind of attention: a name of `vitrail.models.attention.ATTENTION`, and its settings: "local:window=9"."""
-    mlp_width: int = setting(3072, least=1)
+    mlp_width: int = setting(3072, least=1, most=2**20)
     """Hidden units of each block's MLP. With "swiglu", the gate and the value each have this many units."""
     num_classes: int = setting(1000, least=0, advice="0 means none")
     """Number of outputs of the head. 0 makes a network without a head."""
@@ -99,10 +99,10 @@ class ViTConfig(NetworkConfig):
     """True to add a class token. By default, it is added if the name in `pool` begins with "cls"."""
     registers: int = setting(0, least=0, advice="0 means none")
     """Number of register tokens, which are learned tokens between the class token and the patches (2309.16588)."""
-    head_hidden: int = setting(0, least=0, advice="0 means none")
+    head_hidden: int = setting(0, least=0, most=2**20, advice="0 means none")
     """Units of the tanh layer before the head that the paper uses in pre-training. 0 makes a network without this
     layer."""
-    head_bias: float = setting(0.0, above=-math.inf, below=math.inf)
+    head_bias: float = setting(0.0, least=-1e9, most=1e9)
     """Initial value of the head's biases. big_vision uses -10 for the sigmoid loss over very many classes."""
     final_norm: FinalNorm = setting("tokens", changes_weights=False)
     """Input of the final norm: every token before pooling ("tokens"), or the pooled vector ("pooled")."""
@@ -135,7 +135,7 @@ class ViTConfig(NetworkConfig):
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU, the tanh approximation of the original code, the sigmoid approximation of
     OpenAI's CLIP, or a gated SiLU."""
-    layer_scale: float = setting(0.0, least=0, below=math.inf, advice="0 means none")
+    layer_scale: float = setting(0.0, least=0, most=1e9, advice="0 means none")
     """Initial value of LayerScale's factors (2103.17239). Each channel of each branch has a factor. 0 turns LayerScale
     off."""
     qk_norm: bool = False
@@ -148,7 +148,7 @@ class ViTConfig(NetworkConfig):
     """True to add a bias to the patch projection."""
     pre_norm: bool = False
     """True to apply a layer norm to the tokens before the first block, as CLIP does (2103.00020)."""
-    projection: int = setting(0, least=0, advice="0 means none")
+    projection: int = setting(0, least=0, most=2**20, advice="0 means none")
     """Length of the vector to which a linear layer without bias projects the pooled tokens, so that it can be compared
     with embeddings of texts (2103.00020). 0 makes a network without this layer."""
     head_normalises: bool = setting(False, changes_weights=False)
@@ -430,11 +430,9 @@ def _counted(config: ViTConfig, kind: type[AttentionKind], positions: type[Posit
 
 def _misfits(config: ViTConfig) -> list[str]:
     """Return messages for fields that are valid by themselves but do not fit together."""
-    found = config.position_embedding.problems(config)
-    if (name := attention_name(config.attention)) in ATTENTION:
-        found = [*_misfits_of_attention(config), *found]
-    else:
-        found.append(f"attention={name!r} is not one of {', '.join(map(repr, ATTENTION))}")
+    if (name := attention_name(config.attention)) not in ATTENTION:
+        return [f"attention={name!r} is not one of {', '.join(map(repr, ATTENTION))}"]
+    found = [*_misfits_of_attention(config), *config.position_embedding.problems(config)]
     if config.reduction is not None:
         found += _misfits_of_reduction(config)
     if config.reversible:

@@ -25,10 +25,13 @@ BYOL_VIEWS = Augment(
     colour_jitter=(0.4, 0.4, 0.2, 0.1),
     colour_jitter_probability=0.8,
     grey=0.2,
-    blur=(1.0, 0.1, 0.5),
-    solarise=(0.0, 0.2, 0.0),
+    blur=(1.0, 0.1),
+    solarise=(0.0, 0.2),
 )
-"""Views of BYOL (2006.07733), with which MoCo v3 and DINO are trained. The third numbers hold for local views."""
+"""The two views of BYOL (2006.07733), with which MoCo v3 and DINO are trained."""
+
+WITH_LOCAL: dict[str, Any] = {"blur": (1.0, 0.1, 0.5), "solarise": (0.0, 0.2, 0.0)}
+"""Probabilities of `BYOL_VIEWS` in DINO, whose third numbers hold for local views."""
 
 DECAYED = r"(?!.*norm).*weight"
 """Pattern of the weights that decay in the codes of MAE and BEiT, apart from tokens and positions."""
@@ -257,7 +260,7 @@ def dino_i1k(
         task=Dino(**{**sizes, **task}),
         model=ModelConfig(variant=f"ViT-S/{patch}", overrides=overrides),
         images=Preprocess(image_size=(224, 224), mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bicubic"),
-        augment=replace(BYOL_VIEWS, **{"crop_area": (0.4, 1.0), **(augment or {})}),
+        augment=replace(BYOL_VIEWS, **{"crop_area": (0.4, 1.0), **WITH_LOCAL, **(augment or {})}),
         optimizer=OptimizerConfig(**{**published, **(optimizer or {})}),
         run=RunConfig(epochs=epochs, batch_size=batch_size, keep="last"),
     )

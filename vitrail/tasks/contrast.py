@@ -170,10 +170,10 @@ class SimClr(ContrastTask):
     contrast_temperature: float = setting(0.1, above=0, below=math.inf)
     """Number that divides the cosine similarities of views in the loss. The paper uses 0.1 for batches of thousands of
     images, and 0.5 for CIFAR-10."""
-    projection_hidden: int | None = setting(None, least=1)
+    projection_hidden: int | None = setting(None, least=1, most=2**24)
     """Hidden units of the projection that is trained beside the network. By default the length of the network's
     embedding."""
-    projection_width: int = setting(128, least=2)
+    projection_width: int = setting(128, least=2, most=2**24)
     """Length of the projected vectors that the loss compares."""
 
     def head(self, network: AnyConfig) -> Head:
@@ -258,10 +258,10 @@ class MoCo(ContrastTask):
 
     contrast_temperature: float = setting(0.2, above=0, below=math.inf)
     """Number that divides the cosine similarities of views in the loss."""
-    projection_hidden: int | None = setting(None, least=1)
+    projection_hidden: int | None = setting(None, least=1, most=2**24)
     """Hidden units of the projection and the predictor that are trained beside the network. By default 4,096, or 512 if
     the network's embedding is shorter than 192."""
-    projection_width: int = setting(256, least=2)
+    projection_width: int = setting(256, least=2, most=2**24)
     """Length of the projected vectors that the loss compares."""
     teacher_momentum: float = setting(0.99, least=0, below=1)
     """Fraction of the running mean that each step keeps at the beginning. It rises to 1 along half a cosine wave."""

@@ -8,6 +8,7 @@ box both fit it already, and the score that they learn is the quality of their b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -63,7 +64,7 @@ class Detection(DenseTask):
     )
     loss_metric = "average_precision"
 
-    box_weight: float = setting(2.0, above=0)
+    box_weight: float = setting(2.0, above=0, below=math.inf)
     """Weight of the overlap of boxes in the loss, beside that of classes."""
     cells_per_object: int = setting(13, least=1)
     """Number of cells that learn from an object. Only heads of the kind "pyramid" have cells."""

@@ -83,13 +83,13 @@ class Dino(ViewTask):
     while --early-image-size applies."""
     local_crop_area: tuple[float, float] = setting((0.05, 0.4), effect=WITH_LOCAL)
     """Smallest and largest fraction of the image's area that a local view shows."""
-    prototypes: int | None = setting(None, least=2)
+    prototypes: int | None = setting(None, least=2, most=2**24)
     """Number of outputs of the projection, over which the softmax is computed. By default 65,536, or 4,096 if the
     network's embedding is shorter than 192."""
-    projection_hidden: int | None = setting(None, least=1)
+    projection_hidden: int | None = setting(None, least=1, most=2**24)
     """Hidden units of the projection that is trained beside the network. By default 2,048, or 512 if the network's
     embedding is shorter than 192."""
-    bottleneck: int = setting(256, least=1)
+    bottleneck: int = setting(256, least=1, most=2**24)
     """Length of the vectors that are compared with the prototypes. They are scaled to length 1."""
     unit_prototypes: bool = True
     """True to give all prototypes the length 1. Without it, their lengths are trained, which can be unstable."""
@@ -101,7 +101,18 @@ class Dino(ViewTask):
     """Number that divides the teacher's outputs before the softmax. A smaller number makes sharper targets."""
     target_temperature_start: float = setting(0.04, effect=WITH_WARMUP, above=0, below=math.inf)
     """Value of the teacher's temperature at the beginning of the run."""
-    target_temperature_epochs: float = setting(0.0, least=0)
+    target_temperature_epochs: float = setting(
+        0.0,
+        effect=Effect(
+            lambda own: (
+                not own.target_temperature_epochs
+                or own.target_temperature_start != own.target_temperature
+                or own.patch_temperature_start != own.patch_temperature
+            ),
+            "if --target-temperature-start or --patch-temperature-start is another temperature",
+        ),
+        least=0,
+    )
     """Number of epochs in which the teacher's temperature changes linearly from its start. The last of them has the
     final temperature."""
     target_temperature_by: Literal["epoch", "step"] = setting("epoch", effect=WITH_WARMUP)
@@ -109,11 +120,21 @@ class Dino(ViewTask):
     teacher_momentum: float = setting(0.996, least=0, below=1)
     """Fraction of the teacher's weights that each step keeps at the beginning. It rises to 1 along half a cosine wave.
     Small batches need a higher fraction, such as 0.9995 for 256 images."""
-    centring: Literal["mean", "masked-mean", "sinkhorn"] = "mean"
+    centring: Literal["mean", "masked-mean", "sinkhorn"] = setting(
+        "mean",
+        effect=Effect(
+            lambda own: own.centring != "masked-mean" or own.patch_weight > 0, "with --patch-weight, if masked-mean"
+        ),
+    )
     """Centre that is subtracted from the teacher's outputs. mean: their running mean (DINO); that of patches is over
     all patches (iBOT). masked-mean: the same, but over the masked patches. sinkhorn: the centre of the whole batch by
     the Sinkhorn-Knopp algorithm (DINOv2)."""
-    centre_momentum: float = setting(0.9, least=0, below=1)
+    centre_momentum: float = setting(
+        0.9,
+        effect=Effect(lambda own: own.centring != "sinkhorn", "unless --centring is sinkhorn"),
+        least=0,
+        below=1,
+    )
     """Fraction of the centre that each step keeps, if it is a running mean."""
     koleo_weight: float = setting(0.0, least=0, below=math.inf)
     """Weight of the KoLeo loss of DINOv2, which spreads the embeddings of the images that a process computes together.
@@ -142,7 +163,7 @@ class Dino(ViewTask):
     """True to give patches a projection of their own, as DINOv2's large models have. By default they share that of
     views."""
     patch_bottleneck: int = setting(
-        256, effect=Effect(lambda own: own.separate_patch_head, "with --separate-patch-head"), least=1
+        256, effect=Effect(lambda own: own.separate_patch_head, "with --separate-patch-head"), least=1, most=2**24
     )
     """As --bottleneck, for the projection of patches."""
 
@@ -157,7 +178,12 @@ class Dino(ViewTask):
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` as `HeadlessTask.check_network`, and if the network cannot process the local views."""
         super().check_network(network)
-        if self.patch_weight and not (isinstance(network, ViTConfig) and _has_plain_tokens(network)):
+        if self.patch_weight and not (
+            isinstance(network, ViTConfig)
+            and network.pool == "cls"
+            and network.final_norm == "tokens"
+            and not (network.projection or network.patch_dropout)
+        ):
             raise ConfigError(
                 f"patch_weight={self.patch_weight} needs the class token and the patches of a Vision Transformer with "
                 "pool='cls', final_norm='tokens', no projection and no patch dropout; choose such a network, or "
@@ -470,13 +496,6 @@ def draw_masks(task: Dino, batch: Batch, grid: tuple[int, int], *, seed: int) ->
     fractions = np.where(uniform[:, 0] < task.mask_probability, low + (high - low) * uniform[:, 1], 0.0)
     counts = (fractions * math.prod(grid)).astype(np.int64)
     return draw_blocks(batch, grid, counts, seed=seed, smallest=task.smallest_block).reshape(len(counts), -1)
-
-
-def _has_plain_tokens(network: ViTConfig) -> bool:
-    """Return True if the embedding is the class token, and the norm and the computation of all tokens are equal."""
-    return (
-        network.pool == "cls" and network.final_norm == "tokens" and not (network.projection or network.patch_dropout)
-    )
 
 
 # The projection to prototypes and the losses, as in the published codes. A teacher's outputs, after centring and a

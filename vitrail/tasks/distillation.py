@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,7 @@ class Distillation(Classification):
         3.0,
         effect=Effect(lambda own: own.teacher_labels == "soft", "with --teacher-labels soft"),
         above=0,
-        below=math.inf,
+        most=1e9,
     )
     """Number by which the logits of teacher and network are divided, for soft labels only. The default is that of
     DeiT's paper; its code has 1."""

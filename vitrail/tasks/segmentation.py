@@ -52,7 +52,7 @@ class Segmentation(DenseTask):
     )
     loss_metric = "mean_iou"
 
-    dice_weight: float = setting(0.0, least=0, advice="0 means none")
+    dice_weight: float = setting(0.0, least=0, below=math.inf, advice="0 means none")
     """Weight of the Dice loss beside the cross-entropy of masks. It gives all classes of an image the same weight, so
     that small things count more."""
     loss_stride: int = setting(2, least=1)

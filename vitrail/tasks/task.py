@@ -29,7 +29,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
-from vitrail.settings import Checked
+from vitrail.settings import Checked, Effect, setting
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.tasks.pictures import PictureTable
 from vitrail.weights.answers import OutputKind
@@ -236,7 +236,14 @@ class Task(Checked, ABC):
     """Metric of the evaluator that detects diverged weights. If the weights are not finite, the metric is not
     finite."""
 
-    select: str | None = None
+    select: str | None = setting(
+        None,
+        effect=Effect(
+            lambda run: run.run.keep == "best" or run.run.patience is not None,
+            "with --keep best or --patience",
+            of_run=True,
+        ),
+    )
     """Metric on the validation split that chooses the best weights. By default the task's main metric."""
 
     def _problems(self) -> Iterator[str]:

@@ -474,9 +474,9 @@ class VqVae(HeadlessTask):
         TaskMetric("codes_used"),
     )
 
-    codes: int = setting(512, least=2)
+    codes: int = setting(512, least=2, most=2**24)
     """Number of codes, which is the number of different tokens."""
-    code_width: int = setting(32, least=1)
+    code_width: int = setting(32, least=1, most=2**24)
     """Length of a code."""
     commitment: float = setting(0.25, least=0, below=math.inf)
     """Weight of the squared difference between encoded patches and their codes, which keeps the encoder near the

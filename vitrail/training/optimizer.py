@@ -45,6 +45,12 @@ TO_AN_END = ("cosine", "linear", "polynomial")
 
 WITH_DECAY = Effect(lambda own: own.weight_decay > 0, "with --weight-decay above 0")
 
+BELOW_HEAD = Effect(
+    lambda run: run.task.trains_network and (run.start.train_blocks != 0 or "detection-tokens" in run.task.head_kinds),
+    "with trained weights below the head",
+    of_run=True,
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Checked):
@@ -62,7 +68,7 @@ class OptimizerConfig(Checked):
     schedule: ScheduleName = "cosine"
     """Shape of the learning rate after warm-up. cosine, linear and polynomial fall to --end-learning-rate. rsqrt is an
     inverse square root of the number of steps. staircase changes at the points --stair-at. constant does not change."""
-    end_learning_rate: float = setting(0.0, least=0)
+    end_learning_rate: float = setting(0.0, least=0, below=math.inf)
     """Learning rate at the end of a cosine, linear or polynomial schedule."""
     power: float = setting(
         2.0,
@@ -83,7 +89,7 @@ class OptimizerConfig(Checked):
     --learning-rate. Useful for a run that continues another one."""
     stair_at: tuple[Duration, ...] = setting((), distinct=True)
     """Points of the run at which the staircase schedule changes the learning rate, in increasing order."""
-    stair_factors: tuple[float, ...] = setting((), least=0)
+    stair_factors: tuple[float, ...] = setting((), least=0, below=math.inf)
     """Factors of --learning-rate. Each one applies from the corresponding point of --stair-at. By default 0.1, 0.01,
     0.001 and so on."""
     warmup: Duration = 0.1
@@ -91,7 +97,7 @@ class OptimizerConfig(Checked):
     such as "500 steps", "5 epochs" or "64000 images"."""
     warmup_from_zero: bool = setting(False, effect=Effect(lambda own: not is_zero(own.warmup), "with --warmup"))
     """Begin the warm-up at 0, as the papers' code does. By default the first of N warm-up steps has 1/N of the rate."""
-    backbone_wait: Duration = 0.0
+    backbone_wait: Duration = setting(0.0, effect=BELOW_HEAD)
     """Length at the beginning of the run in which only the head is trained, as in EoMT (2503.19108). The other weights
     then have a schedule of their own for the rest of the run, which begins with --backbone-warmup."""
     backbone_warmup: Duration = setting(
@@ -133,11 +139,15 @@ class OptimizerConfig(Checked):
     )
     """Momentum of SGD and LARS, decay rate of Adafactor's mean update, or decay rate of Muon's mean gradient of
     matrices. By default 0.95 for Muon, else 0.9."""
-    momentum_format: MomentumFormat = "float32"
+    momentum_format: MomentumFormat = setting(
+        "float32",
+        effect=Effect(lambda own: own.kind in ("adamw", "lamb") or own.momentum_rate > 0, "with --momentum above 0"),
+    )
     """Number format in which the momentum is stored (AdamW: the mean gradient; Muon: that of matrices). The papers'
     code often uses bfloat16."""
     momentum_of: MomentumOf = setting(
-        "gradients", effect=Effect(lambda own: own.kind == "lars", "with --optimizer lars")
+        "gradients",
+        effect=Effect(lambda own: own.kind == "lars" and own.momentum_rate > 0, "with --optimizer lars and a momentum"),
     )
     """LARS: sum the scaled gradients, and multiply the sum by the learning rate (gradients: MoCo v3, MAE), or sum the
     gradients times the learning rate of their step (changes: SimCLR)."""
@@ -154,18 +164,7 @@ class OptimizerConfig(Checked):
     clip_of: ClipOf = setting("all", effect=Effect(lambda own: own.clip > 0, "with --clip above 0"))
     """Gradients that --clip limits together: those of all weights, those of each part, such as the network and each
     head beside it (part: DINOv2), or those of each weight (weight: DINO and iBOT)."""
-    layer_decay: float = setting(
-        1.0,
-        effect=Effect(
-            lambda run: (
-                run.task.trains_network and (run.start.train_blocks != 0 or "detection-tokens" in run.task.head_kinds)
-            ),
-            "with trained weights below the head",
-            of_run=True,
-        ),
-        above=0,
-        most=1,
-    )
+    layer_decay: float = setting(1.0, effect=BELOW_HEAD, above=0, most=1)
     """Ratio of each block's learning rate to the rate of the block above. The head has the full rate (2106.08254)."""
     average: float = setting(0.0, least=0, below=1)
     """Decay rate of a running mean of the weights, such as 0.999 (Polyak averaging). The mean is then evaluated and
@@ -387,10 +386,11 @@ def _of_kind(
     return OptaxAdam(groups, momentum=config.beta1, beta2=config.beta2, **shared)
 
 
-def check_names(network: nn.Module, config: OptimizerConfig) -> None:
-    """Raise `ConfigError` if a pattern for names of weights matches no weight of the network, or only weights that an
-    earlier pattern matches."""
-    names = [name for name, _ in network.named_parameters()]
+def check_names(network: nn.Module, config: OptimizerConfig) -> tuple[str, ...]:
+    """Return notes on patterns for names of weights that match only weights that are not trained. Raise `ConfigError`
+    if a pattern matches no weight of the network, or only weights that an earlier pattern matches."""
+    trained = {name: weight.requires_grad for name, weight in network.named_parameters()}
+    names, notes = [*trained], []
     for option in ("learning_rate_factors", "weight_decay_factors"):
         left = names
         for text in getattr(config, option):
@@ -400,6 +400,9 @@ def check_names(network: nn.Module, config: OptimizerConfig) -> None:
                     f"{option}={text!r} matches no weight of the network that no pattern before it matches; names are "
                     f"for example {names[0]} and {names[-1]}"
                 )
+            if not any(trained[name] for name in before if name not in left):
+                notes.append(f"{option}={text!r} has no effect, because the weights that it matches are not trained")
+    return tuple(notes)
 
 
 def _below_head(module: nn.Module) -> frozenset[int]:

@@ -148,6 +148,8 @@ class HeldOutExample:
     """An image with its labels and the model's prediction."""
 
     path: Path
+    key: str
+    """Key of the image in its source."""
     labels: tuple[str, ...]
     """The class of the image, all its classes, or its numbers with their names."""
     prediction: AnyPrediction
@@ -192,7 +194,7 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
     """
     if not bundle.classes:
         return ()
-    picked = []
+    picked, keys = [], []
     for place in spread(len(source), count):
         if (target := source.target(place)) is None:
             continue
@@ -201,6 +203,7 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
         except UndecodableImage:
             continue
         picked.append((picture, target))
+        keys.append(source.key(place))
     every = [_labels(source, target) for _, target in picked]
     names = [f"{number:02}-{_word(labels)}.png" for number, labels in enumerate(every)]
     paths = [folder / name for name in names]
@@ -209,11 +212,13 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
             drawn = [drawn_example(bundle, source, picture, target) for picture, target in picked]
             for name, (picture, _, _) in zip(names, drawn, strict=True):
                 picture.save(partial / name)
-            rows = zip(paths, every, drawn, strict=True)
-            return tuple(HeldOutExample(path, labels, found, wrong) for path, labels, (_, found, wrong) in rows)
+            rows = zip(paths, keys, every, drawn, strict=True)
+            return tuple(
+                HeldOutExample(path, key, labels, found, wrong) for path, key, labels, (_, found, wrong) in rows
+            )
         for (picture, _), name in zip(picked, names, strict=True):
             picture.save(partial / name)
-    return tuple(map(HeldOutExample, paths, every, bundle.predict(paths)))
+    return tuple(map(HeldOutExample, paths, keys, every, bundle.predict(paths)))
 
 
 def drawn_example(

@@ -127,7 +127,7 @@ def train(
             torch.manual_seed(config.run.seed)
             on_progress = log.extracting if log is not None and processes.is_first else None
             trained, job, notes = make_network(job, model, on_progress)
-            check_names(trained, job.config.optimizer)
+            notes += check_names(trained, job.config.optimizer)
             del model, initial  # the new network has copies of their weights
             folder = processes.on_first(lambda: new_folder(job.config))
             with _locked(folder, processes):

@@ -178,11 +178,16 @@ def _results(report: AnyReport, source: Source, bundle: Bundle) -> dict[str, Sec
 
 def _held_out(report: AnyReport, errors: Sequence[Shown], examples: Sequence[HeldOutExample]) -> Sequence[Shown]:
     """Return a few held-out images with their truth and prediction: the largest errors first, then images whose class
-    is predicted right, or for numbers any image. A run that saved no examples shows none."""
+    is predicted right, or for numbers any other image. A run that saved no examples shows none."""
     if isinstance(report, PlacedReport):
         return errors[:MAX_LARGE]
-    found = [one.shown for one in examples if one.right or isinstance(report, RegressionReport)]
-    return [*errors[:MAX_FIRST], *found[:MAX_FIRST]] if examples else []
+    worst: Sequence[Mistake | LargeError] = report.worst
+    first: dict[str, Shown] = {}
+    for one, picture in zip(worst, errors if examples else (), strict=False):
+        if len(first) < MAX_FIRST:
+            first.setdefault(one.key, picture)  # an image can have a large error of several numbers
+    others = [one for one in examples if one.key not in first and (one.right or isinstance(report, RegressionReport))]
+    return [*first.values(), *(one.shown for one in others[:MAX_FIRST])]
 
 
 def _images(report: AnyReport, split: str) -> str:
@@ -578,22 +583,21 @@ def mistakes(report: ClassificationReport, source: Source) -> Section:
     multi_label = report.has_several_labels
     return {
         "pictures": [
-            (picture_of(one.index, source), _mistake(one, multi_label=multi_label))
+            (
+                picture_of(one.index, source),
+                (
+                    f"true: {shorten(', '.join(one.labels) or 'none', MAX_NAME)}",
+                    f"predicted: {shorten(', '.join(one.predicted) or 'none', MAX_NAME)}",
+                    f"{one.probability:.1%}{' for the likeliest class' if multi_label else ''}",
+                    shorten(one.key, MAX_NAME),
+                ),
+            )
             for one in report.worst[:MAX_MISTAKES]
         ],
         "is_large": False,
         "explanation": "The wrong predictions with the largest loss.",
         "without": "All predictions are right.",
     }
-
-
-def _mistake(mistake: Mistake, *, multi_label: bool) -> tuple[str, ...]:
-    return (
-        f"true: {shorten(', '.join(mistake.labels) or 'none', MAX_NAME)}",
-        f"predicted: {shorten(', '.join(mistake.predicted) or 'none', MAX_NAME)}",
-        f"{mistake.probability:.1%}{' for the likeliest class' if multi_label else ''}",
-        shorten(mistake.key, MAX_NAME),
-    )
 
 
 def _percent(value: float | None) -> str:

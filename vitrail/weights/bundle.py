@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -136,6 +137,10 @@ class Bundle:
         for name, choices in (("output", get_args(OutputKind)), ("precision", get_args(Precision))):
             if getattr(self, name) not in choices:
                 raise BundleError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
+        try:
+            json.dumps(self.provenance)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BundleError(f"provenance must be plain JSON values, which a file can hold: {error}") from None
         if self.words is not None and self.words.tower.config.embed_width != config.embed_width:
             raise BundleError(
                 f"the text tower embeds in {self.words.tower.config.embed_width} numbers, but the network in "
@@ -463,6 +468,11 @@ def check_loadable(network: AnyNetwork) -> None:
     Compiled blocks compute without compilation meanwhile. The network and the random state stay as they were.
     """
     state = network.state_dict()
+    if partial := [name for name, tensor in state.items() if tensor.is_meta or hasattr(tensor, "device_mesh")]:
+        raise BundleError(
+            f"the network cannot be saved, because {partial[0]} is on the device meta or divided among processes "
+            "(FSDP2); load the whole weights into another network of vitrail.create"
+        )
     with torch.device("meta"):
         again = build(network.config).eval()
     expected = {name: tensor.shape for name, tensor in again.state_dict().items()}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from vitrail.data.formats.annotated import lines_of
 from vitrail.data.targets import class_name
 from vitrail.errors import ConfigError, listed, nearest, plural
-from vitrail.models.network import with_weights
+from vitrail.models.network import separate_copy
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import typed
 from vitrail.weights.bundle import Bundle
@@ -56,12 +56,13 @@ def zero_shot(
     config = bundle.network.config
     if not isinstance(config, ViTConfig) or config.head_hidden:
         raise ConfigError("zero-shot classification needs a Vision Transformer without a hidden layer before its head")
-    config = replace(config, num_classes=len(classes), head_normalises=True, head_kind="pooled")
-    state = {name: weight for name, weight in bundle.network.state_dict().items() if not name.startswith("head.")}
+    network: Any = separate_copy(bundle.network)
+    network.config = replace(config, num_classes=len(classes), head_normalises=True, head_kind="pooled")
+    network = network.with_head(len(classes)).eval()
     device = bundle.device
-    state["head.weight"] = (math.exp(words.scale) * found.vectors).to(device)
-    state["head.bias"] = torch.full((len(classes),), words.bias or 0.0, device=device)
-    network = with_weights(bundle.network, config, state).eval()
+    weight = (math.exp(words.scale) * found.vectors).to(device)
+    bias = torch.full((len(classes),), words.bias or 0.0, device=device)
+    network.head.load_state_dict({"weight": weight, "bias": bias}, assign=True)
     origin = {**bundle.provenance, "zero_shot": {"texts": texts, "templates": list(chosen)}}
     meaning = "are compared with each other only" if words.output == "softmax" else "are independent of each other"
     note = f"zero-shot: the probabilities of the {plural(len(classes), 'class')} {meaning}; no image was learned from"

@@ -313,7 +313,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"preset": "heavy"}, "preset='heavy' is not one of 'none', 'light1', 'light2', "),
     ({"crop_rule": "inception"}, "crop_rule='inception' is not one of 'torchvision', 'tensorflow'"),
     ({"erase": 1.5}, "erase=1.5 is not in [0, 1]"),
-    ({"randaugment_layers": -2}, "randaugment_layers=-2 is less than 0; 0 means none"),
+    ({"randaugment_layers": -2}, "randaugment_layers=-2 is not in [0, 100]; 0 means none"),
     ({"randaugment_magnitude": 31.0}, "randaugment_magnitude=31.0 is not in [0, 30]"),
     ({"randaugment_magnitude": float("nan")}, "randaugment_magnitude=nan is not in [0, 30]"),
     ({"mixup": -0.1}, "mixup=-0.1 is less than 0; 0 turns it off"),
@@ -324,7 +324,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"colour_jitter": (0.4, -0.4, 0.4, 0.1)}, "colour_jitter=(0.4, -0.4, 0.4, 0.1) is not brightness"),
     ({"blur": (0.5, 1.5)}, "blur=1.5 is not in [0, 1]"),
     ({"blur_sigma": (2.0, 0.1)}, "blur_sigma=(2.0, 0.1) is not two numbers, the smaller first"),
-    ({"shift": -2, "erase": -1.0}, "shift=-2 is less than 0; 0 means none\nerase=-1.0 is not in [0, 1]"),
+    ({"shift": -2, "erase": -1.0}, "shift=-2 is not in [0, 32768]; 0 means none\nerase=-1.0 is not in [0, 1]"),
 ]  # fmt: skip
 
 

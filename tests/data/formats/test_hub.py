@@ -169,6 +169,13 @@ def test_a_readme_that_says_nothing(hub: Hub, readme: bytes) -> None:
     assert len(open_hub_data(SPEC, None).train) == 2
 
 
+def test_missing_shards_are_named(hub: Hub) -> None:
+    names = [f"data/train-0000{number}-of-00004.parquet" for number in (0, 3)]
+    hub.add(NAME, {name: parquet([0, 1]) for name in (*names, "data/test-00000-of-00001.parquet")})
+    expected = "2 of 4 files data/train-*. The first missing file is data/train-00001-of-*"
+    assert open_hub_data(SPEC, None).notes[0] == f"data {SPEC!r} has only {expected}"
+
+
 def test_patterns_of_a_readme(hub: Hub) -> None:
     text = "config_name: x\n  data_files:\n  - split: train\n    path: '[!b].parquet'\n  - split: test\n    path: c.csv"
     hub.add(NAME, {"a.parquet": parquet([0]), "b.parquet": parquet([0, 1]), "c.csv": b"", "README.md": card(text)})

@@ -127,8 +127,10 @@ def test_labels_that_cannot_be(tmp_path: Path, files: Members, message: str) -> 
 def test_a_cls_goes_before_a_json_whichever_comes_first(tmp_path: Path) -> None:
     files = [("1.json", b'{"label": 5}'), ("1.cls", b"1"), ("1.jpg", b""), ("2.cls", b"0"), ("2.json", b'{"label": 6}'),
              ("2.jpg", b"")]  # fmt: skip
-    source = open_shards(write(tmp_path / "x.tar", files), None).train
-    assert targets_of(source) == [1, 0] and source.classes == ("0", "1")
+    same = [("3.cls", b"1"), ("3.json", b'{"label": "1"}'), ("3.jpg", b"")]
+    splits = open_shards(write(tmp_path / "x.tar", [*files, *same]), None)
+    assert targets_of(splits.train) == [1, 0, 1] and splits.classes == ("0", "1")
+    assert any("2 images with another label in the .json file" in note for note in splits.notes)
 
 
 def test_classes_of_a_model_are_matched_by_name(tmp_path: Path) -> None:

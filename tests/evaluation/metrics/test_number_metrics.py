@@ -129,6 +129,15 @@ def test_an_error_that_is_not_finite_stays_so(wrong: float) -> None:
 
 
 @pytest.mark.slow
+def test_resamples_without_any_known_number_of_an_output_count_the_others() -> None:
+    truth = np.full((20, 2), np.nan)
+    truth[:, 0], truth[0, 1] = np.arange(20), 7
+    predicted = truth.copy()
+    predicted[:, 1] = 9  # wrong for the single known number, so that its R² is 0
+    mean = number_metrics(predicted, truth, resamples=400, seed=0)[0]["r2"]
+    assert (mean.value, mean.low, mean.high) == (0.5, 0.5, 1.0)
+
+
 @pytest.mark.parametrize("seed", [4, 8])
 def test_resamples_of_equal_numbers_have_no_huge_r2(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -161,20 +161,11 @@ def test_adapted_blocks_still_share_a_graph() -> None:
 CHOICES = "choices: 'query', 'key', 'value', 'out', 'up', 'down'"
 
 
-@pytest.mark.parametrize(
-    ("names", "rank", "message"),
-    [
-        ((), 2, f"lora_on=() names no weight to adapt; {CHOICES}"),
-        (("query",), 0, "lora_rank=0 is less than 1"),
-    ],
-)
-def test_names_that_match_nothing_are_refused_with_the_choices(
-    names: tuple[str, ...], rank: int, message: str, types_unchecked: None
-) -> None:
+def test_names_that_match_nothing_are_refused_with_the_choices() -> None:
     network = VisionTransformer(small_config())
     with pytest.raises(ConfigError) as caught:
-        add_adapters(network, rank=rank, alpha=1.0, names=names)
-    assert str(caught.value) == message and not adapters_of(network)
+        add_adapters(network, rank=2, alpha=1.0, names=())
+    assert str(caught.value) == f"lora_on=() names no weight to adapt; {CHOICES}" and not adapters_of(network)
 
 
 def test_a_resnet_is_refused() -> None:

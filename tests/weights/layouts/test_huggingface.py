@@ -485,6 +485,17 @@ def test_a_config_that_does_not_fit(tmp_path: Path, fields: dict[str, Any], mess
     assert not isinstance(caught.value, ConfigError)
 
 
+def test_sizes_that_are_not_those_of_the_tensors_are_noted(tmp_path: Path) -> None:
+    wrong = {"hidden_size": 768, "intermediate_size": 3072, "patch_size": 16}
+    right = {"hidden_size": 64, "num_channels": 3, "patch_size": [8, 8]}
+    notes = [
+        load(reference_folder(tmp_path / str(number), "hf_vit_hub", **fields), device="cpu").notes
+        for number, fields in enumerate((right, wrong))
+    ]
+    assert len(notes[1]) == len(notes[0]) + 3
+    assert all(any(f"{name}={value}" in note for note in notes[1]) for name, value in wrong.items())
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [

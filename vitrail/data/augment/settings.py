@@ -106,7 +106,7 @@ class Augment:
     """Rule that draws the box of a random crop: torchvision (the default) or tensorflow, the rule of the papers' code.
     With torchvision, bilinear scaling of boxes follows its code for tensors, whose levels differ from Pillow's by at
     most 1. tensorflow draws smaller boxes, which are scaled bilinearly without antialiasing."""
-    crop_from: tuple[int, int] | None = None
+    crop_from: tuple[int, int] | None = setting(None, least=1, most=2**15)
     """Height and width in pixels to which whole training images are scaled, before a random box of the network's image
     size is cut out of each (BiT, 1912.11370). By default no such box is cut."""
     scale_jitter: tuple[float, float] | None = None
@@ -114,10 +114,17 @@ class Augment:
     2012.07177), such as 0.5 2 for boxes and masks. Larger images are cut, and smaller ones are padded."""
     flip: bool = True
     """Mirror half of the images left to right."""
-    shift: int = setting(0, least=0, advice="0 means none")
+    shift: int = setting(0, least=0, most=2**15, advice="0 means none")
     """Largest random shift in pixels, horizontally and vertically. Empty borders repeat the nearest pixel of the
     image."""
-    colour_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    colour_jitter: tuple[float, float, float, float] = setting(
+        (0.0, 0.0, 0.0, 0.0),
+        effect=Effect(
+            lambda run: run.images.channels > 1 or not any(run.augment.colour_jitter[2:]),
+            "with a saturation and a hue of 0 on grey images",
+            of_run=True,
+        ),
+    )
     """Strength of the random changes of brightness, contrast, saturation and hue. The first three are fractions from 0
     to 1. The fourth, from 0 to 0.5, is the largest rotation of the hue as a fraction of the colour circle."""
     colour_jitter_probability: float = setting(
@@ -140,7 +147,7 @@ class Augment:
     """Smallest and largest standard deviation of the blur in pixels."""
     solarise: tuple[float, ...] = setting((), least=0, most=1)
     """Probability that the values from 128 on are inverted, for each view as in `blur`."""
-    randaugment_layers: int | None = setting(None, least=0, advice="0 means none")
+    randaugment_layers: int | None = setting(None, least=0, most=100, advice="0 means none")
     """Number of RandAugment operations per image; 0 turns RandAugment off."""
     randaugment_magnitude: float | None = setting(
         None,
@@ -185,8 +192,8 @@ class Augment:
         cuts = {name: getattr(known if name == "crop_area" else self, name) for name in CUTS}
         if len(given := [f"{name}={value}" for name, value in cuts.items() if value is not None]) > 1:
             yield f"{' and '.join(given)} choose what is seen of an image in different ways; choose one"
-        if self.scale_jitter is not None and not 0 < self.scale_jitter[0] <= self.scale_jitter[1] < math.inf:
-            yield f"scale_jitter={self.scale_jitter} is not two numbers above 0, the smaller first"
+        if self.scale_jitter is not None and not 0 < self.scale_jitter[0] <= self.scale_jitter[1] <= 100:
+            yield f"scale_jitter={self.scale_jitter} is not two numbers in (0, 100], the smaller first"
         if len(self.colour_jitter) != 4 or not (
             all(0 <= strength <= 1 for strength in self.colour_jitter) and self.colour_jitter[3] <= 0.5
         ):

@@ -322,11 +322,13 @@ def _numbers(classes: Sequence[str], train: SplitCounts) -> Iterator[Finding]:
 
 def _unlabelled(splits: Mapping[str, SplitCounts], noun: str = "label") -> Iterator[Finding]:
     without = {name: split.unlabelled for name, split in splits.items() if split.unlabelled}
+    useless = [name for name, number in without.items() if name != "train" and number == splits[name].images]
     yield Finding(
-        "unlabelled", "warning", sum(without.values()),
+        "unlabelled", "error" if useless else "warning", sum(without.values()),
         f"without a {noun}: " + ", ".join(plural(number, f"{name} image") for name, number in without.items()),
-        "These images are skipped, both in training and in evaluation.",
-        f"Give these images a {noun}, or remove them.",
+        f"Training refuses the {useless[0]} split, because none of its images can measure a model." if useless
+        else "These images are skipped, both in training and in evaluation.",
+        f"Give these images a {noun}, or {'hold out others' if useless else 'remove them'}.",
     )  # fmt: skip
 
 

@@ -279,7 +279,7 @@ def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any],
     rows = {number: row for row, number in enumerate(result.ids)}
     places = {number: place for place, number in enumerate(categories)}
     strange: list[str] = []
-    with_keypoints = 0
+    with_keypoints: list[str] = []
     short: list[str] = []
     ignored: list[str] = []
     for number, one in enumerate(values["annotations"]):
@@ -294,7 +294,7 @@ def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any],
             if not (isinstance(owner, int | str) and owner in known):
                 strange.append(f"{where}: image_id {owner!r}")
             continue
-        with_keypoints += bool(one.get("keypoints"))
+        with_keypoints += [where] * bool(one.get("keypoints"))
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
         if isinstance(parts := one.get("segmentation"), list) and any(len(part) < LEAST_NUMBERS for part in parts):
             short.append(where)
@@ -311,11 +311,11 @@ def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any],
         f"{path}: {plural(len(short), 'outline')} with a polygon of fewer than three points. Such polygons are skipped",
         "The other polygons of these objects, or else their boxes, are learned.", "Correct these outlines.",
     )  # fmt: skip
-    if with_keypoints:
-        result.faults.append(Fault(
-            "keypoints", "note", with_keypoints, f"{path}: the keypoints of {plural(with_keypoints, 'object')} are not "
-            "read", "Only boxes and outlines are learned.", "Nothing needs to be done.",
-        ))  # fmt: skip
+    result.faults += fault_at(
+        with_keypoints, "keypoints", "note",
+        f"{path}: the keypoints of {plural(len(with_keypoints), 'object')} are not read",
+        "Only boxes and outlines are learned.", "Nothing needs to be done.",
+    )  # fmt: skip
 
 
 def _annotation(

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitrail.data.formats.parquet import SUFFIX, ParquetFile, identity_of, open_files
+from vitrail.data.formats.parquet import SHARD, SUFFIX, ParquetFile, identity_of, missing_shards, open_files
 from vitrail.data.splits import CHOICE, SPLITS, Choice, Split, SplitNames, Splits, check_chosen, split_of
 from vitrail.errors import DataError, listed, nearest
 from vitrail.files import cache_folder, replacing_file, saving
@@ -25,8 +25,6 @@ from vitrail.hub import Repository, cached_folder, client, fetch, from_cache, ke
 PREFIX = "hf:"
 CONVERTED = "refs/convert/parquet"
 README = "README.md"
-SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?", re.S)
-"""File names of a split as the library `datasets` writes them. Older versions append a hash."""
 ATTEMPTS = 3
 """Number of requests per file, with pauses of 1 and 2 seconds between requests. The hub client has its own retries in
 addition."""
@@ -111,7 +109,8 @@ def _listing(repository: Repository) -> _Listing:
     except (OSError, ValueError, KeyError, TypeError):  # no earlier call saved a list
         folder = cached_folder(repository, answer)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    _check_shards(repository, names, answer)
+    if incomplete := next(missing_shards(names), None):
+        raise DataError(f"{repository.title} is incomplete in the cache, and {answer}. The cache has {incomplete}.")
     return _Listing(repository, folder.name, names, answer)
 
 
@@ -136,24 +135,6 @@ def _converted(original: _Listing) -> _Listing:
             f"{original.repository.title} has no {SUFFIX} files (it holds: {listed(original.names) or 'nothing'}), and "
             f"the hub's own conversion is not available: {error}"
         ) from None
-
-
-def _check_shards(repository: Repository, names: Iterable[str], why: str) -> None:
-    """Raise `DataError` if files are missing according to the number of files that the file names state."""
-    for name in names:
-        match = SHARD.fullmatch(Path(name).name.removesuffix(SUFFIX))
-        if match is None or not name.endswith(SUFFIX):
-            continue
-        number, count = len(match["number"]), int(match["count"])
-        stem = f"{name[: name.rfind('/') + 1]}{match['split']}-"
-        present = {other for other in names if other.startswith(stem) and f"-of-{match['count']}" in other}
-        if len(present) != count:
-            prefixes = (f"{stem}{index:0{number}}-of-" for index in range(count))
-            missing = next(prefix for prefix in prefixes if not any(file.startswith(prefix) for file in present))
-            raise DataError(
-                f"{repository.title} is incomplete in the cache, and {why}. The cache has {len(present)} of {count} "
-                f"files {stem}*. The first missing file is {missing}*."
-            )
 
 
 def _files(found: _Listing, names: Sequence[str]) -> dict[str, Path]:

@@ -14,6 +14,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,6 +63,9 @@ from vitrail.errors import DataError, SaveError, listed, nearest, plural
 from vitrail.files import cache_folder, saving
 
 SUFFIX = ".parquet"
+
+SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?", re.S)
+"""File names of a split as the library `datasets` writes them, without the suffix. Older versions append a hash."""
 
 T = TypeVar("T", LabelColumn, Targets)
 
@@ -169,7 +173,8 @@ def open_files(
     if "train" in files and not sum(file.rows for file in files["train"]):
         raise DataError(f"{title} has an empty training split; training needs at least one row")
     image, label, text = _columns(files, choice, reads_texts=not numbers)
-    notes = list(notes)
+    every = (file.name for some in files.values() for file in some)
+    notes = [*notes, *(f"{title} has only {incomplete}" for incomplete in missing_shards(every))]
     rows: dict[Split, Int64[np.ndarray, " n"]] = {}
     column = None
     if set(files) == {"train"}:
@@ -196,6 +201,21 @@ def open_files(
         reader = ParquetImages([file.name for file in files[split]], [blobs[file] for file in files[split]])
         sources[split] = Samples((reader,), rows[split] if rows else range(len(reader)), found)
     return splits_from(sources, notes, faults)
+
+
+def missing_shards(names: Iterable[str]) -> Iterator[str]:
+    """Yield a text for each group of Parquet files whose names state a larger number of files than there are."""
+    shards: dict[tuple[str, str, int], set[int]] = {}
+    for name in names:
+        folder, slash, file = name.rpartition("/")
+        if name.endswith(SUFFIX) and (match := SHARD.fullmatch(file.removesuffix(SUFFIX))):
+            group = f"{folder}{slash}{match['split']}-", match["count"], len(match["number"])
+            shards.setdefault(group, set()).add(int(match["number"]))
+    for (stem, total, digits), present in shards.items():
+        first = min({*range(len(present) + 1)} - present)
+        if first < int(total):
+            missing = f"{stem}{first:0{digits}}-of-*"
+            yield f"{len(present)} of {int(total)} files {stem}*. The first missing file is {missing}"
 
 
 def _divided(

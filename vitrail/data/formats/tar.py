@@ -103,6 +103,11 @@ def open_shards(
             notes.append(
                 f"{location}, {split}: skipped {files} that are neither the image nor the label or text of a sample"
             )
+        if (doubtful := sum(shard.index.doubtful for shard in opened[split])) and not are_texts:
+            notes.append(
+                f"{location}, {split}: {plural(doubtful, 'image')} with another label in the .json file than in the "
+                ".cls file, which is used"
+            )
         if (missing := int((~found.known).sum())) and not are_texts:
             notes.append(f"{location}, {split}: {missing:,} of {plural(len(found), 'image')} without a label")
     return splits_from(sources, notes, faults)

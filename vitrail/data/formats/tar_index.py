@@ -33,7 +33,7 @@ RawLabel = int | str | tuple[int | str, ...] | tuple[float | None, ...]
 """A label as stored in a shard: the number or name of a class, a tuple of class numbers or names, or a tuple of numbers
 to learn. An unknown number is None."""
 
-FORMAT = 4
+FORMAT = 5
 WINDOW = 16 * 1024
 """Number of bytes that are requested from a server to read a header. If samples are small, one request contains several
 headers."""
@@ -75,6 +75,8 @@ class ShardIndex:
     """Numbers of texts that are empty and that are broken."""
     ignored: int
     """Number of tar members that are neither images nor labels or texts of images."""
+    doubtful: int
+    """Number of images whose .json file has another label than the .cls file, which is used."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -168,7 +170,7 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
     rows: dict[str, int] = {}
     names: dict[int, str] = {}
     images: dict[int, Member] = {}
-    codes: dict[int, int] = {}
+    stated: dict[str, dict[int, RawLabel]] = {"json": {}, "cls": {}}
     labels: dict[RawLabel, int] = {}
     texts: dict[int, tuple[str, ...]] = {}
     reader = TextReader()
@@ -203,10 +205,12 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
             texts[row] = reader(cell)
         if name is not None:
             names[row] = name
-        if label is not None and (suffix == "cls" or (row, "cls") not in seen):
-            codes[row] = labels.setdefault(label, len(labels))
+        if label is not None:
+            stated[suffix][row] = label
     ignored += sum(row not in images for row, _ in seen)
     kept = {row: names.get(row, key) for key, row in rows.items() if row in images}
+    used = stated["json"] | stated["cls"]
+    codes = {row: labels.setdefault(used[row], len(labels)) for row in kept if row in used}
     encoded = [os.fsencode(key) for key in kept.values()]
     if len(set(encoded)) < len(encoded):
         repeated = next(key for key, count in Counter(kept.values()).items() if count > 1)
@@ -225,6 +229,7 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
         texts=TextTable.of(text for some in of_images for text in some),
         unread=(reader.empty, reader.broken),
         ignored=ignored,
+        doubtful=sum(str(stated["json"].get(row, used[row])) != str(used[row]) for row in codes),
     )
 
 
@@ -314,7 +319,7 @@ def _save(shard: str, version: Version, index: ShardIndex) -> None:
     A file of another program is not replaced.
     """
     about = {"format": FORMAT, "version": version, "labels": index.labels, "ignored": index.ignored}
-    about["unread"] = index.unread
+    about |= {"unread": index.unread, "doubtful": index.doubtful}
     columns = np.stack([getattr(index, name).astype(np.int64) for name in COLUMNS])
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     for place in filter(_is_free, _places(shard)):
@@ -349,7 +354,7 @@ def _load(shard: str, version: Version) -> ShardIndex | None:
                 texts, unread = TextTable(file["texts"], file["text_ends"]), about["unread"]
                 index = ShardIndex(
                     keys=file["keys"], **columns, labels=labels, texts=texts, unread=(unread[0], unread[1]),
-                    ignored=about["ignored"],
+                    ignored=about["ignored"], doubtful=about["doubtful"],
                 )  # fmt: skip
                 if _fits(index, version.size):
                     return index

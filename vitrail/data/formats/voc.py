@@ -14,12 +14,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from vitrail.data.faults import Fault, first_bytes
+from vitrail.data.faults import first_bytes
 from vitrail.data.formats.annotated import (
     AnnotatedImages,
     Annotation,
     ImageFiles,
     divided,
+    fault_at,
     holds_masks,
     missing_images,
     object_splits,
@@ -92,7 +93,7 @@ def _images(
     images: ImageFiles, pairs: Sequence[tuple[str, str]], read: dict[str, ElementTree.Element], names: Sequence[str]
 ) -> AnnotatedImages:
     result = AnnotatedImages()
-    difficult, unstated = 0, []
+    difficult, outlined, unstated = list[str](), list[str](), list[str]()
     for key, name in pairs:
         tree = read[name]
         height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
@@ -106,7 +107,8 @@ def _images(
             if one.find("robndbox") is not None:
                 raise DataError(f"{images.root / name} has rotated boxes (robndbox); only upright boxes are read")
             left, top, right, bottom = (_number(one.findtext(f"bndbox/{side}")) for side in SIDES)
-            difficult += one.findtext("difficult", "0").strip() == "1"
+            difficult += [name] * (one.findtext("difficult", "0").strip() == "1")
+            outlined += [name] * (one.find("polygon") is not None)
             result.objects.append(
                 Annotation(
                     row,
@@ -118,12 +120,16 @@ def _images(
                 )
             )
     result.faults += unstated_sizes(f"{images.root}: annotations", unstated)
-    if difficult:
-        result.faults.append(Fault(
-            "difficult", "note", difficult,
-            f"{images.root}: {plural(difficult, 'object')} marked as difficult, which are read like all others",
-            "They are learned and counted as all others.", "Nothing needs to be done.",
-        ))  # fmt: skip
+    result.faults += fault_at(
+        difficult, "difficult", "note",
+        f"{images.root}: {plural(len(difficult), 'object')} marked as difficult, which are read like all others",
+        "They are learned and counted as all others.", "Nothing needs to be done.",
+    )  # fmt: skip
+    result.faults += fault_at(
+        outlined, "polygons", "note",
+        f"{images.root}: {plural(len(outlined), 'object')} with a polygon, of which only the box is read",
+        "Boxes are learned, and no outlines.", "To learn outlines, write them as COCO or YOLO.",
+    )  # fmt: skip
     return result
 
 

@@ -491,10 +491,7 @@ def pixel_limit() -> int:
 
 
 def allow_pixels(limit: int) -> None:
-    """Set the largest number of pixels of an image that is decoded, for this process and those that it starts. Raise
-    `ConfigError` unless the number is above 0."""
-    if limit < 1:
-        raise ConfigError(f"max_pixels={limit} is less than 1; the default is {MAX_PIXELS:,} pixels")
+    """Set the largest number of pixels of an image that is decoded, for this process and those that it starts."""
     os.environ[LIMIT_VARIABLE] = str(limit)
 
 

@@ -106,7 +106,9 @@ class Preprocess:
     interpolation: Interpolation = "bilinear"
     """Interpolation filter for scaling. "area" averages with equal weights when it shrinks and repeats pixels when it
     enlarges."""
-    antialias: bool = True
+    antialias: bool = setting(
+        True, effect=Effect(lambda own: own.interpolation != "nearest", "unless --interpolation is nearest")
+    )
     """Widen the interpolation filter when an image is shrunk. If False, "bilinear" reads only 2 x 2 pixels and
     "bicubic" 4 x 4, like OpenCV or torchvision's antialias=False; use it only for models that were trained this way."""
     resampler: Resampler = "pillow"
@@ -128,8 +130,8 @@ class Preprocess:
     def _problems(self) -> Iterator[str]:
         yield from problems(self)
         for name in ("mean", "std", "pad_value"):
-            if len(getattr(self, name)) not in (1, self.channels):
-                yield (f"{name}={getattr(self, name)} needs 1 number, or one for each of {self.channels} channels")
+            if len(values := getattr(self, name)) not in (1, self.channels):
+                yield f"channels={self.channels} does not fit {name}={values}, which needs 1 number, or one per channel"
         if not all(0 < value < math.inf for value in self.std) or not all(map(math.isfinite, self.mean)):
             yield f"mean={self.mean} and std={self.std} must be finite, and std above 0"
         elif any(value > 1 for value in self.mean):

@@ -78,8 +78,6 @@ def check_adapters(config: AnyConfig, rank: int, names: Sequence[str]) -> None:
     for name in names:
         if name not in get_args(Projection):
             raise ConfigError(f"lora_on has {name!r}, which matches no weight; choices: {choices}")
-    if rank < 1:
-        raise ConfigError(f"lora_rank={rank} is less than 1")
 
 
 def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequence[Projection]) -> None:

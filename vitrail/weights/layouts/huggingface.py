@@ -107,6 +107,14 @@ FAMILY_OF = {family.head_kind: family for family in (YOLOS, EOMT)}
 """Families of networks with heads of their own, by `ViTConfig.head_kind`."""
 
 
+SIZES = {
+    "hidden_size": "width", "num_hidden_layers": "depth", "intermediate_size": "mlp_width", "num_channels": "channels",
+    "patch_size": "patch_size", "num_register_tokens": "registers", "num_detection_tokens": "registers",
+    "num_queries": "queries", "vocab_size": "vocabulary", "max_position_embeddings": "context",
+}  # fmt: skip
+"""Fields of `config.json` with the fields of our configs that the tensors decide."""
+
+
 @dataclass(frozen=True)
 class ConfigFile:
     """Content of `config.json`. The type of each field is checked when the field is read."""
@@ -134,6 +142,15 @@ class ConfigFile:
         if value is not None and (len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size)):
             raise BundleError(f"{self.path}: image_size={value!r} must be one number of pixels, or [height, width]")
         return None if value is None else (size[0], size[1])
+
+    def contradictions(self, config: Any) -> Iterator[str]:
+        """Yield a note for each size in the file that is not the size of a network or a text tower, which the tensors
+        decide."""
+        for name, ours in SIZES.items():
+            size, stated = getattr(config, ours, None), self.content.get(name)
+            fitting = (list(size), _one_or_two(size)) if isinstance(size, tuple) else (size,)
+            if None not in (size, stated) and stated not in fitting:
+                yield f"config.json has {name}={stated!r}, but the tensors have {size}, which is used"
 
 
 def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: Hints, notes: list[str]) -> ViTConfig:
@@ -433,7 +450,7 @@ class HuggingFace:
             class_ids=class_ids_of(settings, config.num_classes),
             output=output,
             ignored=ignored,
-            notes=(*notes, *images.notes),
+            notes=(*notes, *settings.contradictions(config), *images.notes),
             image_size=size,
         )
 

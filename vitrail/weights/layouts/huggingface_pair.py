@@ -128,7 +128,12 @@ class HuggingFacePair(StoresTexts):
             classes=(),
             tokenizer=tokenizer,
             ignored=tuple(name for name in UNUSED if name in tensors),
-            notes=(*(() if checkpoint.preprocessor else (assumed,)), *read.notes),
+            notes=(
+                *(() if checkpoint.preprocessor else (assumed,)),
+                *parts[0].contradictions(image),
+                *parts[1].contradictions(text),
+                *read.notes,
+            ),
             image_size=read.size if read.size != image.image_size else None,
         )
 
