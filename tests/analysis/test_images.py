@@ -13,7 +13,6 @@ from PIL import Image
 from tests.analysis.networks import images_of, make
 from tests.make import dense_bundle, encode, make_bundle, random_bundle
 from vitrail.analysis.charts import colours, standalone
-from vitrail.analysis.explained_outputs import Wanted
 from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
 from vitrail.analysis.features import LayerProbe, token_norms
 from vitrail.analysis.images import (
@@ -26,7 +25,7 @@ from vitrail.analysis.images import (
     draw_randomised,
     overlay,
 )
-from vitrail.analysis.pages.explanation import explain
+from vitrail.analysis.pages.explanation import Wanted, explain
 from vitrail.analysis.similarity import layer_similarity
 from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.models.variants import variant_config

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from tests.analysis.test_comparison import BIT, bundle_of, source_of
-from tests.make import make_colour_folder
+from tests.make import encode, make_colour_folder
 from vitrail.analysis.faithfulness import randomised_weights, saliency_curves
 from vitrail.analysis.features import probe_layers
 from vitrail.analysis.heads import attention_distance
-from vitrail.analysis.overview import Overview, overview
+from vitrail.analysis.overview import Overview, images_at, in_batches, inputs_of, overview, picture_of
 from vitrail.analysis.saliency import attention_rollout, class_relevance
-from vitrail.analysis.samples import images_at, inputs_of
 from vitrail.analysis.similarity import layer_similarity
 from vitrail.data.source import evenly, samples_of, subset
 from vitrail.data.sources import open_whole
@@ -185,3 +184,20 @@ def test_a_model_without_a_head_has_layers_and_embeddings(colours: Path, has_lab
         assert not found.probes
         notes.insert(0, "no measured image has a label, so no layer has a linear model")
     assert list(found.notes) == notes
+
+
+def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
+    """PyTorch warns of arrays that are not writable, which is an error in tests."""
+    bundle = bundle_of(size=(12, 8))
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8)
+    pixels.flags.writeable = False
+    file = encode(pixels, "PNG")
+    alone, both = inputs_of(bundle, [pixels]), inputs_of(bundle, iter([pixels, file]))
+    assert alone.shape == (1, 3, 12, 8)
+    assert torch.equal(both[0], both[1]) and torch.equal(both[0], alone[0])
+    assert np.array_equal(picture_of(file), pixels)
+
+
+@pytest.mark.parametrize(("images", "sizes"), [(20, [16, 4]), (19, [16]), (3, [])])
+def test_batches_that_are_too_small_for_cka_are_left_out(images: int, sizes: list[int]) -> None:
+    assert [len(batch) for batch in in_batches(torch.zeros(images, 1, 1, 1))] == sizes

@@ -14,7 +14,7 @@ from tests.serving.conftest import judged, make_bundle, make_samples
 from vitrail import load
 from vitrail.errors import ConfigError, DataError, ExportFailed
 from vitrail.export.export import Exporter, check_export
-from vitrail.export.int8 import Int8
+from vitrail.export.formats import Int8
 from vitrail.export.parity import batch_dependence, compare_int8
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.weights.bundle import Bundle

@@ -16,8 +16,7 @@ from tests.serving.running import Running, serving
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.export.export import Exporter, export
-from vitrail.export.formats import FORMATS
-from vitrail.export.int8 import Int8
+from vitrail.export.formats import FORMATS, Int8
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit_config import ViTConfig

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from vitrail.serving.batching import Batcher, Compute, TooLate, choose_batch, choose_threads
-from vitrail.serving.model import ModelOutputs, ServedModel
-from vitrail.serving.monitoring import Metrics
+from vitrail.serving.service import Metrics, ModelOutputs, ServedModel
 from vitrail.serving.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 

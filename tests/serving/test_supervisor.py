@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import pytest
 
 from vitrail.errors import ProcessError
-from vitrail.serving.monitoring import FOLDER
 from vitrail.serving.server import Supervisor
+from vitrail.serving.service import FOLDER
 
 
 def end_at_once(number: int, listening: socket.socket, told: Connection) -> None:

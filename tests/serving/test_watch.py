@@ -24,9 +24,9 @@ from vitrail.export.engines import with_engine
 from vitrail.models.predictor import EngineChoice
 from vitrail.models.text import TextTower
 from vitrail.serving.batching import Row
+from vitrail.serving.server import ModelFiles, Watcher
 from vitrail.serving.service import Service
 from vitrail.serving.settings import ServeSettings
-from vitrail.serving.watch import ModelFiles, Watcher
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import convert
 from vitrail.weights.saved import DESCRIPTION, WEIGHTS
@@ -207,7 +207,7 @@ def test_files_that_change_while_they_are_read(folder: Path, monkeypatch: pytest
         if source.name == DESCRIPTION:
             source.write_text("{}")
 
-    monkeypatch.setattr("vitrail.serving.watch.shutil.copyfile", copy_and_change)
+    monkeypatch.setattr("vitrail.serving.server.shutil.copyfile", copy_and_change)
     with pytest.raises(BundleError, match="changed while it was read"):
         ModelFiles.of(str(folder)).load()
 

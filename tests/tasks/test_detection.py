@@ -24,7 +24,7 @@ from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.detection import ByDetection
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.heads.pyramid import cells_of
+from vitrail.models.heads.boxes import cells_of
 from vitrail.tasks.detection import Detection, DetectionObjective, assign, focal, giou_loss, match, set_losses
 from vitrail.training.job import prepare
 

@@ -26,7 +26,7 @@ from vitrail.data.sources import open_data
 from vitrail.evaluation.detection import ByDetection
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.segmentation import ByMasks
-from vitrail.models.heads.queries import CELLS
+from vitrail.models.heads.masks import CELLS
 from vitrail.tasks import segmentation
 from vitrail.tasks.detection import Detection, token_amounts
 from vitrail.tasks.segmentation import (

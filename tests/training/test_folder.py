@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.analysis.pages.overview_page import OVERVIEW_FILES
+from vitrail.analysis.pages.summaries import OVERVIEW_FILES
 from vitrail.recipes import RECIPES
 from vitrail.training.folder import ENTRIES, INSIDE, inside_link, link_inside, new_folder, run_of
 

@@ -91,8 +91,8 @@ class Reference:
         """The weights under the names and in the shapes of the original code."""
         layout = BIG_VISION if self.is_big_vision else GOOGLE
         state = dict(network.named_parameters())
-        pairs = [pair for pair in layout.pairs(network.config) if pair.ours in state]
-        return {name: tensor.numpy().copy() for name, tensor in theirs_of(state, pairs).items()}
+        theirs = theirs_of(state, layout.names(network.config))
+        return {name: tensor.numpy().copy() for name, tensor in theirs.items()}
 
     def image(self, seed: int, count: int) -> Tensor:
         shape = count, 3, self.setup["h"], self.setup["w"]

@@ -8,6 +8,7 @@ import torch
 from vitrail.models.variants import create
 from vitrail.training.update_rules import tables_of
 from vitrail.weights.layouts.google import BIG_VISION
+from vitrail.weights.layouts.layout import theirs_for
 
 
 @pytest.mark.parametrize("pool", ["cls", "map"])
@@ -18,13 +19,13 @@ def test_the_arrays_are_those_of_a_file_of_big_vision(pool: str) -> None:
     )  # fmt: skip
     tables, seen = tables_of(network), 0
     weights = dict(network.named_parameters())
-    for pair in BIG_VISION.pairs(network.config):
-        weight = weights[pair.ours]
+    names = BIG_VISION.names(network.config)
+    for name, weight in weights.items():
         arrays = tables[id(weight)].read(weight)
-        theirs = list(pair.write(weight.detach()).values())
+        theirs = list(theirs_for(name, names).write(weight.detach()).values())
         assert len(arrays) == len(theirs)
         for array, expected in zip(arrays, theirs, strict=True):
-            assert torch.equal(array, expected), pair.ours
+            assert torch.equal(array, expected), name
             seen += expected.numel()
     assert seen == sum(weight.numel() for weight in weights.values()) and set(tables) == set(map(id, weights.values()))
 

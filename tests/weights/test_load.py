@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -27,8 +28,8 @@ from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.layout import Checkpoint, Pair
-from vitrail.weights.layouts.timm import pairs as timm_pairs
+from vitrail.weights.layouts.layout import Checkpoint, theirs_of
+from vitrail.weights.layouts.timm import names as timm_names
 from vitrail.weights.load import LAYOUTS, convert, load
 from vitrail.weights.tensors import TensorFile, open_tensors
 
@@ -527,10 +528,9 @@ def test_loading_takes_no_more_memory_than_the_file(kind: str, tmp_path: Path) -
     layout = LAYOUTS["google"]
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in vitrail.create("ViT-L/16").state_dict().items()}
-    pairs: list[Pair] = list(timm_pairs(config) if kind.startswith("timm") else layout.pairs(config))
-    theirs: dict[str, torch.Tensor] = {}
-    for number, pair in enumerate(pairs):
-        theirs |= pair.write(torch.full(shapes[pair.ours], number / 1e6))
+    names = timm_names(config) if kind.startswith("timm") else layout.names(config)
+    state = {name: torch.tensor(number / 1e6).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
+    theirs = theirs_of(state, names)
     path = tmp_path / kind
     if kind.startswith("timm"):
         save_file(theirs, path)
@@ -543,7 +543,7 @@ def test_loading_takes_no_more_memory_than_the_file(kind: str, tmp_path: Path) -
         arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in theirs.items()}
         np.savez(path, **arrays)
     del theirs
-    expected = sum(number / 1e6 * int(np.prod(shapes[pair.ours])) for number, pair in enumerate(pairs))
+    expected = sum(number / 1e6 * math.prod(shape) for number, shape in enumerate(shapes.values()))
     size = path.stat().st_size
     assert 1.2e9 < size < 1.3e9
     try:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField
-from vitrail.analysis.samples import (
+from vitrail.analysis.overview import (
     Answer,
     answer_about,
     in_batches,

@@ -20,8 +20,7 @@ from vitrail.errors import ConfigError
 from vitrail.machine import autocast, resolve_precision
 from vitrail.models.attention.base import AttentionLayer
 from vitrail.models.blocks import Block
-from vitrail.models.copies import shared_copy
-from vitrail.models.network import block_numbers
+from vitrail.models.network import block_numbers, shared_copy
 from vitrail.models.positions.embedding import AttentionPositions
 from vitrail.models.variants import transformer
 from vitrail.models.vit import VisionTransformer

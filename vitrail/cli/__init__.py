@@ -67,7 +67,7 @@ MODULES = {
     "recipes": "lists.RECIPES_LIST",
     "models": "lists.MODELS",
     "bench data": "bench.DATA",
-    "bench serve": "bench_serving",
+    "bench serve": "bench.SERVE",
     "bench accuracy": "bench_accuracy",
 }
 """Modules of commands, below this package, and names of commands where a module has several. All other commands have a

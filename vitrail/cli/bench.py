@@ -1,4 +1,5 @@
-"""`vitrail bench` measures training, inference and loading on this machine, and `vitrail bench data` reading."""
+"""`vitrail bench` measures training, inference and loading on this machine, `vitrail bench data` reading, and `vitrail
+bench serve` the HTTP server."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import statistics
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +19,8 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from vitrail.bench.compare import compare
-from vitrail.bench.growth import Axis, attention_scaling, full_at, scaling
-from vitrail.bench.memory import is_out_of_memory, largest_batch
-from vitrail.bench.peers import LOADERS, ToRead, check_loaders
+from vitrail.bench.compare import Axis, attention_scaling, compare, full_at, scaling
+from vitrail.bench.peers import BENCHMARKS, LOADERS, ToRead, check_loaders
 from vitrail.bench.reading import (
     DECODING,
     LOOP,
@@ -32,23 +31,37 @@ from vitrail.bench.reading import (
     write_parquet,
     write_photographs,
 )
-from vitrail.bench.step import OURS
+from vitrail.bench.serving import (
+    BUSY,
+    SERVERS,
+    Load,
+    check_pythons,
+    measure_bare,
+    measure_memory,
+    measure_overhead,
+    measure_servers,
+)
+from vitrail.bench.step import OURS, is_out_of_memory, largest_batch
 from vitrail.bench.workload import Spread, Workload, interleave, timed
 from vitrail.cli.console import Column, ReductionOptions, message_console, print_notes, terminal_table
 from vitrail.cli.lists import OWN_SIZES
-from vitrail.cli.options import Call, Command, flag, names_in
+from vitrail.cli.options import Call, Command, JsonOption, flag, names_in
 from vitrail.data.formats.pack import pack
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, nearest, plural
-from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
+from vitrail.machine import Precision, TrainingPrecision, describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.linear.float8 import check_float8
-from vitrail.models.variants import AnyConfig, variant_config
+from vitrail.models.variants import AnyConfig, build, config_type, variant_config
+from vitrail.registry import optional_module
 from vitrail.settings import byte_count, setting
+from vitrail.training.stop import interrupted_by_signals
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import exported_file, input_dtype, load_exported
+from vitrail.weights.load import load
 
 TASKS = ("train", "infer", "load")
 
@@ -183,11 +196,8 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
     if options.task == "load":
         loading = measure_loading(config, device=device, **rounds)
         title = header(machine, f"{options.variant}, {loading['file_bytes'] / 1e6:,.1f} MB", rounds)
-        return (
-            title,
-            {"machine": machine, **rounds, "variant": options.variant, **loading},
-            load(loading),
-        )
+        plain = {"machine": machine, **rounds, "variant": options.variant, **loading}
+        return title, plain, loading_tables(loading)
     compiled = resolve_compile(options.compile, device, config)
     precision = resolve_precision(options.precision, device)
     workload = Workload(
@@ -378,7 +388,7 @@ SPEED_COLUMNS = (
     Column("vitrail", "vitrail_times_as_fast", lambda ratio: f"{ratio:.2f}x"),
 )
 
-BUSY = (
+BUSY_MACHINE = (
     "A step is faster than its matrix products alone, in two measurements, so the fraction (-) is unknown. Other "
     "programs used the machine meanwhile, or a compiled step starts faster than the products. Repeat the command on a "
     "free machine."
@@ -401,7 +411,7 @@ def comparison(result: dict[str, Any], workload: Workload) -> list[Any]:
         )
     is_busy = large is None or any(row["share_of_limit"] is None for row in rows)
     skipped = [escape(f"skipped: {name}: {reason}") for name, reason in result["skipped"].items()]
-    if notes := [BUSY] * is_busy + skipped:
+    if notes := [BUSY_MACHINE] * is_busy + skipped:
         parts.append("\n".join(notes))
     if measured := [row for row in rows if row["memory_bytes"] is not None]:
         columns = (
@@ -474,7 +484,7 @@ def attention(found: dict[str, Any]) -> list[Any]:
     return [terminal_table(columns, points, caption), terminal_table(even, sizes)]
 
 
-def load(loading: dict[str, Any]) -> list[Any]:
+def loading_tables(loading: dict[str, Any]) -> list[Any]:
     """Return the tables of reading a model file and of starting new processes."""
     caption = "first: one read after the system was asked to drop the file from its cache. Other reads use the cache."
     torch_alone = statistics.median(loading["processes"]["import torch"])
@@ -713,4 +723,183 @@ OPENING_COLUMNS = (
     Column("opened in", "first_seconds", lambda seconds: f"{seconds:.2f} s"),
     Column("again", "again_seconds", lambda seconds: f"{seconds:.2f} s"),
     Column("memory at most", "peak_bytes", lambda size: f"{size / 1e6:,.0f} MB"),
+)
+
+
+# `vitrail bench serve`: measure the HTTP server under load.
+
+
+IMAGES = 32
+"""Number of generated photographs that the clients send in turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServe(JsonOption):
+    """Options of `vitrail bench serve`."""
+
+    model: str = setting("ViT-S/16", argument="[MODEL]")
+    """Folder of a model or a run, an exported file, a name on the hub, or the name of a network (vitrail models), which
+    gets random weights and 1,000 classes."""
+    clients: tuple[int, ...] = setting((1, 8, 32), above=0, may_be_empty=True)
+    """Numbers of clients of closed loops, in which each client sends the next request after an answer."""
+    rates: tuple[float, ...] = setting((0.2, 0.5, 0.8, 1.0, 1.2), above=0, may_be_empty=True)
+    """Rates of open loops, in which requests arrive at random times, as fractions of the throughput of prediction
+    without a server."""
+    seconds: float = setting(5.0, above=0)
+    """Seconds per server and load."""
+    rounds: int = setting(1, least=1)
+    """Number of rounds in which the servers take turns under each load. The seconds are divided among them."""
+    against: str = "naive" if BENCHMARKS.exists() else "none"
+    """Other servers to measure, with commas between them: naive computes each request alone, on the threads of its
+    framework; litserve computes batches; litserve-workers has a process per core; none measures Vitrail only. An
+    installed package has no other servers: they are in the repository."""
+    environment: tuple[str, ...] = ()
+    """Python of a library's own environment, such as litserve=/opt/litserve/bin/python. By default the Python of
+    Vitrail."""
+    requests: int = setting(0, least=0)
+    """Measure the memory instead: after each tenth of this number of requests, from the largest of `clients`."""
+    precision: Precision = "float32"
+    """Number format of matrix products in all servers."""
+
+
+SERVE = Command(
+    name="bench serve",
+    summary="""Measure the HTTP server under load: latency, throughput, errors, processor time per request, and memory.
+    The servers run in processes of their own, and the clients in this process. Only one server is under load at a
+    time.""",
+    examples=(
+        ("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
+        (
+            "vitrail bench serve --against litserve --environment litserve=litserve/bin/python",
+            "Compare with LitServe, which is installed in an environment of its own.",
+        ),
+        ("vitrail bench serve runs/flowers --requests 50000", "See whether the memory of the servers grows."),
+    ),
+    options=(BenchServe,),
+    essential={
+        "Load": ("clients", "rates", "seconds", "rounds"),
+        "Measurement and output": ("against", "environment", "requests", "precision", "json"),
+    },
+)
+
+
+def run_serve(call: Call) -> None:
+    options = BenchServe(**call.options)
+    _check_serve(options)
+    optional_module("uvicorn", "serve")
+    names = _servers(options.against)
+    pythons = parse_environments(options.environment)
+    check_pythons(names, pythons)
+    with (
+        interrupted_by_signals(),  # otherwise SIGTERM leaves the servers running
+        _model(options.model) as (folder, bundle),
+        tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name,
+    ):
+        images = [path.read_bytes() for path in sorted(write_photographs(Path(name), IMAGES).rglob("*.jpg"))]
+        shared: dict[str, Any] = {"precision": options.precision, "pythons": pythons}
+        if options.requests:
+            clients = max(options.clients)
+            points = list(measure_memory(names, folder, images, requests=options.requests, clients=clients, **shared))
+            plain: dict[str, Any] = {"memory": points}
+            tables = [terminal_table(MEMORY_COLUMNS, points, MEMORY_CAPTION)]
+        else:
+            bare = measure_bare(bundle, images, options.precision, options.seconds / 4)
+            loads = [Load(clients=count) for count in options.clients]
+            loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
+            timing: dict[str, Any] = {"seconds": options.seconds, "rounds": options.rounds}
+            measured = list(measure_servers(names, loads, folder, images, **timing, **shared))
+            overheads = list(measure_overhead(names, folder, bundle, images, bare, seconds=options.seconds, **shared))
+            plain = {"bare": asdict(bare), "servers": measured, "overheads": overheads}
+            caption = (
+                f"Without a server: {bare.images_per_second:.1f} images/s in batches of {bare.batch}, and "
+                f"{1000 * bare.seconds:.1f} ms for one image. p50, p95 and p99: time to the answer in ms, from the "
+                "moment when a request was due. per s: answers per second. good: answers within a second, per second. "
+                "CPU: processor time of the server per request, in ms."
+            )
+            tables = [
+                terminal_table(LOAD_COLUMNS, measured, caption),
+                terminal_table(OVERHEAD_COLUMNS, overheads, OVERHEAD_CAPTION),
+            ]
+    machine = describe(bundle.device)
+    if options.json:
+        print(json.dumps({"machine": machine, **plain}))
+        return
+    height, width = bundle.preprocess.image_size
+    what = f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"
+    console = Console()
+    for part in (header(machine, what), *tables):
+        console.print(part, highlight=False)
+
+
+def _check_serve(options: BenchServe) -> None:
+    if not options.clients and not options.rates:
+        raise ConfigError("clients=() and rates=() leave nothing to measure; give at least one of them")
+    if options.requests and not options.clients:
+        raise ConfigError(f"requests={options.requests} needs a number of clients, but clients=() has none")
+
+
+def _servers(against: str) -> list[str]:
+    """Return the servers to measure. Raise `ConfigError` for a name that is none."""
+    choices = [*SERVERS, "none"][1:]
+    given = names_in(against)
+    for name in given:
+        if name not in choices:
+            raise ConfigError(f"against={name!r} is not a server; {nearest(name, choices)}")
+    return ["vitrail", *(name for name in given if name != "none")]
+
+
+@contextmanager
+def _model(name: str) -> Iterator[tuple[Path, Bundle]]:
+    """Yield a model with the path under which the servers find it."""
+    try:
+        config_type(name)
+    except ConfigError:
+        yield Path(name), load(name)
+        return
+    config = variant_config(name, num_classes=1000)
+    bundle = Bundle(build(config), tuple(map(str, range(1000))), Preprocess(image_size=config.image_size))
+    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as folder:
+        yield bundle.save(Path(folder) / "model"), bundle
+
+
+MEMORY_CAPTION = "MB: memory of the server's processes. Pages that several processes share are divided among them."
+
+MEMORY_COLUMNS = (
+    Column("server", "server"),
+    Column("requests", "requests", ",d"),
+    Column("errors", "errors"),
+    Column("MB", "memory", lambda size: f"{size / 1e6:,.1f}"),
+)
+
+
+LOAD_COLUMNS = (
+    Column("load", "load"),
+    Column("server", "server"),
+    Column("requests", "requests", ",d"),
+    Column("per s", "throughput", ".1f"),
+    Column("good", "goodput", ".1f"),
+    *(Column(name, name, lambda seconds: f"{1000 * seconds:,.0f}") for name in ("p50", "p95", "p99")),
+    Column("errors", "errors"),
+    Column("CPU", "cpu_seconds", lambda seconds: f"{1000 * seconds:.0f}"),
+    Column("MB", "memory", lambda size: f"{size / 1e6:,.0f}"),
+)
+
+OVERHEAD_CAPTION = (
+    "Each server in turns with prediction without a server; medians. one client and alone: time for an image with "
+    "and without the server on the same number of threads, in ms. added: their difference. "
+    f"{BUSY} clients and batches: images per second with "
+    "and without the server. of it: their ratio."
+)
+
+OVERHEAD_COLUMNS = (
+    Column("server", "server"),
+    Column("threads", "threads"),
+    *(
+        Column(heading, key, lambda seconds: f"{1000 * seconds:.1f}")
+        for heading, key in (("one client", "alone"), ("alone", "bare"), ("added", "added"))
+    ),
+    Column(f"{BUSY} clients", "throughput", ".1f"),
+    Column("batches", "bare_throughput", ".1f"),
+    Column("of it", "fraction", lambda fraction: f"{100 * fraction:.0f} %"),
+    Column("errors", "errors"),
 )

@@ -23,8 +23,7 @@ from vitrail.errors import ConfigError, DataError, ExportFailed, plural
 from vitrail.evaluation.measured_images import open_images
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.export.export import TIMED_BATCHES, Exporter, ExportResult, check_export
-from vitrail.export.formats import FORMATS, OPSETS
-from vitrail.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
+from vitrail.export.formats import CALIBRATION_IMAGES, FORMATS, MAX_DROP, OPSETS, Int8
 from vitrail.export.parity import BATCHES, Parity, describe_drop, spread_samples, usual_texts
 from vitrail.settings import Effect, setting
 from vitrail.weights.bundle import Bundle

@@ -13,11 +13,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vitrail.analysis.comparison import check_comparable, compare
-from vitrail.analysis.explained_outputs import Wanted
 from vitrail.analysis.overview import overview
-from vitrail.analysis.pages.comparison_page import COMPARISON_FILES, comparison_as_plain, verdict, write_comparison
-from vitrail.analysis.pages.explanation import MAX_BYTES, explain, write_explanation
-from vitrail.analysis.pages.overview_page import OVERVIEW_FILES, headline, overview_as_plain, write_overview
+from vitrail.analysis.pages.explanation import MAX_BYTES, Wanted, explain, write_explanation
+from vitrail.analysis.pages.summaries import (
+    COMPARISON_FILES,
+    OVERVIEW_FILES,
+    comparison_as_plain,
+    headline,
+    overview_as_plain,
+    verdict,
+    write_comparison,
+    write_overview,
+)
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
 from vitrail.cli.console import image_paths, images_bar, message_console, print_messages, print_notes

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.bench.growth import layer_times
+from vitrail.bench.compare import layer_times
 from vitrail.cli.console import Column, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text

@@ -17,8 +17,7 @@ from vitrail.bench.workload import interleave, timed
 from vitrail.data.source import Sample
 from vitrail.data.texts import FILES
 from vitrail.errors import ConfigError, DataError, nearest
-from vitrail.export.formats import FORMATS, OPSETS, Format, Traced
-from vitrail.export.int8 import CALIBRATION_BATCH, Int8, check_precision
+from vitrail.export.formats import CALIBRATION_BATCH, FORMATS, OPSETS, Format, Int8, Traced, check_precision
 from vitrail.export.parity import (
     RESIZING_TOLERANCE,
     TOLERANCE,

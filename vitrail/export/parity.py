@@ -19,7 +19,7 @@ from vitrail.data.source import Sample, Source
 from vitrail.errors import DataError, ExportFailed, UndecodableImage
 from vitrail.evaluation.metrics.intervals import difference_interval
 from vitrail.export.program import end_to_end
-from vitrail.models.heads.pyramid import overlaps
+from vitrail.models.heads.boxes import overlaps
 from vitrail.models.predictor import Predictor
 from vitrail.weights.answers import OUTPUT_NOUNS
 from vitrail.weights.bundle import Bundle

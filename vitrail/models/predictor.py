@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from vitrail.machine import Precision, autocast, resolve_precision
 from vitrail.models.compiled import compile_copy
-from vitrail.models.copies import shared_copy
 from vitrail.models.linear.dense import Linear
-from vitrail.models.network import Features
+from vitrail.models.network import Features, shared_copy
 from vitrail.models.resnet import StandardisedConv
 from vitrail.settings import problem_of, raise_problems
 

@@ -8,7 +8,7 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,6 @@ from vitrail.errors import UndecodableImage, nearest
 from vitrail.report.drawing import colour_of
 from vitrail.serving.batching import Row
 from vitrail.serving.guard import PROBE_PATHS, App, Guard
-from vitrail.serving.model import ServedModel, Task
 from vitrail.serving.protocol_v2 import (
     DTYPES,
     HEADER,
@@ -46,8 +45,7 @@ from vitrail.serving.protocol_v2 import (
     parse_request,
     read_json,
 )
-from vitrail.serving.service import Refused, Service
-from vitrail.serving.watch import Watcher
+from vitrail.serving.service import Refused, ServedModel, Service, Task
 from vitrail.weights.answers import DENSE, Detections, MaskPrediction, rank
 
 EXPOSED = ("X-Model", "X-Model-SHA256", HEADER, "Retry-After")
@@ -106,14 +104,14 @@ class Operation:
         return described
 
 
-def make_app(service: Service, watcher: Watcher | None = None) -> App:
-    """Return the application for a service, with its limits. Its lifespan starts and stops the service, and the
-    watcher that replaces models."""
+def make_app(service: Service, watch: Callable[[], Coroutine[Any, Any, None]] | None = None) -> App:
+    """Return the application for a service, with its limits. Its lifespan starts and stops the service, and
+    `watch()`, which replaces models."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await service.start()
-        watching = None if watcher is None else asyncio.create_task(watcher.run())
+        watching = None if watch is None else asyncio.create_task(watch())
         yield
         if watching is not None:
             watching.cancel()

@@ -13,8 +13,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from vitrail.serving.monitoring import log_line
-from vitrail.serving.service import RETRY, Refused, Service
+from vitrail.serving.service import RETRY, Refused, Service, log_line
 from vitrail.serving.settings import is_loopback
 
 Message = MutableMapping[str, Any]

@@ -11,9 +11,8 @@ from starlette.responses import Response
 from vitrail.machine import Precision
 from vitrail.serving.app import make_app
 from vitrail.serving.guard import CLIENT_GONE, Message
-from vitrail.serving.model import OverlayMaker
 from vitrail.serving.server import named_models
-from vitrail.serving.service import Service
+from vitrail.serving.service import OverlayMaker, Service
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings
 from vitrail.weights.load import load
 

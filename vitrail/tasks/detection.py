@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.evaluation.detection import ByDetection
 from vitrail.evaluation.evaluators import Evaluator
-from vitrail.models.heads.pyramid import cells_of, overlaps
+from vitrail.models.heads.boxes import cells_of, overlaps
 from vitrail.models.variants import AnyConfig
 from vitrail.registry import Registry
 from vitrail.settings import setting

@@ -27,9 +27,8 @@ from vitrail.data.batch import Batch, LocalViews
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.models.copies import shared_copy
 from vitrail.models.cost import activation_bytes
-from vitrail.models.network import FootprintPrecision
+from vitrail.models.network import FootprintPrecision, shared_copy
 from vitrail.models.tokens import mask_tokens
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig

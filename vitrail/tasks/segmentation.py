@@ -21,7 +21,7 @@ from vitrail.data.splits import Splits, one_class
 from vitrail.errors import DataError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.segmentation import ByMasks
-from vitrail.models.heads.queries import CELLS
+from vitrail.models.heads.masks import CELLS
 from vitrail.registry import Registry
 from vitrail.settings import setting
 from vitrail.tasks.dense_objective import DenseObjective, DenseTask

@@ -31,11 +31,10 @@ from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, UserError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.blocks import make_blocks
-from vitrail.models.copies import shared_copy
 from vitrail.models.cost import prediction_bytes
 from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.linear.dense import Linear
-from vitrail.models.network import Footprint, FootprintPrecision
+from vitrail.models.network import Footprint, FootprintPrecision, shared_copy
 from vitrail.models.positions import sincos_2d
 from vitrail.models.tokens import cut_patches
 from vitrail.models.variants import AnyConfig, transformer_config
@@ -57,8 +56,7 @@ from vitrail.tasks.task import (
 )
 from vitrail.tasks.unlabelled import batch_key, decoder_config, unfit_parts
 from vitrail.weights.bundle import Bundle, weights_sha256
-from vitrail.weights.load import load
-from vitrail.weights.locate import find
+from vitrail.weights.load import find, load
 from vitrail.weights.saved import TOKENIZER, StoredFormat, tokenizer_file
 
 FORMAT = 1

@@ -26,7 +26,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.compiled import compile_copy
-from vitrail.models.copies import shared_copy
+from vitrail.models.network import shared_copy
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import local

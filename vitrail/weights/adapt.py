@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import BundleError, ConfigError, listed
-from vitrail.models.copies import separate_copy
-from vitrail.models.network import with_resized_parts
+from vitrail.models.network import separate_copy, with_resized_parts
 from vitrail.models.positions import Covered
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet import ResNet

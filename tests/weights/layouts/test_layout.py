@@ -20,7 +20,6 @@ from vitrail.weights.layouts.layout import (
     KEPT,
     Description,
     Hints,
-    Pair,
     Table,
     assemble,
     carried,
@@ -44,8 +43,8 @@ def file_of(tensors: dict[str, torch.Tensor]) -> TensorFile:
 
 def description_of(bundle: Bundle, tensors: dict[str, torch.Tensor], **fields: Any) -> Description:
     config = bundle.network.config
-    pairs = tuple(Pair(name, (f"their {name}",)) for name in bundle.network.state_dict())
-    values = {"tensors": file_of(tensors), "config": config, "preprocess": default_preprocess(config), "pairs": pairs}
+    names = {name: f"their {name}" for name in bundle.network.state_dict()}
+    values = {"tensors": file_of(tensors), "config": config, "preprocess": default_preprocess(config), "names": names}
     return Description(**{**values, **fields})
 
 
@@ -63,11 +62,11 @@ def test_the_network_has_the_tensors_of_the_file_and_no_copies(bundle: Bundle) -
 def test_a_layout_that_forgets_a_tensor_is_a_mistake_of_ours(bundle: Bundle) -> None:
     state = bundle.network.state_dict()
     rest = {name: tensor for name, tensor in state.items() if name != "head.bias"}
-    pairs = tuple(Pair(name, (name,)) for name in rest)
+    names = {name: name for name in rest}
     with pytest.raises(AssertionError, match="a layout forgot"):
-        theirs_of(state, pairs)
+        theirs_of(state, names)
     with pytest.raises(AssertionError, match="a layout forgot"):
-        assemble(description_of(bundle, rest, pairs=pairs))
+        assemble(description_of(bundle, rest, names=names))
 
 
 SQUARE: dict[str, Any] = {"position_resize": "bicubic", "patch_size": (4, 4), "image_size": (12, 12)}

@@ -22,8 +22,8 @@ ATTENTION = Registry[type[AttentionKind]](
         "blocks": "vitrail.models.attention.windows:BlockAttention",
         "axial": "vitrail.models.attention.windows:AxialAttention",
         "linformer": "vitrail.models.attention.linformer:LinformerAttention",
-        "strided": "vitrail.models.attention.strided:StridedAttention",
-        "fixed": "vitrail.models.attention.strided:FixedAttention",
+        "strided": "vitrail.models.attention.windows:StridedAttention",
+        "fixed": "vitrail.models.attention.windows:FixedAttention",
         "lsh": "vitrail.models.attention.lsh:LshAttention",
     }
 )

@@ -9,11 +9,11 @@ __all__ = ["HEADS", "DenseHead"]
 
 HEADS = Registry[type[DenseHead]](
     {
-        "detection-tokens": "vitrail.models.heads.detection_tokens:DetectionTokens",
-        "patches": "vitrail.models.heads.patch_classes:PatchClasses",
-        "queries": "vitrail.models.heads.queries:QueryMasks",
-        "fine-patches": "vitrail.models.heads.patch_classes:FinePatchClasses",
-        "pyramid": "vitrail.models.heads.pyramid:Pyramid",
+        "detection-tokens": "vitrail.models.heads.boxes:DetectionTokens",
+        "patches": "vitrail.models.heads.masks:PatchClasses",
+        "queries": "vitrail.models.heads.masks:QueryMasks",
+        "fine-patches": "vitrail.models.heads.masks:FinePatchClasses",
+        "pyramid": "vitrail.models.heads.boxes:Pyramid",
     }
 )
 """Every kind of head by its name in `ViTConfig.head_kind`. The kind "pooled" is a linear layer of the pooled vector and

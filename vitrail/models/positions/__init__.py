@@ -20,19 +20,21 @@ query and costs no products.
 
 from __future__ import annotations
 
-from vitrail.models.positions.added import (
+from vitrail.models.positions.embedding import (
+    Covered,
     LearnedPositions,
     LearnedPositions2d,
-    SinCosMaePositions,
-    SinCosPositions,
-    sincos_2d,
-)
-from vitrail.models.positions.embedding import Covered, PositionPlace, PositionResize, Positions, resize_grid
-from vitrail.models.positions.inside import (
+    PositionPlace,
+    PositionResize,
+    Positions,
     RelativeBias,
     RelativeBiasWithClass,
     RelativeKeyPositions,
     RotaryPositions,
+    SinCosMaePositions,
+    SinCosPositions,
+    resize_grid,
+    sincos_2d,
 )
 
 __all__ = ["POSITIONS", "Covered", "PositionPlace", "PositionResize", "Positions", "resize_grid", "sincos_2d"]

@@ -2,33 +2,34 @@
 
 The file has `params/img/`, `params/txt/`, the logarithm `params/t` of the scale, and in SigLIP the bias `params/b`. LiT
 in vision_transformer's code has the same names without `params/`, an image tower of that code, and in some models
-BERT as its text tower (`bert.py`). The file has no tokenizer. The model of sentencepiece with which the texts were
+BERT as its text tower. The file has no tokenizer. The model of sentencepiece with which the texts were
 read, `spiece.model`, or BERT's `vocab.txt` is expected beside it. Without it the image tower is read alone
 (`google.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
+from vitrail.data.texts import TextTokenizer, wordpiece_tokenizer
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder
 from vitrail.models.text import PairConfig, TextConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.bert import ENCODER, TextPart, bert_pairs, describe_bert
 from vitrail.weights.layouts.google import (
     BIG_VISION,
     GOOGLE,
     TEXT_TOWERS,
     Google,
     dense,
-    encoder_pairs,
+    encoder_names,
     heads_of,
+    norm,
     unscanned,
 )
 from vitrail.weights.layouts.huggingface_pair import (
@@ -45,8 +46,9 @@ from vitrail.weights.layouts.layout import (
     Checkpoint,
     Description,
     Hints,
-    Pair,
+    Names,
     StoresTexts,
+    Theirs,
     carried,
     depth_of,
     inside,
@@ -107,7 +109,7 @@ class BigVisionPair(StoresTexts):
             tensors=TensorFile(whole.path, shapes, read),
             config=pair,
             preprocess=image.preprocess,
-            pairs=tuple(_pairs(pair, layout)),
+            names=_names(pair, layout),
             classes=(),
             tokenizer=tokenizer,
             notes=tuple(part.notes),
@@ -125,7 +127,7 @@ class BigVisionPair(StoresTexts):
         ]
         if words.bias is not None:
             state["bias"] = state["scale"].new_tensor(words.bias)
-        tensors = theirs_of(state, _pairs(PairConfig(image=config, text=text, bias=words.bias)))
+        tensors = theirs_of(state, _names(PairConfig(image=config, text=text, bias=words.bias)))
         encoder = "txt/Transformer/", "txt/Encoder_0/"
         named = {f"{PREFIX}{name.replace(*encoder)}": tensor for name, tensor in tensors.items()}
         with replacing_folder("the model", path, self.folder_files) as partial:
@@ -169,22 +171,120 @@ def _own_text(tensors: TensorFile, place: Path) -> TextPart:
     return TextPart(text, config, tokenizer, notes)
 
 
-def _pairs(config: PairConfig, layout: Google = BIG_VISION) -> Iterator[Pair]:
+def _names(config: PairConfig, layout: Google = BIG_VISION) -> Names:
     image, text = config.image, config.text
     assert isinstance(image, ViTConfig)
-    yield from inside(layout.pairs(image), "image.", "img/")
-    yield from inside((bert_pairs if text.post_norm else _text_pairs)(text), "text.", "txt/")
-    for ours, theirs in (("scale", "t"), ("bias", "b")):
-        if ours == "scale" or config.bias is not None:
-            yield Pair(ours, (theirs,), lambda t: t.reshape(()), lambda t: t.reshape(1))
+    return {
+        **inside(layout.names(image), "image.", "img/"),
+        **inside(BERT_NAMES if text.post_norm else _text_names(text), "text.", "txt/"),
+        "scale": Theirs(("t",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
+        "bias": Theirs(("b",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
+    }
 
 
-def _text_pairs(config: TextConfig) -> Iterator[Pair]:
-    yield Pair("embedding.weight", ("Embed_0/embedding",))
-    yield Pair("positions", ("pos_embedding",), lambda t: t[0], lambda t: t[None])
-    yield from encoder_pairs(config.depth, config.heads, config.pool)
-    if config.outputs:
-        yield from dense("projection", "head")
+def _text_names(config: TextConfig) -> Names:
+    return {
+        "embedding.weight": "Embed_0/embedding",
+        "positions": Theirs(("pos_embedding",), lambda t: t[0], lambda t: t[None]),
+        **encoder_names(config.heads),
+        **dense("projection", "head"),
+    }
 
 
 BIG_VISION_PAIR = BigVisionPair()
+
+
+# --- the BERT of flaxformer, the text tower of some LiT models
+#
+# The kernels of attention have the shape (width, width), so a file does not show the number of heads. Both networks of
+# the code have heads of 64 channels, the tanh approximation of GELU, and 1e-12 as the epsilon of layer norms. LiT reads
+# 16 tokens of a text, all of the first segment, masks padding, and projects the class token.
+
+
+CONTEXT = 16
+HEAD_WIDTH = 64
+ENCODER = "BertEncoder_0/"
+TOKENS, POSITIONS, SEGMENTS = (
+    f"{ENCODER}embedder/embedders_{name}_ids/embedding" for name in ("token", "position", "segment")
+)
+LAYERS = f"{ENCODER}encoder_block/layer_sequence/layers_"
+UP = "mlp_block/mlp/dense_layer"
+
+
+class TextPart(NamedTuple):
+    """The text tower of a file."""
+
+    tensors: TensorFile
+    config: TextConfig
+    tokenizer: TextTokenizer
+    notes: list[str]
+
+
+def describe_bert(tensors: TensorFile, place: Path) -> TextPart:
+    """Return a text tower from its tensors and its vocabulary, a file or a folder with `vocab.txt`. The embedding of
+    the first segment is added to the positions of the context, and other segments and positions are left out.
+
+    Raise `BundleError` for a missing or damaged vocabulary, and for a width that does not give the number of heads."""
+    places, width = tensors.shapes[POSITIONS]
+    if width % HEAD_WIDTH:
+        raise BundleError(
+            f"{tensors.path}: the width {width} of BERT is not a multiple of {HEAD_WIDTH}, the channels of each head "
+            "in the code that writes such files, so the number of heads is unknown"
+        )
+    context = min(places, CONTEXT)
+    tokenizer = _tokenizer(place, context)
+    config = TextConfig(
+        vocabulary=tensors.shapes[TOKENS][0],
+        context=context,
+        width=width,
+        depth=depth_of(tensors, LAYERS),
+        heads=width // HEAD_WIDTH,
+        mlp_width=tensors.shapes[f"{LAYERS}0/{UP}/kernel"][1],
+        is_causal=False,
+        pool="cls",
+        end_token=None,
+        padding=tokenizer.padding,
+        post_norm=True,
+        outputs=tensors.shapes["head/kernel"][1] if "head/kernel" in tensors else 0,
+        output_bias="head/kernel" in tensors,
+        activation="gelu-tanh",
+        norm_eps=1e-12,
+    )
+
+    def read(name: str, row: int | None) -> Tensor:
+        if name == POSITIONS:
+            return tensors.read(POSITIONS)[:context] + tensors.read(SEGMENTS, 0)
+        return tensors.read(name, row)
+
+    shapes = {name: shape for name, shape in tensors.shapes.items() if name != SEGMENTS}
+    note = (
+        f"texts have at most {context} tokens of one segment, as in the published code: the other positions ({places} "
+        f"in all) and segments ({tensors.shapes[SEGMENTS][0]} in all) of the file are not read"
+    )
+    return TextPart(TensorFile(tensors.path, shapes | {POSITIONS: (context, width)}, read), config, tokenizer, [note])
+
+
+_BLOCK, _ATTENTION = f"{LAYERS}*", f"{LAYERS}*/attention_block"
+_PARTS = [f"{_ATTENTION}/attention_layer/{part}" for part in ("query", "key", "value")]
+BERT_NAMES: Names = {
+    "embedding.weight": TOKENS,
+    "positions": POSITIONS,
+    **norm("norm", f"{ENCODER}layer_norm"),
+    "blocks.*.attention.qkv.weight": Theirs(tuple(f"{part}/kernel" for part in _PARTS), Tensor.t, Tensor.t),
+    "blocks.*.attention.qkv.bias": tuple(f"{part}/bias" for part in _PARTS),
+    **dense("blocks.*.attention.out", f"{_ATTENTION}/dense_layer"),
+    **norm("blocks.*.norm1", f"{_ATTENTION}/layer_norm"),
+    **dense("blocks.*.mlp.up", f"{_BLOCK}/{UP}"),
+    **dense("blocks.*.mlp.down", f"{_BLOCK}/mlp_block/dense_layer"),
+    **norm("blocks.*.norm2", f"{_BLOCK}/mlp_block/layer_norm"),
+    **dense("projection", "head"),
+}
+"""Our names of the tensors of a text tower, and those of BERT."""
+
+
+def _tokenizer(place: Path, context: int) -> TextTokenizer:
+    file = place if place.is_file() else place / "vocab.txt"
+    try:
+        return wordpiece_tokenizer(file.read_text(encoding="utf-8").removesuffix("\n").split("\n"), context=context)
+    except (OSError, UnicodeDecodeError, BundleError) as error:
+        raise BundleError(f"tokenizer={str(file)!r} is not a vocabulary of BERT: {error}") from error

@@ -1,4 +1,4 @@
-"""Files of the original code: the npz of vision_transformer and of big_vision.
+"""Files of the original code: the npz of vision_transformer and of big_vision. And those of Big Transfer.
 
 Both files contain flax parameters, whose names are paths with slashes. The kernels of dense layers have the shape (in,
 out), and the kernels of convolutions have the shape (h, w, in, out). The kernels of attention have an axis for the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from vitrail.data.pixels.preprocess import Geometry
 from vitrail.errors import BundleError
 from vitrail.models.positions import Covered
-from vitrail.models.resnet_config import RootConfig
+from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit_config import Pool, ViTConfig
 from vitrail.weights.adapt import moved_positions
 from vitrail.weights.bundle import Bundle
@@ -28,9 +28,10 @@ from vitrail.weights.layouts.layout import (
     Checkpoint,
     Description,
     Hints,
-    Pair,
+    Names,
     Rule,
     Table,
+    Theirs,
     bare_loss,
     carried,
     config_to_write,
@@ -106,7 +107,7 @@ class Google:
             tensors=tensors,
             config=config,
             preprocess=default_preprocess(config).with_geometry(self._geometry(checkpoint)),
-            pairs=tuple(self.pairs(config)),
+            names=self.names(config),
             notes=tuple(notes),
         )
 
@@ -131,34 +132,28 @@ class Google:
         }  # fmt: skip
         lost = [*bare_loss(self.name, bundle), *carried(self.name, config, rules)]
         state, config = moved_positions(bundle.network.state_dict(), config, "patches" if self.big_vision else "class")
-        save_tensors(theirs_of(state, self.pairs(config)), path, (".npz",))
+        save_tensors(theirs_of(state, self.names(config)), path, (".npz",))
         if config.activation == "gelu":
             lost.append("the exact GELU (its code computes the tanh approximation)")
         return tuple(lost)
 
-    def pairs(self, config: ViTConfig) -> Iterator[Pair]:
-        """Return the pairs of all tensors of a config."""
-        if config.root:
-            yield from _root_pairs(config.root)
-        channels = config.root.out_channels if config.root else config.channels
-        yield Pair(
-            "patches.projection.weight",
+    def names(self, config: ViTConfig) -> Names:
+        """Return our names of the tensors of a network with this config, and those of the code."""
+        filters = Theirs(
             ("embedding/kernel",),
             lambda t: t.permute(3, 2, 0, 1).flatten(1),
-            lambda t: t.reshape(-1, channels, *config.patch_size).permute(2, 3, 1, 0),
+            lambda t: t.reshape(len(t), -1, *config.patch_size).permute(2, 3, 1, 0),
         )
-        for ours, theirs, is_there in (
-            ("patches.projection.bias", "embedding/bias", True),
-            ("prefix.cls", "cls", config.has_class_token),
-            ("positions.embedding", BV_POSITIONS if self.big_vision else VT_POSITIONS, config.positions == "learned"),
-        ):
-            if is_there:
-                yield Pair(ours, (theirs,))
-        yield from encoder_pairs(config.depth, config.heads, config.pool)
-        if config.head_hidden:
-            yield from dense("head_hidden", "pre_logits")
-        if config.num_classes:
-            yield from dense("head", "head")
+        return {
+            **(_root_names(config.root) if config.root else {}),
+            "patches.projection.weight": filters,
+            "patches.projection.bias": "embedding/bias",
+            "prefix.cls": "cls",
+            "positions.embedding": BV_POSITIONS if self.big_vision else VT_POSITIONS,
+            **encoder_names(config.heads),
+            **dense("head_hidden", "pre_logits"),
+            **dense("head", "head"),
+        }
 
     def _config(self, tensors: TensorFile, hints: Hints) -> ViTConfig:
         shapes = tensors.shapes
@@ -268,99 +263,183 @@ def _root(shapes: dict[str, tuple[int, ...]]) -> RootConfig | None:
     return RootConfig(depths=tuple(units[stage] for stage in sorted(units)), width=shapes["conv_root/kernel"][3])
 
 
-def dense(ours: str, theirs: str) -> Iterator[Pair]:
-    """Return the tensor pairs of a dense layer."""
-    yield Pair(f"{ours}.weight", (f"{theirs}/kernel",), Tensor.t, Tensor.t)
-    yield Pair(f"{ours}.bias", (f"{theirs}/bias",))
+def dense(ours: str, theirs: str) -> Names:
+    """Return the names of a dense layer's tensors."""
+    return {f"{ours}.weight": Theirs((f"{theirs}/kernel",), Tensor.t, Tensor.t), f"{ours}.bias": f"{theirs}/bias"}
 
 
-def norm(ours: str, theirs: str) -> Iterator[Pair]:
-    """Return the tensor pairs of a normalisation layer. Older files store a group norm's weights as (1, 1, 1,
+def norm(ours: str, theirs: str) -> Names:
+    """Return the names of a normalisation layer's tensors. Older files store a group norm's weights as (1, 1, 1,
     channels)."""
-    yield Pair(f"{ours}.weight", (f"{theirs}/scale",), Tensor.flatten)
-    yield Pair(f"{ours}.bias", (f"{theirs}/bias",), Tensor.flatten)
+    pairs = ("weight", "scale"), ("bias", "bias")
+    return {f"{ours}.{own}": Theirs((f"{theirs}/{name}",), Tensor.flatten) for own, name in pairs}
 
 
-def _convolution(ours: str, theirs: str) -> Pair:
-    return Pair(
-        f"{ours}.weight", (f"{theirs}/kernel",), lambda t: t.permute(3, 2, 0, 1), lambda t: t.permute(2, 3, 1, 0)
-    )
+def _convolution(ours: str, theirs: str) -> Names:
+    filters = Theirs((f"{theirs}/kernel",), lambda t: t.permute(3, 2, 0, 1), lambda t: t.permute(2, 3, 1, 0))
+    return {f"{ours}.weight": filters}
 
 
-def _cut_by_head(ours: str, theirs: Sequence[str], heads: int) -> Iterator[Pair]:
-    """Return the tensor pairs of the query, key and value projections.
+def _cut_by_head(ours: str, theirs: Sequence[str], heads: int) -> Names:
+    """Return the names of the tensors of the query, key and value projections.
 
     The file has three kernels of shape (width, heads, channels). Our single weight has the shape (3 width, width).
     """
-    yield Pair(
-        f"{ours}.weight",
+    kernels = Theirs(
         tuple(f"{name}/kernel" for name in theirs),
         lambda t: t.flatten(1).t(),
         lambda t: t.t().reshape(t.shape[1], heads, -1),
     )
-    yield Pair(f"{ours}.bias", tuple(f"{name}/bias" for name in theirs), Tensor.flatten, lambda t: t.reshape(heads, -1))
+    biases = Theirs(tuple(f"{name}/bias" for name in theirs), Tensor.flatten, lambda t: t.reshape(heads, -1))
+    return {f"{ours}.weight": kernels, f"{ours}.bias": biases}
 
 
-def _joined(ours: str, theirs: str, heads: int) -> Iterator[Pair]:
-    """Return the tensor pairs of the output projection of attention. The kernel in the file has the shape (heads,
-    channels, width)."""
-    yield Pair(
-        f"{ours}.weight",
-        (f"{theirs}/kernel",),
-        lambda t: t.flatten(0, 1).t(),
-        lambda t: t.t().reshape(heads, -1, t.shape[0]),
+def _joined(ours: str, theirs: str, heads: int) -> Names:
+    """Return the names of the tensors of the output projection of attention. The kernel in the file has the shape
+    (heads, channels, width)."""
+    kernel = Theirs(
+        (f"{theirs}/kernel",), lambda t: t.flatten(0, 1).t(), lambda t: t.t().reshape(heads, -1, t.shape[0])
     )
-    yield Pair(f"{ours}.bias", (f"{theirs}/bias",))
+    return {f"{ours}.weight": kernel, f"{ours}.bias": f"{theirs}/bias"}
 
 
-def block_pairs(ours: str, theirs: str, heads: int) -> Iterator[Pair]:
-    """Return the tensor pairs of a block."""
-    attention = f"{theirs}/MultiHeadDotProductAttention_0"
-    yield from norm(f"{ours}.norm1", f"{theirs}/LayerNorm_0")
-    yield from _cut_by_head(
-        f"{ours}.attention.qkv", [f"{attention}/{part}" for part in ("query", "key", "value")], heads
-    )
-    yield from _joined(f"{ours}.attention.out", f"{attention}/out", heads)
-    yield from norm(f"{ours}.norm2", f"{theirs}/LayerNorm_1")
-    yield from dense(f"{ours}.mlp.up", f"{theirs}/MlpBlock_0/Dense_0")
-    yield from dense(f"{ours}.mlp.down", f"{theirs}/MlpBlock_0/Dense_1")
+def encoder_names(heads: int) -> Names:
+    """Return the names of the tensors of the blocks, of the norm after them, and of attention pooling."""
+    block, pool = "Transformer/encoderblock_*", "MAPHead_0"
+    attention, attention_of_pool = (f"{part}/MultiHeadDotProductAttention_0" for part in (block, pool))
+    parts = [f"{attention}/{part}" for part in ("query", "key", "value")]
+    return {
+        **norm("blocks.*.norm1", f"{block}/LayerNorm_0"),
+        **_cut_by_head("blocks.*.attention.qkv", parts, heads),
+        **_joined("blocks.*.attention.out", f"{attention}/out", heads),
+        **norm("blocks.*.norm2", f"{block}/LayerNorm_1"),
+        **dense("blocks.*.mlp.up", f"{block}/MlpBlock_0/Dense_0"),
+        **dense("blocks.*.mlp.down", f"{block}/MlpBlock_0/Dense_1"),
+        **norm("norm", "Transformer/encoder_norm"),
+        "attention_pool.probe": f"{pool}/probe",
+        **_cut_by_head("attention_pool.query", [f"{attention_of_pool}/query"], heads),
+        **_cut_by_head("attention_pool.key_value", [f"{attention_of_pool}/{part}" for part in ("key", "value")], heads),
+        **_joined("attention_pool.out", f"{attention_of_pool}/out", heads),
+        **norm("attention_pool.norm", f"{pool}/LayerNorm_0"),
+        **dense("attention_pool.mlp.up", f"{pool}/MlpBlock_0/Dense_0"),
+        **dense("attention_pool.mlp.down", f"{pool}/MlpBlock_0/Dense_1"),
+    }
 
 
-def encoder_pairs(depth: int, heads: int, pool: str) -> Iterator[Pair]:
-    """Return the tensor pairs of the blocks, of the norm after them, and of attention pooling if `pool` is "map"."""
-    for layer in range(depth):
-        yield from block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", heads)
-    yield from norm("norm", "Transformer/encoder_norm")
-    if pool == "map":
-        yield from map_pairs(heads)
-
-
-def map_pairs(heads: int) -> Iterator[Pair]:
-    """Return the tensor pairs of attention pooling."""
-    ours, theirs = "attention_pool", "MAPHead_0"
-    attention = f"{theirs}/MultiHeadDotProductAttention_0"
-    yield Pair(f"{ours}.probe", (f"{theirs}/probe",))
-    yield from _cut_by_head(f"{ours}.query", [f"{attention}/query"], heads)
-    yield from _cut_by_head(f"{ours}.key_value", [f"{attention}/key", f"{attention}/value"], heads)
-    yield from _joined(f"{ours}.out", f"{attention}/out", heads)
-    yield from norm(f"{ours}.norm", f"{theirs}/LayerNorm_0")
-    yield from dense(f"{ours}.mlp.up", f"{theirs}/MlpBlock_0/Dense_0")
-    yield from dense(f"{ours}.mlp.down", f"{theirs}/MlpBlock_0/Dense_1")
-
-
-def _root_pairs(root: RootConfig) -> Iterator[Pair]:
-    yield _convolution("root.stem", "conv_root")
-    yield from norm("root.norm", "gn_root")
+def _root_names(root: RootConfig) -> Names:
+    """Return the names of the tensors of a hybrid's root, whose stages and units the file numbers from 1."""
+    found = {**_convolution("root.stem", "conv_root"), **norm("root.norm", "gn_root")}
     for stage, depth in enumerate(root.depths):
         for unit in range(depth):
             ours, theirs = f"root.stages.{stage}.{unit}", f"block{stage + 1}/unit{unit + 1}"
             for number in (1, 2, 3):
-                yield _convolution(f"{ours}.conv{number}", f"{theirs}/conv{number}")
-                yield from norm(f"{ours}.norm{number}", f"{theirs}/gn{number}")
-            if unit == 0:  # the first unit of a stage has a stride or more channels
-                yield _convolution(f"{ours}.shortcut", f"{theirs}/conv_proj")
-                yield from norm(f"{ours}.shortcut_norm", f"{theirs}/gn_proj")
+                found |= _convolution(f"{ours}.conv{number}", f"{theirs}/conv{number}")
+                found |= norm(f"{ours}.norm{number}", f"{theirs}/gn{number}")
+            found |= _convolution(f"{ours}.shortcut", f"{theirs}/conv_proj")
+            found |= norm(f"{ours}.shortcut_norm", f"{theirs}/gn_proj")
+    return found
 
 
 GOOGLE = Google("google", big_vision=False)
 BIG_VISION = Google("big-vision", big_vision=True)
+
+
+# --- Big Transfer: the npz of its TensorFlow code, and the state dict of its PyTorch code
+
+
+CARRIED: Table = {
+    "image_size": KEPT, "channels": KEPT, "depths": KEPT, "width": KEPT, "num_classes": KEPT, "norm_eps": own(1e-5),
+    "weight_eps": own(1e-10), "weight_eps_on": only("variance"), "stem": only("7x7+pool"), "unit": only("bottleneck"),
+    "norm_groups": only(32), "pools": only(False),
+}  # fmt: skip
+
+
+class Bit:
+    """The layout of Big Transfer's npz (`npz=True`) or of its state dict.
+
+    Both layouts number residual units as `unit01`. The npz names the convolutions of a unit by the letters a, b and c.
+    """
+
+    folder_files: tuple[str, ...] = ()
+
+    def __init__(self, name: str, *, npz: bool) -> None:
+        self.name = name
+        self.npz = npz
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return (
+            "resnet/root_block/standardized_conv2d/kernel" if self.npz else "root.conv.weight"
+        ) in checkpoint.tensors
+
+    def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
+        tensors = checkpoint.tensors
+        config = self._config(tensors, hints)
+        assumed = f"the file does not contain its image size, so {config.image_size} is assumed"
+        preprocess = default_preprocess(config)  # the PyTorch code scales with Pillow
+        return Description(
+            tensors=tensors,
+            config=config,
+            preprocess=preprocess.with_geometry("vision_transformer") if self.npz else preprocess,
+            names=self.names(config),
+            notes=() if hints.image_size else (assumed,),
+        )
+
+    def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
+        config: ResNetConfig = config_to_write(self.name, bundle, "BiT")
+        lost = [*bare_loss(self.name, bundle), *carried(self.name, config, CARRIED)]
+        theirs = theirs_of(bundle.network.state_dict(), self.names(config))
+        save_tensors(theirs, path, (".npz",) if self.npz else (".pth", ".pt", ".bin"))
+        return tuple(lost)
+
+    def names(self, config: ResNetConfig) -> Names:
+        """Return our names of the tensors of a network with this config, and those of the code, which numbers stages
+        and units from 1."""
+        stem, last = ("resnet/root_block", "resnet/group_norm") if self.npz else ("root.conv", "head.gn")
+        found = {**self._filters("stem", stem), **self._norm("norm", last)}
+        for stage, depth in enumerate(config.depths):
+            for unit in range(depth):
+                ours, number = f"stages.{stage}.{unit}", f"unit{unit + 1:02}"
+                theirs = f"resnet/block{stage + 1}/{number}" if self.npz else f"body.block{stage + 1}.{number}"
+                for part, letter in ((1, "a"), (2, "b"), (3, "c")):
+                    found |= self._norm(
+                        f"{ours}.norm{part}", f"{theirs}/{letter}/group_norm" if self.npz else f"{theirs}.gn{part}"
+                    )
+                    found |= self._filters(
+                        f"{ours}.conv{part}", f"{theirs}/{letter}" if self.npz else f"{theirs}.conv{part}"
+                    )
+                found |= self._filters(f"{ours}.shortcut", f"{theirs}/a/proj" if self.npz else f"{theirs}.downsample")
+        if self.npz:
+            head = Theirs(("resnet/head/conv2d/kernel",), lambda t: t[0, 0].t(), lambda t: t.t()[None, None])
+            return {**found, "head.weight": head, "head.bias": "resnet/head/conv2d/bias"}
+        head = Theirs(("head.conv.weight",), lambda t: t[:, :, 0, 0], lambda t: t[:, :, None, None])
+        return {**found, "head.weight": head, "head.bias": "head.conv.bias"}
+
+    def _filters(self, ours: str, theirs: str) -> Names:
+        if self.npz:
+            return _convolution(ours, f"{theirs}/standardized_conv2d")
+        return {f"{ours}.weight": f"{theirs}.weight"}
+
+    def _norm(self, ours: str, theirs: str) -> Names:
+        weight, bias = ("/gamma", "/beta") if self.npz else (".weight", ".bias")
+        return {f"{ours}.weight": theirs + weight, f"{ours}.bias": theirs + bias}
+
+    def _config(self, tensors: TensorFile, hints: Hints) -> ResNetConfig:
+        block, separator = ("resnet/block", "/") if self.npz else ("body.block", ".")
+        stages = depth_of(tensors, block) - 1  # units and stages are numbered from one
+        depths = tuple(depth_of(tensors, f"{block}{stage + 1}{separator}unit") - 1 for stage in range(stages))
+        if self.npz:
+            _, _, channels, width = tensors.shapes["resnet/root_block/standardized_conv2d/kernel"]
+        else:
+            width, channels, _, _ = tensors.shapes["root.conv.weight"]
+        head = tensors.shapes.get("resnet/head/conv2d/bias" if self.npz else "head.conv.bias", (0,))
+        return ResNetConfig(
+            image_size=hints.image_size or (224, 224),
+            channels=channels,
+            depths=depths,
+            width=width,
+            num_classes=head[0],
+        )
+
+
+BIT = Bit("bit", npz=True)
+BIT_TORCH = Bit("bit-torch", npz=False)

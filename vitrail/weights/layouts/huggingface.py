@@ -31,20 +31,19 @@ from vitrail.weights.layouts.layout import (
     Checkpoint,
     Description,
     Hints,
-    Pair,
+    Names,
     Table,
-    both,
+    Theirs,
     carried,
     config_to_write,
     depth_of,
     dinov2_size,
     file_grid,
     heads_of,
-    layers,
     only,
     output_loss,
     own,
-    patch_pair,
+    patch_filters,
     theirs_of,
 )
 from vitrail.weights.saved import PRODUCER
@@ -429,7 +428,7 @@ class HuggingFace:
             tensors=tensors,
             config=config,
             preprocess=images.preprocess,
-            pairs=tuple(pairs(config, gate_apart=f"{BLOCK}0.mlp.gate_proj.weight" in tensors)),
+            names=names(config, gate_apart=f"{BLOCK}0.mlp.gate_proj.weight" in tensors),
             classes=classes,
             class_ids=class_ids_of(settings, config.num_classes),
             output=output,
@@ -452,7 +451,7 @@ class HuggingFace:
         if bundle.score_threshold is not None:
             lost.append(f"the score {bundle.score_threshold:g} from which on objects are shown")
         state, config, changed = _conformed(bundle.network.state_dict(), config, family)
-        tensors = theirs_of(state, pairs(config, gate_apart=family is EOMT))
+        tensors = theirs_of(state, names(config, gate_apart=family is EOMT))
         if family is EOMT:
             tensors = {_eomt_name(name): tensor for name, tensor in tensors.items()}
             tensors["attn_mask_probs"] = torch.zeros(config.query_blocks)
@@ -470,80 +469,77 @@ class HuggingFace:
         return (*changed, *lost, *_lost(config, family), *lost_preprocess)
 
 
-def pairs(config: ViTConfig, *, gate_apart: bool = False) -> Iterator[Pair]:
-    """Yield the pairs of tensor names of a network with this config. Names in the file are the hub's names without a
-    prefix.
+HEAD_NAMES: Names = {
+    # YOLOS
+    "head.classes.layers.*.*": f"{CLASSES}*.*",
+    "head.boxes.layers.*.*": f"{BOXES}*.*",
+    # EoMT
+    "head.queries": "query.weight",
+    "head.classes.*": "class_predictor.*",
+    "head.layers.0.*": "mask_head.fc1.*",
+    "head.layers.1.*": "mask_head.fc2.*",
+    "head.layers.2.*": "mask_head.fc3.*",
+    "head.enlarged.*.up.*": "upscale_block.block.*.conv1.*",
+    "head.enlarged.*.mix.weight": "upscale_block.block.*.conv2.weight",
+    "head.enlarged.*.norm.*": "upscale_block.block.*.layernorm2d.*",
+    # the others
+    "head.*": "classifier.*",
+}
+"""Names of the tensors of heads."""
+
+
+def names(config: ViTConfig, *, gate_apart: bool = False) -> Names:
+    """Return our names of the tensors of a network with this config, and the hub's without a prefix.
 
     With `gate_apart` the gate of SwiGLU is a separate tensor, as in newer releases.
     """
-    yield patch_pair(PATCHES, config.patch_size, config.channels)
-    yield Pair("patches.projection.bias", (f"{PATCHES}.bias",))
-    yield Pair("prefix.cls", ("embeddings.cls_token",))
-    detects = config.head_kind == "detection-tokens"
-    if config.registers:
-        yield Pair("prefix.registers", ((YOLOS if detects else DINOV2_REGISTERS).registers,))
-    masks = config.head_kind == "queries"
-    of_masks = Pair("positions.embedding", (POSITIONS,), lambda tensor: tensor[None], lambda tensor: tensor[0])
-    plain = Pair("positions.embedding", (POSITIONS,))
-    yield _detection_positions(config) if detects else of_masks if masks else plain
-    for layer in range(config.depth):
-        yield from _block_pairs(f"blocks.{layer}.", f"{BLOCK}{layer}.", config, gate_apart)
-    yield from both("norm", "layernorm")
-    if config.head_hidden:
-        yield from both("head_hidden", "pooler.dense")
-    if detects:
-        for ours, theirs in (("classes", CLASSES), ("boxes", BOXES)):
-            yield from layers(f"head.{ours}.layers.", theirs, {"0": "0", "1": "1", "2": "2"})
-    elif masks:
-        yield from _query_pairs()
-    elif config.num_classes:
-        yield from both("head", "classifier")
+    parts = "layernorm_before", "layernorm_after", "intermediate.dense", "output.dense"
+    norm1, norm2, up, down = ("norm1", "norm2", "mlp.fc1", "mlp.fc2") if config.layer_scale else parts
+    ups = [up]
+    if config.activation == "swiglu":
+        ups, down = ["mlp.gate_proj", "mlp.up_proj"] if gate_apart else ["mlp.weights_in"], "mlp.weights_out"
+    attention = f"{BLOCK}*.attention"
+    positions: str | Theirs = POSITIONS
+    if config.head_kind == "detection-tokens":
+        positions = _detection_positions(config)
+    elif config.head_kind == "queries":
+        positions = Theirs((POSITIONS,), lambda tensor: tensor[None], lambda tensor: tensor[0])
+    return {
+        "patches.projection.weight": patch_filters(f"{PATCHES}.weight", config.patch_size),
+        "patches.projection.bias": f"{PATCHES}.bias",
+        "prefix.cls": "embeddings.cls_token",
+        "prefix.registers": (YOLOS if config.head_kind == "detection-tokens" else DINOV2_REGISTERS).registers,
+        "positions.embedding": positions,
+        "blocks.*.norm1.*": f"{BLOCK}*.{norm1}.*",
+        "blocks.*.attention.qkv.*": tuple(f"{attention}.attention.{part}.*" for part in ("query", "key", "value")),
+        "blocks.*.attention.out.*": f"{attention}.output.dense.*",
+        "blocks.*.scale1.gamma": f"{BLOCK}*.layer_scale1.lambda1",
+        "blocks.*.norm2.*": f"{BLOCK}*.{norm2}.*",
+        "blocks.*.mlp.up.*": tuple(f"{BLOCK}*.{part}.*" for part in ups),
+        "blocks.*.mlp.down.*": f"{BLOCK}*.{down}.*",
+        "blocks.*.scale2.gamma": f"{BLOCK}*.layer_scale2.lambda1",
+        "norm.*": "layernorm.*",
+        "head_hidden.*": "pooler.dense.*",
+        **HEAD_NAMES,
+    }
 
 
-def _query_pairs() -> Iterator[Pair]:
-    """Yield the pairs of the head of EoMT."""
-    yield Pair("head.queries", ("query.weight",))
-    yield from both("head.classes", "class_predictor")
-    yield from layers("head.layers.", "mask_head.fc", {"0": "1", "1": "2", "2": "3"})
-    for number in range(2):
-        ours, theirs = f"head.enlarged.{number}.", f"upscale_block.block.{number}."
-        yield from layers(ours, theirs, {"up": "conv1", "norm": "layernorm2d"})
-        yield from both(f"{ours}mix", f"{theirs}conv2", bias=False)
-
-
-class LayerPositions(Pair):
-    """The pair of the positions of all layers. The library stores those of the first layer apart from the others."""
+class LayerPositions(Theirs):
+    """The positions of all layers. The library stores those of the first layer apart from the others."""
 
     def write(self, tensor: Tensor) -> dict[str, Tensor]:
         parts = tensor[:1], tensor[1:, None]
-        return {name: self.to_theirs(part).contiguous() for name, part in zip(self.theirs, parts, strict=False)}
+        return {name: self.to_theirs(part).contiguous() for name, part in zip(self.names, parts, strict=False)}
 
 
-def _detection_positions(config: ViTConfig) -> Pair:
-    """Return the pair of the positions of YOLOS. Its detection tokens come after the patches."""
+def _detection_positions(config: ViTConfig) -> LayerPositions:
+    """Return the positions of YOLOS. Its detection tokens come after the patches."""
     tokens = config.registers
     return LayerPositions(
-        "positions.embedding",
         (POSITIONS, MIDDLE) if config.positions_place == "every-layer" else (POSITIONS,),
         lambda t: torch.cat([t[..., :1, :], t[..., -tokens:, :], t[..., 1:-tokens, :]], dim=-2).flatten(0, -3),
         lambda t: torch.cat([t[..., :1, :], t[..., 1 + tokens :, :], t[..., 1 : 1 + tokens, :]], dim=-2),
     )
-
-
-def _block_pairs(ours: str, theirs: str, config: ViTConfig, gate_apart: bool) -> Iterator[Pair]:
-    norm1, norm2, up, down = "layernorm_before", "layernorm_after", ["intermediate.dense"], "output.dense"
-    if config.layer_scale:
-        norm1, norm2, up, down = "norm1", "norm2", ["mlp.fc1"], "mlp.fc2"
-        yield Pair(f"{ours}scale1.gamma", (f"{theirs}layer_scale1.lambda1",))
-        yield Pair(f"{ours}scale2.gamma", (f"{theirs}layer_scale2.lambda1",))
-    if config.activation == "swiglu":
-        up = ["mlp.gate_proj", "mlp.up_proj"] if gate_apart else ["mlp.weights_in"]
-        down = "mlp.weights_out"
-    parts = [f"{theirs}attention.attention.{part}" for part in ("query", "key", "value")]
-    yield from both(f"{ours}attention.qkv", *parts, bias=config.qkv_bias)
-    yield from both(f"{ours}mlp.up", *(theirs + part for part in up))
-    single = {"norm1": norm1, "attention.out": "attention.output.dense", "norm2": norm2, "mlp.down": down}
-    yield from layers(ours, theirs, single)
 
 
 # --- reading

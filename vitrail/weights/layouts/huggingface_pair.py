@@ -8,7 +8,7 @@ is a model of sentencepiece (`spiece.model`), and those of CLIP and SigLIP 2 are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,16 @@ from vitrail.weights.layouts.layout import (
     Checkpoint,
     Description,
     Hints,
-    Pair,
+    Names,
     StoresTexts,
     Table,
-    both,
+    Theirs,
     carried,
     check_heads,
     depth_of,
-    layers,
     only,
     own,
-    patch_pair,
+    patch_filters,
     theirs_of,
 )
 from vitrail.weights.saved import PRODUCER, read_object
@@ -125,7 +124,7 @@ class HuggingFacePair(StoresTexts):
             tensors=tensors,
             config=config,
             preprocess=read.preprocess,
-            pairs=tuple(pairs(config, family, reads=True)),
+            names=names(config, family),
             classes=(),
             tokenizer=tokenizer,
             ignored=tuple(name for name in UNUSED if name in tensors),
@@ -149,7 +148,7 @@ class HuggingFacePair(StoresTexts):
                 query, key_value = state.pop(f"{pool}query.{part}"), state.pop(f"{pool}key_value.{part}")
                 state[f"{pool}in_proj.{part}"] = torch.cat([query, key_value])
         pair = PairConfig(image=config, text=words.tower.config, bias=words.bias)
-        tensors = theirs_of(state, pairs(pair, family, reads=False))
+        tensors = theirs_of(state, names(pair, family))
         with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(tensors, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**_config_json(pair, family, words), "producer": PRODUCER})
@@ -178,64 +177,58 @@ def pair_of(layout: str, bundle: Bundle, *, has_bias: bool) -> tuple[ViTConfig, 
     return config, words, state | {"scale": torch.tensor(words.scale)}
 
 
-def pairs(config: PairConfig, family: PairFamily, *, reads: bool) -> Iterator[Pair]:
-    """Yield the pairs of tensor names of both towers. The library stores the query, keys and values of attention
-    pooling in one tensor, of which two of ours are parts when a file is read."""
-    image, text = config.image, config.text
+def names(config: PairConfig, family: PairFamily) -> Names:
+    """Return our names of the tensors of both towers, and the library's.
+
+    The library stores the query, keys and values of attention pooling in one tensor. When a file is read, two of ours
+    are parts of it. When a file is written, ours are joined before (`in_proj`).
+    """
+    image, is_siglip = config.image, family is SIGLIP
     assert isinstance(image, ViTConfig)
-    yield patch_pair(f"{VISION}embeddings.patch_embedding", image.patch_size, image.channels, ours="image.patches")
-    if family is SIGLIP:
-        yield Pair("image.patches.projection.bias", (f"{VISION}embeddings.patch_embedding.bias",))
-    else:
-        yield Pair(
-            "image.prefix.cls", (f"{VISION}embeddings.class_embedding",), lambda t: t[None, None], lambda t: t[0, 0]
-        )
-        yield from both("image.pre_norm", f"{VISION}pre_layrnorm")
-        yield Pair("image.projection.weight", ("visual_projection.weight",))
-    places = f"{VISION}embeddings.position_embedding.weight"
-    yield Pair("image.positions.embedding", (places,), lambda t: t[None], lambda t: t[0])
-    yield from _blocks("image", VISION, image.depth)
-    yield from both("image.norm", f"{VISION}post_layernorm")
-    if family is SIGLIP:
-        yield from _pool(image.width, reads=reads)
-    yield Pair("text.embedding.weight", (f"{TEXT}embeddings.token_embedding.weight",))
-    yield Pair("text.positions", (f"{TEXT}embeddings.position_embedding.weight",))
-    yield from _blocks("text", TEXT, text.depth)
-    yield from both("text.norm", f"{TEXT}final_layer_norm")
-    yield from both(
-        "text.projection", *(("text_model.head",) if family is SIGLIP else ("text_projection",)), bias=family is SIGLIP
-    )
-    for ours, theirs in (("scale", "logit_scale"), ("bias", "logit_bias")):
-        if ours == "scale" or family is SIGLIP:
-            yield Pair(ours, (theirs,), lambda t: t.reshape(()), lambda t: t.reshape((1,) if family is SIGLIP else ()))
+    pool, width = f"{VISION}head.", image.width
+    return {
+        "image.patches.projection.weight": patch_filters(
+            f"{VISION}embeddings.patch_embedding.weight", image.patch_size
+        ),
+        "image.patches.projection.bias": f"{VISION}embeddings.patch_embedding.bias",
+        "image.prefix.cls": Theirs(
+            (f"{VISION}embeddings.class_embedding",), lambda t: t[None, None], lambda t: t[0, 0]
+        ),
+        "image.positions.embedding": Theirs(
+            (f"{VISION}embeddings.position_embedding.weight",), lambda t: t[None], lambda t: t[0]
+        ),
+        "image.pre_norm.*": f"{VISION}pre_layrnorm.*",
+        **_block_names("image", VISION),
+        "image.norm.*": f"{VISION}post_layernorm.*",
+        "image.attention_pool.probe": f"{pool}probe",
+        "image.attention_pool.query.*": Theirs((f"{pool}attention.in_proj_*",), lambda t: t[:width]),
+        "image.attention_pool.key_value.*": Theirs((f"{pool}attention.in_proj_*",), lambda t: t[width:]),
+        "image.attention_pool.in_proj.*": f"{pool}attention.in_proj_*",
+        "image.attention_pool.out.*": f"{pool}attention.out_proj.*",
+        "image.attention_pool.norm.*": f"{pool}layernorm.*",
+        "image.attention_pool.mlp.up.*": f"{pool}mlp.fc1.*",
+        "image.attention_pool.mlp.down.*": f"{pool}mlp.fc2.*",
+        "image.projection.weight": "visual_projection.weight",
+        "text.embedding.weight": f"{TEXT}embeddings.token_embedding.weight",
+        "text.positions": f"{TEXT}embeddings.position_embedding.weight",
+        **_block_names("text", TEXT),
+        "text.norm.*": f"{TEXT}final_layer_norm.*",
+        "text.projection.*": f"{TEXT}head.*" if is_siglip else "text_projection.*",
+        "scale": Theirs(("logit_scale",), lambda t: t.reshape(()), lambda t: t.reshape((1,) if is_siglip else ())),
+        "bias": Theirs(("logit_bias",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
+    }
 
 
-OF_BLOCK = {
-    "norm1": "layer_norm1", "attention.out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp.up": "mlp.fc1",
-    "mlp.down": "mlp.fc2",
-}  # fmt: skip
-OF_POOL = {"out": "attention.out_proj", "norm": "layernorm", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
-"""Our names of the layers of a block, and of attention pooling, with those of the library."""
-
-
-def _blocks(ours: str, theirs: str, depth: int) -> Iterator[Pair]:
-    for layer in range(depth):
-        block, layer_name = f"{ours}.blocks.{layer}.", f"{theirs}encoder.layers.{layer}."
-        yield from both(f"{block}attention.qkv", *(f"{layer_name}self_attn.{part}_proj" for part in "qkv"))
-        yield from layers(block, layer_name, OF_BLOCK)
-
-
-def _pool(width: int, *, reads: bool) -> Iterator[Pair]:
-    ours, theirs = "image.attention_pool.", f"{VISION}head."
-    yield Pair(f"{ours}probe", (f"{theirs}probe",))
-    for part in ("weight", "bias"):
-        name = f"{theirs}attention.in_proj_{part}"
-        if reads:
-            yield Pair(f"{ours}query.{part}", (name,), lambda t: t[:width])
-            yield Pair(f"{ours}key_value.{part}", (name,), lambda t: t[width:])
-        else:
-            yield Pair(f"{ours}in_proj.{part}", (name,))
-    yield from layers(ours, theirs, OF_POOL)
+def _block_names(ours: str, theirs: str) -> Names:
+    block = f"{theirs}encoder.layers.*"
+    return {
+        f"{ours}.blocks.*.norm1.*": f"{block}.layer_norm1.*",
+        f"{ours}.blocks.*.attention.qkv.*": tuple(f"{block}.self_attn.{part}_proj.*" for part in "qkv"),
+        f"{ours}.blocks.*.attention.out.*": f"{block}.self_attn.out_proj.*",
+        f"{ours}.blocks.*.norm2.*": f"{block}.layer_norm2.*",
+        f"{ours}.blocks.*.mlp.up.*": f"{block}.mlp.fc1.*",
+        f"{ours}.blocks.*.mlp.down.*": f"{block}.mlp.fc2.*",
+    }
 
 
 # --- configs

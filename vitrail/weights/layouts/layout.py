@@ -1,7 +1,7 @@
 """The contract of a layout, and the functions that all layouts share.
 
-A layout is described by pairs of tensor names: the name of one of our tensors, and the names of the library's tensors
-with the same values. The same pairs serve reading and writing. The module of each library offers a `Layout`.
+A layout is described by a table of tensor names: ours, and those of the library's tensors with the same values. The
+same table serves reading and writing. The module of each library offers a `Layout`.
 
 A layout also has a rule for every field of the network's config, of its root and of the preprocessing. Writing fails
 for a field without a rule, so that no option that changes the arithmetic is silently lost. To read a written file back
@@ -11,7 +11,7 @@ is no substitute, because Vitrail reads more than the libraries compute, such as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -41,11 +41,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The name of one of our tensors, and the names of the library's tensors with the same values."""
+class Theirs:
+    """The library's tensors with the values of one of ours."""
 
-    ours: str
-    theirs: tuple[str, ...]
+    names: tuple[str, ...]
     """Names in the file. Several tensors, such as queries, keys and values, are concatenated along the first axis of
     our tensor."""
     to_ours: Callable[[Tensor], Tensor] = _same
@@ -58,8 +57,14 @@ class Pair:
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def write(self, tensor: Tensor) -> dict[str, Tensor]:
-        parts = tensor.chunk(len(self.theirs)) if len(self.theirs) > 1 else (tensor,)
-        return {name: self.to_theirs(part).contiguous() for name, part in zip(self.theirs, parts, strict=True)}
+        parts = tensor.chunk(len(self.names)) if len(self.names) > 1 else (tensor,)
+        return {name: self.to_theirs(part).contiguous() for name, part in zip(self.names, parts, strict=True)}
+
+
+Names = Mapping[str, str | tuple[str, ...] | Theirs]
+"""Our names of tensors, and the library's. In ours, `*` is any part of a name between dots, such as the number of a
+block. These parts fill the `*` of the library's names, in their order. The first name that fits a tensor of the network
+counts, and a name without `*` before all others. Names that no tensor of the network has are not used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +95,15 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The model in a checkpoint, described in our terms: config, preprocessing, classes and pairs of tensor names."""
+    """The model in a checkpoint, described in our terms: config, preprocessing, classes and names of tensors."""
 
     tensors: TensorFile
-    """Tensors of the file, under the names that the pairs use."""
+    """Tensors of the file, under the names that `names` uses."""
     config: AnyConfig | PairConfig
-    """Config of the network. For an image and a text tower, the names in `pairs` are those of a
+    """Config of the network. For an image and a text tower, our names in `names` are those of a
     `vitrail.models.text.Pair`."""
     preprocess: Preprocess
-    pairs: tuple[Pair, ...]
+    names: Names
     classes: tuple[str, ...] | None = None
     """Names of the outputs. If the file has no names, this is None, and the outputs are numbered."""
     class_ids: tuple[int, ...] | None = None
@@ -151,54 +156,59 @@ def assemble(description: Description) -> Any:
         config = description.config
         network: torch.nn.Module = TwoTowers(config) if isinstance(config, PairConfig) else build(config)
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: theirs_for(name, description.names) for name in expected}
     problems, known = [], set(description.ignored)
-    for pair in description.pairs:
-        known.update(pair.theirs)
-        missing = [name for name in pair.theirs if name not in tensors]
-        problems += [f"missing: {name}" for name in missing]
-        if not missing and _shape(pair, tensors) != expected.get(pair.ours):
-            shapes = ", ".join(f"{name} {tensors.shapes[name]}" for name in pair.theirs)
-            problems.append(f"misshaped: {shapes}; the network has {pair.ours} {expected.get(pair.ours)}")
+    for name, theirs in found.items():
+        known.update(theirs.names)
+        missing = [each for each in theirs.names if each not in tensors]
+        problems += [f"missing: {each}" for each in missing]
+        if not missing and _shape(theirs, tensors) != expected[name]:
+            shapes = ", ".join(f"{each} {tensors.shapes[each]}" for each in theirs.names)
+            problems.append(f"misshaped: {shapes}; the network has {name} {expected[name]}")
     problems += [f"unexpected: {name} {shape}" for name, shape in tensors.shapes.items() if name not in known]
     if problems:
         raise BundleError(f"the tensors of {tensors.path} do not fit:\n  " + "\n  ".join(problems))
-    ours = {pair.ours for pair in description.pairs}
-    assert ours == set(expected), f"a layout forgot {ours ^ set(expected)}"
-    for pair in description.pairs:
-        module, _, own = pair.ours.rpartition(".")
-        tensor = pair.read([tensors.read(name) for name in pair.theirs]).contiguous()
+    for name, theirs in found.items():
+        module, _, own = name.rpartition(".")
+        tensor = theirs.read([tensors.read(each) for each in theirs.names]).contiguous()
         # The tensor is not copied, so that a memory-mapped file stays mapped.
         setattr(network.get_submodule(module), own, torch.nn.Parameter(tensor))
     return network.eval()
 
 
-def theirs_of(state: Mapping[str, Tensor], pairs: Iterable[Pair]) -> dict[str, Tensor]:
+def theirs_of(state: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
     """Convert our tensors to the library's form, and return them under the library's names."""
-    state = dict(state)
     theirs: dict[str, Tensor] = {}
-    for pair in pairs:
-        theirs |= pair.write(state.pop(pair.ours).detach().cpu())
-    assert not state, f"a layout forgot {sorted(state)}"
+    for name, tensor in state.items():
+        theirs |= theirs_for(name, names).write(tensor.detach().cpu())
     return theirs
 
 
-def both(ours: str, *theirs: str, bias: bool = True) -> Iterator[Pair]:
-    """Yield the pairs of a weight and, with `bias`, of its bias."""
-    yield Pair(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs))
-    if bias:
-        yield Pair(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs))
+def theirs_for(name: str, names: Names) -> Theirs:
+    """Return the library's tensors for one of ours."""
+    if name in names:
+        return _row(names[name])
+    parts = name.split(".")
+    for ours, theirs in names.items():
+        pieces = ours.split(".")
+        if len(pieces) == len(parts) and all(map(_fits, pieces, parts)):
+            row, found = _row(theirs), [part for piece, part in zip(pieces, parts, strict=True) if piece == "*"]
+            return replace(row, names=tuple(each.replace("*", "{}").format(*found) for each in row.names))
+    raise AssertionError(f"a layout forgot {name}")
 
 
-def layers(ours: str, theirs: str, names: Mapping[str, str], *, bias: bool = True) -> Iterator[Pair]:
-    """Yield the pairs of several layers, from the ends of their names: ours, and those of the library."""
-    for own_name, their_name in names.items():
-        yield from both(f"{ours}{own_name}", f"{theirs}{their_name}", bias=bias)
+def _fits(piece: str, part: str) -> bool:
+    return piece in ("*", part)
 
 
-def inside(pairs: Iterable[Pair], ours: str, theirs: str) -> Iterator[Pair]:
-    """Yield pairs with a prefix before all names: ours, and that of the library."""
-    for pair in pairs:
-        yield replace(pair, ours=f"{ours}{pair.ours}", theirs=tuple(f"{theirs}{name}" for name in pair.theirs))
+def _row(theirs: str | tuple[str, ...] | Theirs) -> Theirs:
+    return theirs if isinstance(theirs, Theirs) else Theirs((theirs,) if isinstance(theirs, str) else theirs)
+
+
+def inside(names: Names, ours: str, theirs: str) -> Names:
+    """Return names with a prefix before all of them: ours, and that of the library."""
+    rows = ((name, _row(theirs)) for name, theirs in names.items())
+    return {f"{ours}{name}": replace(row, names=tuple(f"{theirs}{each}" for each in row.names)) for name, row in rows}
 
 
 def each_channel(values: Sequence[float], channels: int) -> list[float]:
@@ -229,14 +239,9 @@ def resampling_loss(preprocess: Preprocess) -> list[str]:
     return [text for text, is_lost in lost.items() if is_lost]
 
 
-def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int, *, ours: str = "patches") -> Pair:
-    """Return the pair for the patch projection, which PyTorch libraries store as a convolution."""
-    return Pair(
-        f"{ours}.projection.weight",
-        (f"{theirs}.weight",),
-        lambda t: t.flatten(1),
-        lambda t: t.reshape(-1, channels, *patch_size),
-    )
+def patch_filters(name: str, patch_size: tuple[int, int]) -> Theirs:
+    """Return the weight of the patch projection, which PyTorch libraries store as a convolution."""
+    return Theirs((name,), lambda t: t.flatten(1), lambda t: t.reshape(len(t), -1, *patch_size))
 
 
 def depth_of(tensors: TensorFile, prefix: str) -> int:
@@ -317,11 +322,11 @@ def default_preprocess(config: AnyConfig, **fields: Any) -> Preprocess:
     return Preprocess(**{"image_size": config.image_size, "channels": config.channels, **fields})
 
 
-def _shape(pair: Pair, tensors: TensorFile) -> tuple[int, ...] | None:
+def _shape(theirs: Theirs, tensors: TensorFile) -> tuple[int, ...] | None:
     """Return the shape that our tensor will have, without reading the file. Return None if the tensors cannot be
     converted."""
     try:
-        return tuple(pair.read([torch.empty(tensors.shapes[name], device="meta") for name in pair.theirs]).shape)
+        return tuple(theirs.read([torch.empty(tensors.shapes[name], device="meta") for name in theirs.names]).shape)
     except (RuntimeError, IndexError):
         return None
 

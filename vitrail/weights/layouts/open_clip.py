@@ -7,7 +7,7 @@ that open_clip calls custom. Text towers of transformers, which the config names
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,19 @@ from vitrail.weights.layouts.layout import (
     Checkpoint,
     Description,
     Hints,
-    Pair,
+    Names,
     StoresTexts,
-    both,
+    Theirs,
     carried,
     check_heads,
     depth_of,
     inside,
-    layers,
     only,
-    patch_pair,
+    patch_filters,
     theirs_of,
 )
 from vitrail.weights.layouts.timm import POOLS, TIMM, check_arguments, network_loss, settings_of, written_config
-from vitrail.weights.layouts.timm import pairs as timm_pairs
+from vitrail.weights.layouts.timm import names as timm_names
 from vitrail.weights.saved import PRODUCER, read_object
 from vitrail.weights.tensors import TensorFile, save_tensors
 
@@ -129,7 +128,7 @@ class OpenClip(StoresTexts):
             tensors=tensors,
             config=config,
             preprocess=read.preprocess,
-            pairs=tuple(_pairs(config, prefix, has_trunk=has_trunk)),
+            names=_names(config, prefix, has_trunk=has_trunk),
             classes=(),
             tokenizer=tokenizer,
             ignored=tuple(name for name in (UNUSED, f"{TEXT}{UNUSED}") if name in tensors),
@@ -196,9 +195,9 @@ class OpenClip(StoresTexts):
                 "resize_mode": modes[preprocess.resize],
             },
         }  # fmt: skip
-        pairs = _pairs(PairConfig(image=config, text=text, bias=words.bias), TEXT * is_siglip, has_trunk=is_siglip)
+        names = _names(PairConfig(image=config, text=text, bias=words.bias), TEXT * is_siglip, has_trunk=is_siglip)
         with replacing_folder("the model", path, self.folder_files) as partial:
-            save_tensors(theirs_of(state, pairs), partial / WEIGHTS, (".safetensors",))
+            save_tensors(theirs_of(state, names), partial / WEIGHTS, (".safetensors",))
             write_json(partial / CONFIG, content)
             write_tokenizer(words.tokenizer, partial, SIGLIP if is_siglip else CLIP)
             if words.tokenizer.cleaning != cleaning:
@@ -353,44 +352,44 @@ def _preprocessor(preprocess: Mapping[str, Any], image: ViTConfig, path: Path) -
     return {"size": {"shortest_edge": min(height, width)}, "crop_size": {"height": height, "width": width}, **colours}
 
 
-def _pairs(config: PairConfig, prefix: str, *, has_trunk: bool) -> Iterator[Pair]:
+def _names(config: PairConfig, prefix: str, *, has_trunk: bool) -> Names:
     image, text = config.image, config.text
     assert isinstance(image, ViTConfig)
-    yield from inside(timm_pairs(image), "image.", TRUNK) if has_trunk else _image_pairs(image)
-    yield Pair("text.embedding.weight", (f"{prefix}token_embedding.weight",))
-    yield Pair("text.positions", (f"{prefix}positional_embedding",))
-    yield from _blocks("text", f"{prefix}{BLOCKS}", text.depth)
-    yield from both("text.norm", f"{prefix}ln_final")
-    if text.output_bias:
-        yield from both("text.projection", f"{prefix}text_projection")
-    else:
-        yield Pair("text.projection.weight", (f"{prefix}text_projection",), torch.t, torch.t)
-    for name in ("scale", *(() if config.bias is None else ("bias",))):
-        yield Pair(name, (f"logit_{name}",), lambda t: t.reshape(()))
+    projection = Theirs((f"{prefix}text_projection",), torch.t, torch.t)
+    return {
+        **(inside(timm_names(image), "image.", TRUNK) if has_trunk else _image_names(image)),
+        "text.embedding.weight": f"{prefix}token_embedding.weight",
+        "text.positions": f"{prefix}positional_embedding",
+        **_block_names("text", f"{prefix}{BLOCKS}"),
+        "text.norm.*": f"{prefix}ln_final.*",
+        "text.projection.weight": f"{prefix}text_projection.weight" if text.output_bias else projection,
+        "text.projection.bias": f"{prefix}text_projection.bias",
+        "scale": Theirs(("logit_scale",), lambda t: t.reshape(())),
+        "bias": Theirs(("logit_bias",), lambda t: t.reshape(())),
+    }
 
 
-def _image_pairs(image: ViTConfig) -> Iterator[Pair]:
-    yield patch_pair("visual.conv1", image.patch_size, image.channels, ours="image.patches")
-    yield Pair("image.prefix.cls", ("visual.class_embedding",), lambda t: t[None, None], lambda t: t[0, 0])
-    yield from both("image.pre_norm", "visual.ln_pre")
-    yield Pair("image.projection.weight", ("visual.proj",), torch.t, torch.t)
-    yield Pair("image.positions.embedding", ("visual.positional_embedding",), lambda t: t[None], lambda t: t[0])
-    yield from _blocks("image", IMAGE, image.depth)
-    yield from both("image.norm", "visual.ln_post")
+def _image_names(image: ViTConfig) -> Names:
+    return {
+        "image.patches.projection.weight": patch_filters("visual.conv1.weight", image.patch_size),
+        "image.prefix.cls": Theirs(("visual.class_embedding",), lambda t: t[None, None], lambda t: t[0, 0]),
+        "image.positions.embedding": Theirs(("visual.positional_embedding",), lambda t: t[None], lambda t: t[0]),
+        "image.pre_norm.*": "visual.ln_pre.*",
+        **_block_names("image", IMAGE),
+        "image.norm.*": "visual.ln_post.*",
+        "image.projection.weight": Theirs(("visual.proj",), torch.t, torch.t),
+    }
 
 
-OF_BLOCK = {
-    "norm1": "ln_1", "attention.out": "attn.out_proj", "norm2": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-}  # fmt: skip
-"""Our names of the layers of a block, with those of the library."""
-
-
-def _blocks(ours: str, theirs: str, depth: int) -> Iterator[Pair]:
-    for layer in range(depth):
-        block, name = f"{ours}.blocks.{layer}.", f"{theirs}{layer}."
-        for part in ("weight", "bias"):
-            yield Pair(f"{block}attention.qkv.{part}", (f"{name}attn.in_proj_{part}",))
-        yield from layers(block, name, OF_BLOCK)
+def _block_names(ours: str, theirs: str) -> Names:
+    return {
+        f"{ours}.blocks.*.norm1.*": f"{theirs}*.ln_1.*",
+        f"{ours}.blocks.*.attention.qkv.*": f"{theirs}*.attn.in_proj_*",
+        f"{ours}.blocks.*.attention.out.*": f"{theirs}*.attn.out_proj.*",
+        f"{ours}.blocks.*.norm2.*": f"{theirs}*.ln_2.*",
+        f"{ours}.blocks.*.mlp.up.*": f"{theirs}*.mlp.c_fc.*",
+        f"{ours}.blocks.*.mlp.down.*": f"{theirs}*.mlp.c_proj.*",
+    }
 
 
 OPEN_CLIP = OpenClip()

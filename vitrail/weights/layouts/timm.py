@@ -29,23 +29,23 @@ from vitrail.weights.layouts.layout import (
     Checkpoint,
     Description,
     Hints,
-    Pair,
+    Names,
     Rule,
     Table,
+    Theirs,
     bare_loss,
     border_loss,
-    both,
     carried,
     depth_of,
     dinov2_size,
     each_channel,
     heads_of,
-    layers,
+    inside,
     mean_levels,
     only,
     output_loss,
     own,
-    patch_pair,
+    patch_filters,
     resampling_loss,
     theirs_of,
 )
@@ -424,8 +424,8 @@ class Timm:
                 *notes,
                 f"positions are assumed to cover only the {config.grid[0]} x {config.grid[1]} patches",
             )
-        names = classes_of(content, config.num_classes)
-        if names is None and content.get("label_names"):
+        labels = classes_of(content, config.num_classes)
+        if labels is None and content.get("label_names"):
             notes = (*notes, f"label_names in config.json is no list of {config.num_classes} names, so it was ignored")
         if pretraining:
             notes = (*notes, f"tensors that only pre-training uses were skipped: {', '.join(pretraining)}")
@@ -433,8 +433,8 @@ class Timm:
             tensors=tensors,
             config=config,
             preprocess=preprocess,
-            pairs=tuple(pairs(config)),
-            classes=names,
+            names=names(config),
+            classes=labels,
             ignored=tuple(name for name in tensors.shapes if name.startswith(tuple(pretraining or ("\0",)))),
             notes=notes,
             image_size=size,
@@ -447,7 +447,7 @@ class Timm:
         if config.architecture == "ViT" and config.registers and config.positions_cover == "class":
             # timm has positions for all tokens before the patches, or for none of them.
             state, config = moved_positions(state, config, "patches")
-        theirs = theirs_of(state, pairs(config))
+        theirs = theirs_of(state, names(config))
         if config.architecture == "ViT" and config.root and not config.root.depths:
             theirs = {name.replace(f"{BACKBONE}stem.", BACKBONE): tensor for name, tensor in theirs.items()}
         if path.suffix == ".safetensors":
@@ -480,74 +480,61 @@ def network_loss(layout: str, config: AnyConfig, **rules: Rule) -> list[str]:
     return lost
 
 
-def pairs(config: AnyConfig) -> Iterator[Pair]:
-    """Yield the pairs of tensor names of a network with this config."""
+UNITS: Names = {
+    "stages.*.*.shortcut.weight": "stages.*.blocks.*.downsample.conv.weight",
+    "stages.*.*.shortcut_norm.*": "stages.*.blocks.*.downsample.norm.*",
+    "stages.*.*.*.*": "stages.*.blocks.*.*.*",
+}
+"""Names of the convolutions and norms of residual units."""
+
+BIT_NAMES: Names = {
+    "stem.weight": "stem.conv.weight",
+    **UNITS,
+    "norm.*": "norm.*",
+    "head.weight": Theirs(("head.fc.weight",), lambda t: t.flatten(1), lambda t: t[:, :, None, None]),
+    "head.bias": "head.fc.bias",
+}
+"""Names of a BiT ResNet's tensors."""
+
+VIT_NAMES: Names = {
+    "root.stem.weight": f"{BACKBONE}stem.conv.weight",
+    "root.norm.*": f"{BACKBONE}stem.norm.*",
+    **inside(UNITS, "root.", BACKBONE),
+    "patches.projection.bias": "patch_embed.proj.bias",
+    "prefix.cls": "cls_token",
+    "prefix.registers": "reg_token",
+    "positions.embedding": "pos_embed",
+    "blocks.*.attention.qkv.*": "blocks.*.attn.qkv.*",
+    "blocks.*.attention.query_norm.*": "blocks.*.attn.q_norm.*",
+    "blocks.*.attention.key_norm.*": "blocks.*.attn.k_norm.*",
+    "blocks.*.attention.out.*": "blocks.*.attn.proj.*",
+    "blocks.*.mlp.up.*": "blocks.*.mlp.fc1.*",
+    "blocks.*.mlp.down.*": "blocks.*.mlp.fc2.*",
+    "blocks.*.scale1.gamma": "blocks.*.ls1.gamma",
+    "blocks.*.scale2.gamma": "blocks.*.ls2.gamma",
+    "blocks.*.norm1.*": "blocks.*.norm1.*",
+    "blocks.*.norm2.*": "blocks.*.norm2.*",
+    "attention_pool.probe": "attn_pool.latent",
+    "attention_pool.query.*": "attn_pool.q.*",
+    "attention_pool.key_value.*": "attn_pool.kv.*",
+    "attention_pool.out.*": "attn_pool.proj.*",
+    "attention_pool.norm.*": "attn_pool.norm.*",
+    "attention_pool.mlp.up.*": "attn_pool.mlp.fc1.*",
+    "attention_pool.mlp.down.*": "attn_pool.mlp.fc2.*",
+    "head.*": "head.*",
+}
+"""Names of a Vision Transformer's tensors, besides those in `names`."""
+
+
+def names(config: AnyConfig) -> Names:
+    """Return our names of the tensors of a network with this config, and timm's."""
     if config.architecture == "BiT":
-        yield from _bit_pairs(config)
-        return
-    if config.root:
-        yield from _root_pairs(config.root)
-    channels = config.root.out_channels if config.root else config.channels
-    yield patch_pair("patch_embed.proj", config.patch_size, channels)
-    for ours, theirs, is_there in (
-        ("patches.projection.bias", "patch_embed.proj.bias", config.patch_bias),
-        ("prefix.cls", "cls_token", config.has_class_token),
-        ("prefix.registers", "reg_token", config.registers > 0),
-        ("positions.embedding", "pos_embed", config.positions == "learned"),
-    ):
-        if is_there:
-            yield Pair(ours, (theirs,))
-    for layer in range(config.depth):
-        yield from _block_pairs(f"blocks.{layer}", config)
-    yield from both("norm", "norm" if config.final_norm == "tokens" else "fc_norm")
-    if config.pool == "map":
-        yield Pair("attention_pool.probe", ("attn_pool.latent",))
-        names = {"query": "q", "key_value": "kv", "out": "proj", "norm": "norm", "mlp.up": "mlp.fc1"}
-        yield from layers("attention_pool.", "attn_pool.", {**names, "mlp.down": "mlp.fc2"})
-    if config.num_classes:
-        yield from both("head", "head")
-
-
-def _block_pairs(block: str, config: ViTConfig) -> Iterator[Pair]:
-    norms = {"norm1": "norm1", "norm2": "norm2"}
-    if config.qk_norm:
-        norms |= {"attention.query_norm": "attn.q_norm", "attention.key_norm": "attn.k_norm"}
-    yield from layers(f"{block}.", f"{block}.", norms)
-    yield from both(f"{block}.attention.qkv", f"{block}.attn.qkv", bias=config.qkv_bias)
-    dense = {"attention.out": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
-    yield from layers(f"{block}.", f"{block}.", dense, bias=config.dense_bias)
-    if config.layer_scale:
-        for number in (1, 2):
-            yield Pair(f"{block}.scale{number}.gamma", (f"{block}.ls{number}.gamma",))
-
-
-def _root_pairs(root: RootConfig) -> Iterator[Pair]:
-    yield from both("root.stem", f"{BACKBONE}stem.conv", bias=False)
-    yield from both("root.norm", f"{BACKBONE}stem.norm")
-    yield from _unit_pairs("root.", BACKBONE, root.depths)
-    for stage in range(len(root.depths)):
-        yield from both(f"root.stages.{stage}.0.shortcut_norm", f"{BACKBONE}stages.{stage}.blocks.0.downsample.norm")
-
-
-def _unit_pairs(ours: str, theirs: str, depths: Sequence[int]) -> Iterator[Pair]:
-    """Yield the pairs of all residual units but the norms of their shortcuts."""
-    for stage, depth in enumerate(depths):
-        for unit in range(depth):
-            own, other = f"{ours}stages.{stage}.{unit}.", f"{theirs}stages.{stage}.blocks.{unit}."
-            for number in (1, 2, 3):
-                yield from both(f"{own}norm{number}", f"{other}norm{number}")
-                yield from both(f"{own}conv{number}", f"{other}conv{number}", bias=False)
-            if unit == 0:
-                yield from both(f"{own}shortcut", f"{other}downsample.conv", bias=False)
-
-
-def _bit_pairs(config: ResNetConfig) -> Iterator[Pair]:
-    yield from both("stem", "stem.conv", bias=False)
-    yield from _unit_pairs("", "", config.depths)
-    yield from both("norm", "norm")
-    if config.num_classes:
-        yield Pair("head.weight", ("head.fc.weight",), lambda t: t.flatten(1), lambda t: t[:, :, None, None])
-        yield Pair("head.bias", ("head.fc.bias",))
+        return BIT_NAMES
+    return {
+        "patches.projection.weight": patch_filters("patch_embed.proj.weight", config.patch_size),
+        "norm.*": "norm.*" if config.final_norm == "tokens" else "fc_norm.*",
+        **VIT_NAMES,
+    }
 
 
 def _is_dino(names: Iterable[str]) -> bool:

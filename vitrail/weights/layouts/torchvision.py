@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from vitrail.weights.layouts.layout import (
     Checkpoint,
     Description,
     Hints,
-    Pair,
+    Names,
     Table,
     bare_loss,
-    both,
     carried,
     config_to_write,
     default_preprocess,
@@ -29,7 +27,7 @@ from vitrail.weights.layouts.layout import (
     heads_of,
     only,
     own,
-    patch_pair,
+    patch_filters,
     theirs_of,
 )
 from vitrail.weights.tensors import save_tensors
@@ -100,7 +98,7 @@ class Torchvision:
             tensors=tensors,
             config=config,
             preprocess=default_preprocess(config, resize="crop", **geometry, **colours),
-            pairs=tuple(pairs(config)),
+            names=names(config),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -112,37 +110,31 @@ class Torchvision:
                 f"{config.patch_size} and images of {config.image_size}"
             )
         state, config = moved_positions(bundle.network.state_dict(), config, "class")
-        save_tensors(theirs_of(state, pairs(config)), path, (".pth", ".pt", ".bin"))
+        save_tensors(theirs_of(state, names(config)), path, (".pth", ".pt", ".bin"))
         if config.activation == "gelu-tanh":
             lost.append("the tanh approximation of GELU (its code computes the exact one)")
         return tuple(lost)
 
 
-def pairs(config: ViTConfig) -> Iterator[Pair]:
-    """Yield the pairs of tensor names of a network with this config."""
-    yield patch_pair("conv_proj", config.patch_size, config.channels)
-    yield Pair("patches.projection.bias", ("conv_proj.bias",))
-    yield Pair("prefix.cls", ("class_token",))
-    yield Pair("positions.embedding", ("encoder.pos_embedding",))
-    for layer in range(config.depth):
-        for ours, theirs in (
-            ("norm1.weight", "ln_1.weight"), ("norm1.bias", "ln_1.bias"),
-            ("attention.qkv.weight", "self_attention.in_proj_weight"),
-            ("attention.qkv.bias", "self_attention.in_proj_bias"),
-            ("attention.out.weight", "self_attention.out_proj.weight"),
-            ("attention.out.bias", "self_attention.out_proj.bias"),
-            ("norm2.weight", "ln_2.weight"), ("norm2.bias", "ln_2.bias"),
-            ("mlp.up.weight", "mlp.0.weight"), ("mlp.up.bias", "mlp.0.bias"),
-            ("mlp.down.weight", "mlp.3.weight"), ("mlp.down.bias", "mlp.3.bias"),
-        ):  # fmt: skip
-            yield Pair(f"blocks.{layer}.{ours}", (f"{BLOCK}{layer}.{theirs}",))
-    for ours, theirs, is_there in (
-        ("norm", "encoder.ln", True),
-        ("head_hidden", "heads.pre_logits", config.head_hidden > 0),
-        ("head", "heads.head", config.num_classes > 0),
-    ):
-        if is_there:
-            yield from both(ours, theirs)
+NAMES: Names = {
+    "patches.projection.bias": "conv_proj.bias",
+    "prefix.cls": "class_token",
+    "positions.embedding": "encoder.pos_embedding",
+    "blocks.*.norm1.*": f"{BLOCK}*.ln_1.*",
+    "blocks.*.attention.qkv.*": f"{BLOCK}*.self_attention.in_proj_*",
+    "blocks.*.attention.out.*": f"{BLOCK}*.self_attention.out_proj.*",
+    "blocks.*.norm2.*": f"{BLOCK}*.ln_2.*",
+    "blocks.*.mlp.up.*": f"{BLOCK}*.mlp.0.*",
+    "blocks.*.mlp.down.*": f"{BLOCK}*.mlp.3.*",
+    "norm.*": "encoder.ln.*",
+    "head_hidden.*": "heads.pre_logits.*",
+    "head.*": "heads.head.*",
+}
+
+
+def names(config: ViTConfig) -> Names:
+    """Return our names of the tensors of a network with this config, and torchvision's."""
+    return {"patches.projection.weight": patch_filters("conv_proj.weight", config.patch_size), **NAMES}
 
 
 TORCHVISION = Torchvision()

@@ -18,7 +18,7 @@ import vitrail
 from vitrail.data.objects import Runs
 from vitrail.data.pixels.geometry import place
 from vitrail.errors import BundleError, ConfigError
-from vitrail.models.heads.queries import QueryMasks
+from vitrail.models.heads.masks import QueryMasks
 from vitrail.weights.answers import Detections, found_objects
 
 CLASSES, QUERIES = 4, 6

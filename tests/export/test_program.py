@@ -17,8 +17,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.errors import ConfigError
 from vitrail.export.export import Exporter, export
-from vitrail.export.int8 import Int8
-from vitrail.export.resizing import Resizing
+from vitrail.export.formats import Int8
+from vitrail.export.program import Resizing
 from vitrail.weights.exported import canvas_of
 
 SIZES = ((37, 53), (53, 37), (24, 20), (48, 40), (25, 24), (11, 7), (7, 90), (131, 200))

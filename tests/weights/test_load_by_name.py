@@ -19,12 +19,11 @@ from tests.words import square_model_with_words
 from vitrail.cli import main
 from vitrail.errors import BundleError
 from vitrail.recipes import RECIPES
-from vitrail.serving.watch import ModelFiles
+from vitrail.serving.server import ModelFiles
 from vitrail.tasks.tokenizer import load_tokenizer
-from vitrail.weights import locate
+from vitrail.weights import load as loading
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.load import convert, load, model_name
-from vitrail.weights.locate import FOLDER, looks_like_hub_name, shipped_folder
+from vitrail.weights.load import FOLDER, convert, load, looks_like_hub_name, model_name, shipped_folder
 
 OTHERS = {
     "README.md": b"# A model", ".gitattributes": b"", "tf_model.h5": b"h5", "flax_model.msgpack": b"flax",
@@ -41,7 +40,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def download(name: str) -> Path:
-    return locate.download(name)[0]
+    return loading.download(name)[0]
 
 
 def files_in(folder: Path) -> set[str]:

@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 
 from tests.make import dense_bundle, encode
-from vitrail.analysis.explained_outputs import Wanted, outputs_to_explain
 from vitrail.analysis.faithfulness import saliency_curves
-from vitrail.analysis.pages.explanation import explain
+from vitrail.analysis.pages.explanation import Wanted, explain, outputs_to_explain
 from vitrail.analysis.saliency import _dense_reading, attention_rollout, class_relevance
 from vitrail.analysis.tracing import trace
 from vitrail.cli import main

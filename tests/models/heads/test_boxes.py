@@ -1,17 +1,90 @@
-"""The head of detection tokens: its contract, and that its boxes are those of transformers' post-processing."""
+"""The heads of boxes: where its cells are, what it costs, and which of its boxes are kept."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import vitrail
 from vitrail.errors import ConfigError
-from vitrail.models.heads.detection_tokens import DetectionTokens
+from vitrail.models.heads.boxes import DetectionTokens, best_boxes, cells_of, overlaps
 from vitrail.models.network import Features
+
+
+def test_a_network_of_boxes_fulfils_the_contract() -> None:
+    network = vitrail.create("ViT-Pico/8", num_classes=3, image_size=(24, 40), head_kind="pyramid", depth=2)
+    outputs = network(torch.zeros(2, 3, 24, 40))
+    assert outputs.shape == (2, 4 * 15 + 15 + 2 * 3, 4 + 3) and outputs.dtype == torch.float32
+    assert network.config.parameters() == sum(weight.numel() for weight in network.parameters())
+    assert network(torch.zeros(1, 3, 16, 56)).shape == (1, 4 * 14 + 14 + 4, 7)
+    bare, images = network.with_head(0), torch.ones(1, 3, 24, 40)
+    assert bare.head is None and torch.equal(bare.features(images).patches, network.features(images).patches)
+    other = network.with_head(5)
+    assert other.head is not network.head and other(torch.zeros(1, 3, 24, 40)).shape[2] == 9
+
+
+def test_first_boxes_lie_around_their_cells() -> None:
+    network = vitrail.create("ViT-Pico/8", num_classes=1, image_size=(40, 24), head_kind="pyramid")
+    boxes = network.eval()(torch.zeros(1, 3, 40, 24))[0, :, :4]
+    places, sides = cells_of((5, 3), torch.device("cpu"))
+    assert places[[0, -1]].tolist() == [pytest.approx([0.25 / 3, 0.25 / 5]), pytest.approx([1, 1])]
+    middles = (boxes[:, :2] + boxes[:, 2:]) / 2
+    reach = (boxes[:, 2:] - boxes[:, :2]) * torch.tensor([3, 5]) / sides[:, None]
+    assert (middles - places).abs().max() < 0.3 and reach.min() > 1 and reach.max() < 6
+
+
+@pytest.mark.parametrize("fields", [{}, {"reversible": True}, {"depth": 1}, {"depth": 5, "registers": 2}])
+def test_the_head_reads_the_tokens_of_the_middle_too(fields: dict[str, object]) -> None:
+    shape = {"depth": 4, "width": 32, "heads": 2, **fields}
+    network = vitrail.create("ViT-Pico/8", num_classes=2, image_size=(24, 40), head_kind="pyramid", **shape).train()
+    images = torch.randn(2, 3, 24, 40)
+    middle = max(0, network.config.depth // 2 - 1)
+    (expected,) = network.features(images, layers=(middle,))
+    found = network.features(images)
+    assert torch.equal(found.middle, expected.patches)
+    assert torch.equal(network.head(found), network(images))
+    network(images).sum().backward()
+    assert all(weight.grad is not None for weight in network.head.parameters())
+    assert network.with_head(0).features(images).middle is None
+
+
+@pytest.mark.parametrize("field", [{"head_hidden": 5}, {"patch_dropout": 0.5}, {"cut_uneven": True}])
+def test_settings_that_lose_patches_are_refused(field: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="does not fit head_kind='pyramid'"):
+        vitrail.create("ViT-Pico/8", num_classes=1, image_size=(40, 24), head_kind="pyramid", **field)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_kept_boxes_are_those_of_a_plain_suppression(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    starts = random.uniform(0, 0.6, (30, 2))
+    boxes = torch.tensor(np.concatenate([starts, starts + random.uniform(0.1, 0.4, (30, 2))], axis=1))
+    scores = torch.tensor(random.uniform(size=(30, 2)))
+    found = best_boxes(boxes, scores)
+    kept: list[tuple[float, int, int]] = []
+    for score, row, label in sorted(((float(scores[r, k]), r, k) for r in range(30) for k in range(2)), reverse=True):
+        same = [other for _, other, its in kept if its == label]
+        if all(float(overlaps(boxes[row : row + 1], boxes[other : other + 1])) <= 0.6 for other in same):
+            kept.append((score, row, label))
+    assert found.scores.tolist() == pytest.approx([score for score, _, _ in kept])
+    assert found.labels.tolist() == [label for _, _, label in kept]
+    torch.testing.assert_close(found.boxes, boxes[[row for _, row, _ in kept]])
+
+
+@pytest.mark.parametrize("label", [0, 1199])
+def test_small_boxes_are_compared_alike_in_every_class(label: int) -> None:
+    boxes = torch.tensor([[0.621, 0.578, 0.631, 0.588], [0.6197, 0.579, 0.6297, 0.589]])  # an overlap of 0.643
+    scores = torch.zeros(2, 1200)
+    scores[:, label] = torch.tensor([0.9, 0.8])
+    assert int((best_boxes(boxes, scores).scores > 0).sum()) == 1
 
 
 def network_of(**fields: Any) -> Any:
