@@ -82,7 +82,7 @@ def test_imports_run_downward(trees: dict[Path, ast.Module]) -> None:
 def test_a_module_only_defines(trees: dict[Path, ast.Module]) -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, *functions, ast.ClassDef)
-    guards = ("TYPE_CHECKING", "__name__ == '__main__'", "'--multiprocessing-fork' in sys.orig_argv")
+    guards = ("TYPE_CHECKING", "not __debug__", "__name__ == '__main__'", "'--multiprocessing-fork' in sys.orig_argv")
     faults = []
     for path, tree in trees.items():
         for node in tree.body:

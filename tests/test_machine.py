@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +49,8 @@ def test_auto_is_a_device_that_computes() -> None:
         assert device == CPU
 
 
-@pytest.mark.parametrize("name", ["nonsense", "", "cuda:9999", "gpu", "cpu:x"])
-def test_devices_that_are_not_there(name: str) -> None:
+@pytest.mark.parametrize("name", ["nonsense", "", "cuda:9999", "gpu", "cpu:x", None])
+def test_devices_that_are_not_there(name: Any, types_unchecked: None) -> None:
     with pytest.raises(ConfigError) as caught:
         pick_device(name)
     message = str(caught.value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -60,3 +62,20 @@ def test_the_rest_is_asked_for_once_and_does_not_undo_what_a_user_set() -> None:
     assert "pi" in table and table["pi"] > 3 and table["late"] == 20 and not calls
     assert table["later"] == 3 and dict(table) == {"pi": table["pi"], "late": 20, "later": 3} and calls == [1]
     assert "nothing" not in table and calls == [1]
+
+
+def test_a_name_of_the_rest_is_found_while_another_thread_reads_the_rest() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def rest() -> Mapping[str, int]:
+        begun.set()
+        assert end.wait(10)
+        return {"late": 2}
+
+    table = Registry[int]({}, rest)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(lambda: table["late"])
+        assert begun.wait(10)
+        second = threads.submit(lambda: table["late"])
+        end.set()
+        assert (first.result(), second.result()) == (2, 2)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.make import make_masks_folder, make_voc_folder
 from tests.models.networks import with_slow
+from vitrail import testing
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import subset
@@ -401,3 +402,17 @@ def test_a_broken_task_is_named(task: type[Any], message: str, splits: Splits, t
 def test_an_empty_split_is_named(few: str, splits: Splits) -> None:
     with pytest.raises(AssertionError, match="the splits must include training samples and a validation split"):
         check_task(Classification(), replace(splits, **{few: subset(splits.train, [])}))
+
+
+def test_checks_without_assertions_are_refused() -> None:
+    """`python -O` removes the assertions when it compiles a module."""
+    path = Path(testing.__file__)
+    with pytest.raises(ConfigError, match="python -O"):
+        exec(compile(path.read_text(), path, "exec", optimize=1), {"__name__": "optimised"})
+
+
+def test_checks_leave_the_callers_random_numbers_alone(splits: Splits) -> None:
+    before = torch.get_rng_state()
+    check_network(lambda count: build(replace(SMALL, num_classes=count)), image_sizes=SIZES)
+    check_task(Classification(), splits)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -73,9 +73,9 @@ class Registry(MutableMapping[str, T]):
         return list(dict.fromkeys((*self._places, *self._parts)))
 
     def _read_rest(self) -> None:
-        if self._rest is not None:
-            rest, self._rest = self._rest, None
+        if (rest := self._rest) is not None:
             self._parts = {**rest(), **self._parts}
+            self._rest = None  # last, because other threads look up names meanwhile
 
 
 def optional_module(name: str, extra: str) -> ModuleType:

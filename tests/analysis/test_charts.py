@@ -25,6 +25,8 @@ def parsed(chart: str) -> ElementTree.Element:
 def test_gaps_and_nothing() -> None:
     chart = series_chart([Series("a", [(0.0, 1.0), (1.0, math.nan), (2.0, 3.0)])], label="", x_name="x", y_name="y")
     assert chart.count("<circle") == 2 and "legend" not in chart
+    points = [(float(x), math.nan if x in (50, 52) else 1.0) for x in range(100)]
+    assert series_chart([Series("a", points)], label="", x_name="x", y_name="y").count("<circle") == 1
     assert series_chart([Series("a", [(0.0, math.nan)])], label="", x_name="x", y_name="y") == ""
     assert scatter({}, label="", x_name="x", y_name="y") == ""
 
@@ -50,6 +52,23 @@ def test_heat_map_colours_tell_the_values() -> None:
     assert {"a", "b", "c", "d", "e", "CKA", "layer", "head", "0.0", "1.0"} <= {*texts}
     constant = heat_map(np.full((2, 3), 2.0), label="", **names)
     assert float(parsed(constant).get("width", "")) == pytest.approx(float(root.get("width", "")), abs=60)
+
+
+def test_long_names_stay_inside_the_picture() -> None:
+    names = [f"{'long ' * 20}{end}" for end in ("one", "two")]
+    chart = parsed(scatter({name: [(0.0, 1.0)] for name in names}, label="", x_name="x", y_name="y"))
+    texts = {text: one for one in chart.iter(f"{SVG}text") if (text := one.text or "")[:4] == "long"}
+    assert {text[-3:] for text in texts} == {"one", "two"}
+    assert all(float(one.get("x", "")) + 7 * len(text) <= 480 for text, one in texts.items())
+    wide = parsed(scatter({"黒い花の絵の題": [(0.0, 1.0)], "b": [(0.0, 1.0)]}, label="", x_name="x", y_name="y"))
+    first, second = (float(one.get("x", "")) for one in wide.iter(f"{SVG}text") if one.text in ("黒い花の絵の題", "b"))
+    assert second - first > 7 * 14
+    both = {"row_name": names[0], "column_name": names[1], "unit": "", "rows": "a", "columns": "b"}
+    root = parsed(heat_map(np.ones((1, 1)), label="", **both))
+    (across, down) = (one for one in root.iter(f"{SVG}text") if (one.text or "")[:4] == "long")
+    for one, axis, size in ((across, "x", "width"), (down, "y", "height")):
+        half = 3.5 * len(one.text or "")
+        assert half - 1 <= float(one.get(axis, "")) <= float(root.get(size, "")) - half + 1
 
 
 def test_mosaic_places_pictures_in_rows() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.make import make_colour_folder
+from tests.make import MemorySource, make_colour_folder
 from vitrail.analysis.comparison import ModelComparison, check_comparable, compare
 from vitrail.analysis.heads import attention_distance
 from vitrail.analysis.saliency import class_relevance
@@ -57,6 +57,22 @@ def answers(folder: Path, bundle: Bundle) -> dict[str, tuple[str, str]]:
     names = bundle.classes
     predicted = found.logits.argmax(axis=1)
     return {key: (names[found.truth.plain(row)], names[predicted[row]]) for row, key in enumerate(found.keys)}
+
+
+def test_classes_of_one_name_are_rows_of_their_own() -> None:
+    twins = ("crane", "bee", "crane")
+    images = [np.full((12, 8, 3), 40 * number, np.uint8) for number in range(6)]
+    source = MemorySource(images, labels=[0, 0, 1, 1, 2, 2], classes=twins)
+    first, second = bundle_of(seed=3, classes=twins), bundle_of(seed=4, classes=twins)
+    found = compare((Outputs(first), Outputs(second)), (source, source), ("one", "two"), bootstrap=0, examples=0)
+    expected = [
+        (name, 2, *(float((Outputs(one).predictions(source).logits[2 * row : 2 * row + 2].argmax(axis=1) == row).mean())
+                    for one in (first, second)))
+        for row, name in enumerate(twins)
+    ]  # fmt: skip
+    assert sorted(found.classes) == sorted(expected)
+    with pytest.raises(ConfigError, match="only the first has crane"):
+        check_comparable(first, bundle_of(classes=("crane", "bee", "bee")))
 
 
 @pytest.mark.slow

@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.analysis.test_comparison import BIT, bundle_of, source_of
 from tests.make import encode, make_colour_folder
 from vitrail.analysis.faithfulness import randomised_weights, saliency_curves
 from vitrail.analysis.features import probe_layers
 from vitrail.analysis.heads import attention_distance
-from vitrail.analysis.overview import Overview, images_at, in_batches, inputs_of, overview, picture_of
+from vitrail.analysis.overview import Overview, answer_about, images_at, in_batches, inputs_of, overview, picture_of
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.similarity import layer_similarity
 from vitrail.data.source import evenly, samples_of, subset
 from vitrail.data.sources import open_whole
 from vitrail.data.targets import Targets
+from vitrail.evaluation.metrics.classes import per_sample
 from vitrail.evaluation.outputs import Outputs
 from vitrail.weights.bundle import Bundle
 
@@ -198,6 +200,27 @@ def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
     assert np.array_equal(picture_of(file), pixels)
 
 
-@pytest.mark.parametrize(("images", "sizes"), [(20, [16, 4]), (19, [16]), (3, [])])
-def test_batches_that_are_too_small_for_cka_are_left_out(images: int, sizes: list[int]) -> None:
-    assert [len(batch) for batch in in_batches(torch.zeros(images, 1, 1, 1))] == sizes
+def test_pictures_and_their_relevance_need_little_memory() -> None:
+    bundle, photo = bundle_of(), Image.new("RGB", (3000, 1000), "red")
+    image = encode(photo, "PNG")
+    judged = per_sample(np.array([[0.0, 1.0, 0.0]]), np.array([0]))
+    assert picture_of(image).shape == (160, 480, 3)
+    relevance = answer_about(bundle, image, judged, 0).relevance
+    assert relevance is not None and relevance.shape == (160, 480)
+
+
+@pytest.mark.parametrize(("images", "sizes"), [(64, [16] * 4), (20, [10, 10]), (19, [10, 9]), (4, [4])])
+def test_batches_for_cka_have_every_image_once(images: int, sizes: list[int]) -> None:
+    batches = [*in_batches(torch.arange(float(images))[:, None, None, None])]
+    assert [len(batch) for batch in batches] == sizes
+    assert sorted(torch.cat(batches).ravel().tolist()) == list(range(images))
+
+
+def test_the_similarity_of_layers_does_not_depend_on_the_order_of_the_data() -> None:
+    random = torch.Generator().manual_seed(0)
+    colours = torch.randn(4, 3, 1, 1, generator=random)
+    images = colours.repeat_interleave(16, dim=0) + 0.3 * torch.randn(64, 3, 12, 8, generator=random)  # class by class
+    first, second = bundle_of(seed=3).network, bundle_of(seed=4).network
+    expected = layer_similarity(first, [images], second).values
+    found = layer_similarity(first, in_batches(images), second).values
+    assert np.abs(found - expected).max() < 0.1

@@ -261,6 +261,8 @@ def test_sparse_attention_has_a_map_with_zeros() -> None:
         ({"keep": ("values",)}, "keep='values' is not one of 'attention', 'queries', 'keys', 'outputs'"),
         ({"images": images_of()[:, :, :3]}, r"image_size=\(3, 20\) is not a multiple of patch_size=\(4, 5\)"),
         ({"images": images_of()[:0]}, "images is empty"),
+        ({"images": images_of()[0]}, "are not of shape"),
+        ({"precision": "float8"}, "precision='float8'"),
         ({"network": make(num_classes=0), "keep": ("gradients",)}, "needs the logit of a class, but this network"),
         ({"network": create("BiT-Pico", image_size=32, num_classes=3)}, "architecture 'BiT' has no attention to look"),
     ],
@@ -274,5 +276,13 @@ def test_a_network_that_merges_tokens_is_traced_with_all_of_them() -> None:
     images = images_of(2)
     network = make(reduction=TokenReduction(tokens=2))
     found, expected = trace(network, images), trace(make(), images)
-    assert torch.equal(found.logits, expected.logits) and not torch.equal(network(images), expected.logits)
     assert torch.equal(found.attention, expected.attention) and network.config.reduction is not None
+
+
+def test_the_explained_class_is_the_predicted_one_if_tokens_are_merged() -> None:
+    images = images_of(40)
+    network = make(reduction=TokenReduction(tokens=2))
+    found = trace(network, images, keep=("attention", "gradients"), batch_size=40)
+    predicted = network(images)
+    assert torch.equal(found.logits, predicted) and torch.equal(found.targets, predicted.argmax(dim=1))
+    assert not torch.equal(found.targets, make()(images).argmax(dim=1))

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from tests.cli.conftest import Cli
+from tests.make import dense_bundle
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
@@ -27,7 +28,9 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
 
-def save_model(path: Path, *, classes: tuple[str, ...] = ("ant & bee", "cat", "dog"), **fields: object) -> Path:
+def save_model(
+    path: Path, *, classes: tuple[str, ...] = ("ant & bee", "cat", "dog"), resize: Any = "crop", **fields: object
+) -> Path:
     """Write a model of two blocks for images of 12 x 20."""
     defaults = {
         "image_size": (12, 20), "patch_size": (4, 5), "width": 16, "depth": 2, "heads": 2, "mlp_width": 24,
@@ -38,7 +41,7 @@ def save_model(path: Path, *, classes: tuple[str, ...] = ("ant & bee", "cat", "d
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
-    return Bundle(network, classes, Preprocess(image_size=network.config.image_size, resize="crop")).save(path)
+    return Bundle(network, classes, Preprocess(image_size=network.config.image_size, resize=resize)).save(path)
 
 
 @pytest.fixture
@@ -144,6 +147,51 @@ def test_only_earlier_explanations_are_replaced(tmp_path: Path, explain: Cli) ->
     (out / "mine.png").write_bytes(b"")
     assert "holds files that Vitrail did not write (mine.png)" in explain.refuses("--overwrite")
     assert "a rose.html" in json.loads((out / "explain.json").read_text())["files"]
+
+
+def test_a_name_that_leaves_no_room_is_shortened(image: Path, tmp_path: Path, explain: Cli) -> None:
+    long = [shutil.copy(image, tmp_path / f"{'ü' * 124}{end}.png") for end in "ab"]
+    explain.shows(*long)
+    pages = sorted((tmp_path / "out").glob("ü*.html"))
+    assert len(pages) == 2 and all((tmp_path / "out" / f"{page.stem}-rollout.png").exists() for page in pages)
+
+
+def test_an_image_without_the_chosen_place_does_not_lose_the_others(image: Path, tmp_path: Path, cli: Cli) -> None:
+    dense_bundle("patches").save(tmp_path / "masks")
+    Image.new("RGB", (9, 9)).save(tmp_path / "small.png")
+    words = ["explain", tmp_path / "masks", image, "--place", "40.7", "20", "--out", tmp_path / "out"]
+    message = cli.refuses(*words[:2], tmp_path / "small.png", *words[2:])
+    assert "small.png: --place" in message and "outside of the image" in message
+    assert [path.name for path in (tmp_path / "out").glob("*.html")] == ["a rose.html"]
+    words[2] = tmp_path / "small.png"
+    assert "--place: 40.7 20.0 is outside" in cli.refuses(*words, "--overwrite")
+    words[2] = tmp_path / "broken.png"
+    words[2].write_bytes(b"no image")
+    assert "broken.png" in cli.refuses(*words, "--overwrite")
+    assert (tmp_path / "out" / "a rose.html").exists(), "an earlier result is kept"
+
+
+def test_the_last_fraction_of_a_pixel_is_a_place(image: Path, tmp_path: Path, cli: Cli) -> None:
+    dense_bundle("patches").save(tmp_path / "masks")
+    places = [
+        cli.shows("explain", tmp_path / "masks", image, "--place", *at, "--out", tmp_path / "out", "--overwrite")
+        and about_of((tmp_path / "out" / "a rose.html").read_text(encoding="utf-8"))["relevance"][0]["label"]
+        for at in (("46", "32"), ("46.9", "32.9"))
+    ]
+    assert places[0] == places[1]
+
+
+def test_the_patches_cover_a_picture_that_is_mostly_long(tmp_path: Path, model: Path, cli: Cli) -> None:
+    save_model(tmp_path / "squash", resize="squash")
+    Image.new("RGB", (10, 4000)).save(tmp_path / "long.png")
+    cli.shows("explain", tmp_path / "squash", tmp_path / "long.png", "--out", tmp_path / "out")
+    about = about_of((tmp_path / "out" / "long.html").read_text(encoding="utf-8"))
+    assert about["area"] == [0, 0, *about["picture"]]
+
+
+def test_the_number_of_classes_is_refused_without_a_head(image: Path, tmp_path: Path, cli: Cli) -> None:
+    model = save_model(tmp_path / "headless", classes=())
+    assert "--top: 3" in cli.refuses("explain", model, image, "--top", "3", "--out", tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -107,6 +107,25 @@ def test_a_model_without_a_head_has_a_report(tmp_path: Path, report: Cli) -> Non
     assert not (out / "classes.csv").exists()
 
 
+def test_images_without_labels_show_what_a_model_without_a_head_learned(tmp_path: Path, cli: Cli) -> None:
+    bundle_of(seed=3, classes=()).save(tmp_path / "model")
+    photos = make_colour_folder(tmp_path / "colours", images=5) / "red"
+    words = ["report", tmp_path / "model", "--data", photos, "--split", "all", "--out", tmp_path / "report"]
+    shown = cli.call(*words, "--images", "4", "--json")
+    assert json.loads(shown.out)["images"] == 5 and "without labels" in shown.err
+    rows = csv.DictReader((tmp_path / "report" / "embedding.csv").read_text().splitlines())
+    assert {row["class"] for row in rows} == {""}
+    bundle_of(seed=3).save(tmp_path / "model", overwrite=True)
+    assert "no class folders" in cli.refuses(*words, "--overwrite")
+
+
+def test_what_needs_a_head_is_refused_without_one(tmp_path: Path, report: Cli) -> None:
+    bundle_of(seed=3, classes=()).save(tmp_path / "model")
+    assert "--examples: 3" in report.refuses("--examples", "3")
+    bundle_of(seed=3, output="numbers").save(tmp_path / "model", overwrite=True)
+    assert "predicts numbers" in report.refuses("--data", tmp_path / "nowhere")
+
+
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     """A folder of training and test images, each with a JPEG that cannot be decoded."""

@@ -8,6 +8,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -564,3 +566,16 @@ def test_worker_processes_without_shared_memory_are_one_message(monkeypatch: pyt
     batches.use_readers(Readers(1, processes=1))
     with pytest.raises(ProcessError, match=r"No space left on device.*/dev/shm"):
         next(batches)
+
+
+@pytest.mark.slow  # another process imports everything again
+def test_a_program_keeps_its_own_logging() -> None:
+    script = (
+        "import logging; from vitrail.data.pipeline import evaluation_batches;"
+        "from vitrail.data.pixels.preprocess import Preprocess; from vitrail.data.sources import open_data;"
+        "images = open_data('fractals:2:4', validation_share=0.5).train;"
+        "next(iter(evaluation_batches(images, Preprocess(image_size=(8, 8)), batch_size=2)));"
+        "assert not logging.root.handlers, logging.root.handlers"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (finished.returncode, finished.stderr) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +76,23 @@ def test_a_source_says_its_own_kind() -> None:
     assert target_kind(source) == target_kind(subset(source, [])) == "numbers"
 
 
+@pytest.mark.parametrize(
+    ("labels", "rule"),
+    [
+        ([0, 4], "^'1': the targets .* None or an index from 0 to 3, not 4$"),
+        ([0, True], "^'1': .* an index from 0 to 3, not True$"),
+        ([0, (1,)], r"^'1': .* an index from 0 to 3, not \(1,\)$"),
+        ([(1,), 0], r"^'1': .* tuples of indices from 0 to 3, not 0$"),
+        ([(0, 2), (2, 1)], r"the labels of '1' must be in rising order, not \(2, 1\)"),
+        ([(0, 2), (1, 1)], r"the labels of '1' must be in rising order, not \(1, 1\)"),
+    ],
+)
+def test_labels_that_break_the_contract_are_named(labels: list[Any], rule: str) -> None:
+    images = [np.full((1, 2, 1), number, np.uint8) for number in range(2)]
+    with pytest.raises(AssertionError, match=rule):
+        check_source(MemorySource(images, labels=labels))
+
+
 def test_sources_of_numbers_keep_the_contract() -> None:
     images = [np.full((1, 2, 1), number, np.uint8) for number in range(3)]
 
@@ -88,9 +106,9 @@ def test_sources_of_numbers_keep_the_contract() -> None:
     for targets, message in (
         (
             [(1.0,)],
-            r"the target of '0' must be None or a tuple of 2 floats, one for each name in classes, not \(1\.0,\)",
+            r"^'0': the targets .* None or tuples of 2 floats, one for each name in classes, not \(1\.0,\)",
         ),
-        ([(1, 2)], r"the target of '0' must be None or a tuple of 2 floats, .* not \(1, 2\)"),
+        ([(1, 2)], r"^'0': the targets .* None or tuples of 2 floats, .* not \(1, 2\)"),
         ([(1.0, float("inf"))], r"numbers must be finite, or NaN if unknown, but the target of '0' is \(1\.0, inf\)"),
     ):
         with pytest.raises(AssertionError, match=message):

@@ -184,6 +184,13 @@ def test_few_shots_need_the_features_of_what_is_drawn_alone(monkeypatch: pytest.
     assert "fewshot_2" in one and "fewshot_2_deviation" not in one, "one seed has no deviation"
 
 
+def test_few_shots_refuse_images_of_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Pictures(30, 1)
+    monkeypatch.setattr(train, "key", lambda index: f"{index // 2}")
+    with pytest.raises(DataError, match="the same key"):
+        ByFewShot((2,), 2)(make_outputs(), train, Pictures(9, 2))
+
+
 @pytest.mark.slow
 def test_few_shots_learn_from_others_where_some_cannot_be_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tuple(row for row in range(60) if row % 10 in (0, 3, 4, 7))

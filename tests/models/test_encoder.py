@@ -151,6 +151,29 @@ def test_the_encoder_sees_the_patches_that_are_kept(positions: dict[str, Any]) -
     )
 
 
+@pytest.mark.parametrize("place", [9, -10, -11])
+@pytest.mark.parametrize("positions", POSITIONS, ids=str)
+def test_a_patch_that_does_not_exist_is_an_error(positions: dict[str, Any], place: int) -> None:
+    network = randomised(small_config(width=24, **positions))
+    with pytest.raises(IndexError):
+        network.encode(images_of(), keep=torch.tensor([[0, place], [1, 2]]))
+
+
+@pytest.mark.parametrize("keep", [torch.ones(2, 9, dtype=torch.bool), torch.tensor([0, 1])], ids=["mask", "row"])
+def test_what_is_no_table_of_indices_is_refused(keep: Any, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=r"^keep=.* of shape \(b, k\)"):
+        randomised(small_config()).encode(images_of(), keep=keep)
+
+
+def test_layers_are_numbered_by_the_blocks_that_are_there() -> None:
+    network = randomised(small_config())
+    expected = network.features(images_of(), (0, 1))
+    network.blocks = network.blocks[:2]
+    for found, one in zip(network.features(images_of(), (0, -1)), expected, strict=True):
+        assert torch.equal(joined(found), joined(one))
+    assert len(network.attention_weights(images_of())) == 2
+
+
 def test_what_is_kept_is_the_callers_even_with_patch_dropout() -> None:
     network, keep = randomised(small_config(patch_dropout=0.5)).train(), torch.tensor([[0, 8], [4, 2]])
     assert torch.equal(network.encode(images_of(), keep=keep).patches, network.encode(images_of(), keep=keep).patches)

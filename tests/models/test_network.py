@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,6 +38,19 @@ def test_a_hidden_layer_is_kept_unless_it_is_dropped() -> None:
     assert (config.with_head(3).head_inputs, config.with_head(3, drop_hidden=True).head_inputs) == (11, 192)
     with pytest.raises(ConfigError, match=r"image_size=\(30, 32\) is not a multiple of patch_size=\(16, 16\)"):
         config.with_image_size((30, 32))
+
+
+@pytest.mark.parametrize("name", ["ViT-Pico/8", "BiT-Pico"])
+def test_changes_have_the_types_of_their_settings(name: str, types_unchecked: None) -> None:
+    network: Any = create(name, image_size=(24, 40), num_classes=2)
+    resized = network.with_image_size([np.int64(32), 24])
+    assert resized.config == create(name, image_size=(32, 24), num_classes=2).config and resized.config.macs() > 0
+    for wrong in (None, True, 2.5, "3"):
+        with pytest.raises(ConfigError, match=rf"^num_classes={wrong!r} is not "):
+            network.with_head(wrong)
+    for wrong in (None, 32, "32"):
+        with pytest.raises(ConfigError, match=rf"^image_size={wrong!r} is not "):
+            network.with_image_size(wrong)
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-Pico"])

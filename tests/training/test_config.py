@@ -230,3 +230,15 @@ def test_settings_of_an_own_task_are_known_by_their_names(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"^label_smoothing: the task of this run.* classification, distillation"):
         config.override(label_smoothing=0.1)
     assert config.override(task="classification").task == TASKS["classification"]()
+
+
+@pytest.mark.parametrize("own", [{}, {"name": "theirs"}], ids=["name of the parent", "another name"])
+def test_a_task_that_a_resumed_run_would_not_find_is_refused(
+    own: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = type("Mine", (Classification,), own)
+    monkeypatch.setitem(TASKS, "mine", mine)
+    with pytest.raises(ConfigError, match=r"the task Mine is not TASKS\['.*'\].* give the class the name"):
+        TrainConfig().override(task="mine")
+    with pytest.raises(ConfigError, match="the task Mine is not "):
+        TrainConfig(task=mine())

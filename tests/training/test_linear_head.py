@@ -40,7 +40,7 @@ def accuracy(bundle: Bundle, splits: Splits) -> float:
 
 
 def headed(initial: Initial, names: tuple[str, ...]) -> Bundle:
-    bundle = load_bundle(initial(classes=names), device="cpu")
+    bundle = load_bundle(initial(classes=names))
     return replace(bundle, network=bundle.network.with_head(len(names)))
 
 
@@ -79,10 +79,10 @@ def test_a_run_begins_and_is_measured_at_the_linear_model(
     first, *_ = events_of(found.folder, "evaluation")
     assert (first["step"], first["split"], first["best"]) == (0, "validation", True)
     splits = config.data.open()
-    score = linear_score(config, load_bundle(model, device="cpu"), splits)
+    score = linear_score(config, load_bundle(model), splits)
     assert score == ("accuracy", first["accuracy"]) and first["accuracy"] > 0.9
     assert found.metrics["validation_accuracy"] >= first["accuracy"]
-    assert linear_score(config, load_bundle(model, device="cpu"), replace(splits, validation=None)) is None
+    assert linear_score(config, load_bundle(model), replace(splits, validation=None)) is None
 
 
 @pytest.mark.slow

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -108,7 +112,7 @@ def test_an_own_network_is_trained_and_predicts(config: Make, tmp_path: Path) ->
     again = Small()
     again.load_state_dict(load_file(result.folder / "model" / "model.safetensors"))
     images = torch.randn(3, 3, 9, 12)
-    assert torch.equal(again(images), result.bundle.network.eval()(images))
+    assert torch.equal(again(images), result.bundle.network(images))
     with pytest.raises(BundleError, match="unknown layout"):
         vitrail.load(result.folder / "model")
     with pytest.raises(ConfigError, match=r"^embed: Vitrail knows only the outputs of a network of your own class"):
@@ -249,6 +253,7 @@ BROKEN: list[tuple[Any, str]] = [
     (changed(count=0), "a source must have at least one sample"),
     ([1, 2], "a source must have classes"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
+    (changed(key=lambda self, index: f"{index // 2}"), "two samples must not have the same key"),
     (changed(target=lambda self, index: 7), "target(0) is 7, but the targets of this source must be None or an index"),
     (changed(target=lambda self, index: (0, 2)), "target(0) is (0, 2), but the targets of this source must be None or"),
     (changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)), "must have the key and the target"),
@@ -277,8 +282,36 @@ def test_a_run_neither_uses_nor_changes_the_state_of_its_caller(context: Any, co
     torch.manual_seed(7)
     before = torch.get_rng_state()
     with context():
-        train(config(steps=2, **SIZES), data=Stripes())
+        result = train(config(steps=2, **SIZES), data=Stripes())
+    assert not result.bundle.network.training
     assert torch.equal(torch.get_rng_state(), before) and torch.is_grad_enabled()
+
+
+def test_runs_in_threads_train_one_after_the_other(config: Make, tmp_path: Path) -> None:
+    steps = []
+
+    class Noted(Small):
+        def forward(self, images: Tensor) -> Tensor:
+            if self.training and len(images) == 8:  # not the examples that a check computes
+                steps.append(get_ident())
+                time.sleep(0.002)  # so that the other thread could compute meanwhile
+            return super().forward(images)
+
+    def run(number: int) -> None:
+        train(config(steps=5, evaluations=1, run=str(tmp_path / str(number))), data=Stripes(), network=Noted())
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, (1, 2)))
+    assert sum(one != other for one, other in pairwise(steps)) == 1
+
+
+def test_another_default_number_format_is_refused(config: Make) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ConfigError, match=r"torch\.float64, but weights are trained in float32"):
+            train(config(**SIZES), data=Stripes())
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: None) -> None:

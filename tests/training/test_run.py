@@ -84,6 +84,7 @@ def test_the_model_on_disk_is_the_one_returned(finished: Finished) -> None:
     assert bundle.metrics == result.metrics == result.bundle.metrics
     for name, tensor in result.bundle.network.state_dict().items():
         assert torch.equal(tensor, bundle.network.state_dict()[name])
+    assert not result.bundle.network.training and "logits" not in repr(result)
     assert bundle.classes == tuple("0123456789") and bundle.preprocess == config.images
     assert bundle.provenance["seed"] == 0 and bundle.provenance["data"] == config.data.spec
     data = open_data(config.data.spec, validation_share=0.1)

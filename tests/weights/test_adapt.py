@@ -48,6 +48,8 @@ def test_another_network_is_not_computed_by_the_runtime_of_the_old_one() -> None
     reduced = with_reduction(fast, TokenReduction(tokens=2))
     for other in (adapted(fast, num_classes=5), adapted(fast, image_size=(16, 20)), reduced):
         assert other.engine is None and len(other.predict([np.zeros((9, 9, 3), np.uint8)])) == 1
+    fast.network = reduced.network
+    assert len(fast.predict([np.zeros((9, 9, 3), np.uint8)])) == 1
 
 
 def test_nothing_asked_for_changes_nothing() -> None:
@@ -238,6 +240,18 @@ def test_a_grey_network_given_three_channels_has_the_same_outputs_for_grey_image
     old, changed = grey.network.state_dict(), new.network.state_dict()
     shared = [each for each in old if old[each].data_ptr() == changed[each].data_ptr()]
     assert len(shared) == len(old) - 1
+
+
+@pytest.mark.parametrize("name", GREY)
+def test_changes_at_once_are_those_one_after_the_other(name: str) -> None:
+    grey, size = random_bundle(GREY[name]), (64, 96) if name == "hybrid" else (24, 40)
+    if name == "convolutional stem":
+        size = (18, 24)
+    once = adapted(grey, channels=3, image_size=size, num_classes=4)
+    again = adapted(adapted(adapted(grey, num_classes=4), image_size=size), channels=3)
+    assert (once.network.config, once.preprocess) == (again.network.config, again.preprocess)
+    for weight, tensor in once.network.state_dict().items():
+        assert torch.equal(tensor, again.network.state_dict()[weight]), weight
 
 
 def test_a_reduction_is_saved_and_shares_the_weights(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
 from safetensors.torch import save as safetensors_bytes
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import vitrail
@@ -85,7 +85,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path, fields: dict[str, Any])
     assert path == tmp_path / "out" and sorted(snapshot(path)) == ["model.json", "model.safetensors"]
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    loaded = load_bundle(path, device="cpu")
+    loaded = load_bundle(path)
     assert torch.equal(torch.get_rng_state(), before), "loading draws no random numbers"
     assert_same(bundle, loaded)
     for name in ("classes", "preprocess", "output", "precision", "metrics", "provenance"):
@@ -119,12 +119,12 @@ def test_fields_that_a_file_lacks_take_their_defaults_and_unknown_ones_are_named
         description["config"].pop(name, None)
     del description["preprocess"]["pad_value"]
     (saved / "model.json").write_text(json.dumps(description), encoding="utf-8")
-    loaded = load_bundle(saved, device="cpu")
+    loaded = load_bundle(saved)
     assert (loaded.output, loaded.precision, loaded.metrics) == ("softmax", "float32", {})
     assert (loaded.provenance, loaded.notes) == ({}, ())
     assert loaded.network.config == bundle.network.config and loaded.preprocess == bundle.preprocess
     rewrite(saved, extra=1, another={"deep": None})
-    (note,) = load_bundle(saved, device="cpu").notes
+    (note,) = load_bundle(saved).notes
     assert "unknown fields are ignored: another, extra" in note
 
 
@@ -221,11 +221,11 @@ def test_weights_of_other_number_formats_are_saved_in_float32(
 
 def test_numbers_are_the_networks_outputs(tmp_path: Path) -> None:
     bundle, arrays = make_bundle(output="numbers"), images(5)
-    assert load_bundle(bundle.save(tmp_path / "model"), device="cpu").output == "numbers"
+    assert load_bundle(bundle.save(tmp_path / "model")).output == "numbers"
     for prediction, row in zip(bundle.predict(arrays, batch_size=2), logits(bundle, arrays), strict=True):
         assert isinstance(prediction, NumberPrediction)
         assert prediction.names == bundle.classes and prediction.values == pytest.approx(row.tolist(), abs=1e-5)
-        assert prediction["tulip"] == prediction.values[1]
+        assert prediction["tulip"] == prediction.values[1] and "tulip" in prediction and "lily" not in prediction
         with pytest.raises(KeyError, match="lily"):
             prediction["lily"]
     broken = bundle.predict([b"nothing", arrays[0]], undecodable="return")
@@ -270,10 +270,51 @@ def test_what_is_neither_a_list_nor_an_image_is_refused(bundle: Bundle, given: A
             method(given)
 
 
-@pytest.mark.parametrize("image", [None, 5, bytearray(b"x"), torch.zeros(4, 4, 3, dtype=torch.uint8)], ids=repr)
+@pytest.mark.parametrize(
+    "image",
+    [
+        None, 5, bytearray(b"x"), torch.zeros(4, 4, 3, dtype=torch.uint8),
+        np.ma.masked_array(np.zeros((4, 4, 3), np.uint8), mask=True),
+    ],
+    ids=lambda image: type(image).__name__,
+)  # fmt: skip
 def test_items_that_are_no_images_are_refused(image: Any, bundle: Bundle, types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match="its items must be paths, "):
         bundle.predict([image], undecodable="return")
+
+
+@pytest.mark.parametrize("output", ["softmax", "numbers"])
+@pytest.mark.parametrize("outputs", [2, 7])
+def test_a_replaced_head_of_other_outputs_is_refused(outputs: int, output: str) -> None:
+    bundle = make_bundle(output=output)
+    bundle.network.head = nn.Linear(12, outputs)
+    with pytest.raises(BundleError, match=rf"{outputs} outputs, but there are 3 class names; .*with_head"):
+        bundle.predict(images(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("positions", ["learned", "sincos-2d"])
+def test_the_default_number_format_of_pytorch_changes_no_output(dtype: torch.dtype, positions: str) -> None:
+    bundle = make_bundle(positions=positions)
+    colours = {"mean": (0.35 + 1e-4 * dtype.itemsize,), "std": (0.217,)}  # that no other test has used before
+    bundle = dataclasses.replace(bundle, preprocess=dataclasses.replace(bundle.preprocess, **colours))
+    torch.set_default_dtype(dtype)
+    try:
+        during = bundle.embed(images(3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pixels = torch.from_numpy(np.stack(images(3))).permute(0, 3, 1, 2) / 255
+    with torch.no_grad():
+        expected = bundle.network.embed((pixels - colours["mean"][0]) / 0.217)
+    torch.testing.assert_close(during, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(bundle.embed(images(3)), during)
+
+
+def test_the_default_device_of_pytorch_changes_no_output(bundle: Bundle, tmp_path: Path) -> None:
+    with torch.device("meta"):  # any device but that of the network
+        embeddings, predictions = bundle.embed(images(2)), bundle.predict(images(2))
+        bundle.save(tmp_path / "model")
+    assert torch.equal(embeddings, bundle.embed(images(2))) and predictions == bundle.predict(images(2))
 
 
 def test_embeddings_are_what_the_head_sees() -> None:
@@ -332,7 +373,7 @@ def test_a_damaged_file_is_refused(
     if change is not None:
         (saved / file).write_bytes(change(content))
     with pytest.raises(BundleError, match=message):
-        load_bundle(saved, device="cpu")
+        load_bundle(saved)
 
 
 @pytest.mark.parametrize(
@@ -361,13 +402,13 @@ def test_a_damaged_file_is_refused(
 def test_a_description_that_cannot_be_is_refused(saved: Path, name: str, value: Any, message: str) -> None:
     rewrite(saved, **{name: value})
     with pytest.raises(BundleError, match=message):
-        load_bundle(saved, device="cpu")
+        load_bundle(saved)
 
 
 def test_weights_of_another_number_format_are_refused(bundle: Bundle, saved: Path) -> None:
     replace_weights(saved, safetensors_bytes(bundle.network.half().state_dict()))
     with pytest.raises(BundleError, match=r"not float32 or bfloat16: .* is float16"):
-        load_bundle(saved, device="cpu")
+        load_bundle(saved)
 
 
 def test_weights_that_do_not_fit_are_all_named(bundle: Bundle, saved: Path) -> None:
@@ -377,7 +418,7 @@ def test_weights_that_do_not_fit_are_all_named(bundle: Bundle, saved: Path) -> N
     tensors["head.weight"] = torch.zeros(4, 12)
     replace_weights(saved, safetensors_bytes(tensors))
     with pytest.raises(BundleError) as caught:
-        load_bundle(saved, device="cpu")
+        load_bundle(saved)
     first, *problems = str(caught.value).splitlines()
     assert first == f"the weights in {saved} do not fit its architecture:"
     assert sorted(line.strip() for line in problems) == [
@@ -404,11 +445,11 @@ def test_a_pickle_in_place_of_the_weights_is_not_run(bundle: Bundle, saved: Path
     for data in (pickled, archive.getvalue()):
         (saved / "model.safetensors").write_bytes(data)
         with pytest.raises(BundleError, match="was altered"):
-            load_bundle(saved, device="cpu")
+            load_bundle(saved)
         replace_weights(saved, data)
         loaded = None
         with contextlib.suppress(Exception):
-            loaded = load_bundle(saved, device="cpu")
+            loaded = load_bundle(saved)
         assert loaded is None and not marker.exists()
 
 
@@ -437,14 +478,14 @@ def test_a_full_disk_leaves_the_old_model(
     path, before = old
     assert snapshot(path) == before and [entry.name for entry in path.parent.iterdir()] == ["model"]
     bundle.save(path, overwrite=True)
-    assert load_bundle(path, device="cpu").provenance["notes"] == "x" * notes
+    assert load_bundle(path).provenance["notes"] == "x" * notes
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_model_on_the_gpu_predicts_the_same(bundle: Bundle, saved: Path) -> None:
     arrays = images(5)
-    loaded = load_bundle(saved, device="cuda")
+    loaded = vitrail.load(saved, device="cuda")
     assert isinstance(loaded.network, VisionTransformer) and loaded.device.type == "cuda"
     for one, other in zip(loaded.predict(arrays), bundle.predict(arrays), strict=True):
         assert dict(one.ranking) == pytest.approx(dict(other.ranking), abs=1e-3)
@@ -460,7 +501,7 @@ def test_a_model_takes_the_place_of_another_on_request_and_through_a_link(
     assert snapshot(path) == before
     for place in (path, path.parent / "link"):
         bundle.save(place, overwrite=True)
-        assert_same(load_bundle(path, device="cpu"), bundle)
+        assert_same(load_bundle(path), bundle)
     assert sorted(snapshot(path)) == ["model.json", "model.safetensors"]
     assert (path.parent / "link").is_symlink()
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["link", "model"]
@@ -494,7 +535,7 @@ def test_weights_are_rounded_to_bfloat16_in_the_file_alone(tmp_path: Path) -> No
     loaded = vitrail.load(half, device="cpu").network.state_dict()
     for name, tensor in before.items():
         assert loaded[name].dtype == torch.float32 and torch.equal(loaded[name], tensor.bfloat16().float()), name
-    again = load_bundle(half, device="cpu").save(tmp_path / "again", stored="bfloat16")
+    again = load_bundle(half).save(tmp_path / "again", stored="bfloat16")
     assert (again / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
 
 
@@ -507,7 +548,7 @@ def test_a_network_without_a_head_says_so() -> None:
 
 def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None:
     lower = dataclasses.replace(bundle, precision="bf16")
-    loaded = load_bundle(lower.save(tmp_path / "model"), device="cpu")
+    loaded = load_bundle(lower.save(tmp_path / "model"))
     assert loaded.precision == "bf16"
     arrays = images(2, 20, 17, 3)
     assert loaded.predict(arrays) == bundle.predict(arrays, precision="bf16") != bundle.predict(arrays)
@@ -523,7 +564,7 @@ def test_a_network_of_torch_compile_is_used_without_it(bundle: Bundle, tmp_path:
     compiled.network = torch.compile(bundle.network, backend="eager")
     arrays = images(2, 20, 17, 3)
     assert compiled.predict(arrays) == bundle.predict(arrays)
-    assert_close(bundle, load_bundle(compiled.save(tmp_path / "model"), device="cpu"), atol=0, rtol=0)
+    assert_close(bundle, load_bundle(compiled.save(tmp_path / "model")), atol=0, rtol=0)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -547,4 +588,4 @@ def test_a_network_that_would_be_loaded_as_another_is_not_saved(change: str, tmp
 def test_blocks_that_share_weights_are_saved(tmp_path: Path) -> None:
     bundle = make_bundle(depth=2)
     bundle.network.blocks[1] = bundle.network.blocks[0]
-    assert_close(bundle, load_bundle(bundle.save(tmp_path / "model"), device="cpu"), atol=0, rtol=0)
+    assert_close(bundle, load_bundle(bundle.save(tmp_path / "model")), atol=0, rtol=0)

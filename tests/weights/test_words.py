@@ -32,6 +32,12 @@ def test_a_saved_model_reads_the_same_texts(model: Bundle, tmp_path: Path) -> No
     assert sorted(path.name for path in bare.iterdir()) == ["model.json", "model.safetensors"]
 
 
+def test_embeddings_of_texts_can_be_learned_from(model: Bundle) -> None:
+    texts, weights = model.embed_texts(["a bee"]), torch.ones(model.network.config.embed_width, requires_grad=True)
+    (texts * weights).sum().backward()
+    assert torch.equal(weights.grad, texts[0])
+
+
 def test_a_long_text_is_cut_and_said_so(model: Bundle) -> None:
     with pytest.warns(UserWarning, match="12 tokens"):
         model.embed_texts(["a bee", "wasp " * 40])

@@ -17,16 +17,20 @@ from PIL import Image
 
 from vitrail.report.charts import (
     DIGIT_WIDTH,
+    LONGEST_NAME,
     MAX_DOTS,
     Axis,
     PlotArea,
     Point,
     Series,
+    display_width,
     dot,
     horizontal_text,
+    isolated,
     make_axis,
     make_log_axis,
     path_data,
+    shorten,
     svg_picture,
     vertical_text,
 )
@@ -55,7 +59,8 @@ svg text { fill: var(--dim, #5c5c58); }
 """CSS rules of the charts. Outside of a page of `vitrail.report.page`, the colours of light mode apply."""
 
 WIDTH, HEIGHT = 480.0, 280.0
-LEGEND_LINE = 15.0
+LEGEND_LINE, LEGEND_LETTERS = 15.0, 50
+"""Height of a line of a legend, and the largest number of letters of a name in it. Capitals are wider than digits."""
 
 CELL, MAX_SIDE = 22.0, 420.0
 """Largest side of a cell of a heat map, and largest side of the map, in pixels."""
@@ -93,8 +98,10 @@ def series_chart(
             f'<path class="series" stroke="{colour}"{dashes} d="{path_data(area, one.points)}">'
             f"<title>{escape(one.name)}</title></path>"
         )
-        if len(one.finite) <= MAX_DOTS:
-            parts += [_dot(area, point, number, f"{one.name}: {_pair(point)}", lines=True) for point in one.finite]
+        parts += [
+            dot(area, (x, y), 2.5, "", f"{one.name}: {x:.4g}, {y:.4g}", f' fill="{colour}"')
+            for x, y in (one.finite if len(one.finite) <= MAX_DOTS else isolated(one.points))
+        ]
     return _with_legend(parts, names, label, lines=True)
 
 
@@ -117,7 +124,8 @@ def scatter(
     area, frame = _frame(x_axis, make_axis([y for _, y in every], bounds=bounds), x_name, y_name)
     parts = [frame]
     for number, (name, points) in enumerate(finite.items()):
-        parts += [_dot(area, point, number, f"{name}: {_pair(point)}", 3.0) for point in points]
+        css, look = _dot_look(number)
+        parts += [dot(area, (x, y), 3.0, css, f"{name}: {x:.4g}, {y:.4g}", look) for x, y in points]
     return _with_legend(parts, list(finite), label, lines=False)
 
 
@@ -141,8 +149,12 @@ def heat_map(
     side = min(CELL, MAX_SIDE / max(height, width))
     finite = values[np.isfinite(values)].tolist()
     axis = make_axis(bounds or finite or (0.0, 1.0), round_ends=False)
+    down, across = shorten(row_name, LONGEST_NAME), shorten(column_name, LONGEST_NAME)
     left = 28 + DIGIT_WIDTH * max(map(len, rows))
-    top, right, bottom = 12.0, left + side * width, 12.0 + side * max(height, 4)
+    top = max(12.0, (DIGIT_WIDTH * display_width(down) - side * height) / 2)  # a name can be longer than the map
+    right, bottom = left + side * width, top + side * max(height, 4)
+    half = DIGIT_WIDTH * display_width(across) / 2
+    middle = max((left + right) / 2, half)
     parts = []
     for row, line in enumerate(values):
         for column, value in enumerate(line):
@@ -167,11 +179,13 @@ def heat_map(
         for number, name in enumerate(rows)
         if number % every == 0
     ]
-    parts.append(horizontal_text((left + right) / 2, top + height * side + 30, column_name, "middle"))
-    parts.append(vertical_text(10.0, top + height * side / 2, row_name))
+    parts.append(horizontal_text(middle, top + height * side + 30, across, "middle"))
+    parts.append(vertical_text(10.0, top + height * side / 2, down))
     bar, longest = _colour_bar(axis, right + 16, top, bottom, unit)
-    whole = max(right + 36 + DIGIT_WIDTH * longest, right + 22 + DIGIT_WIDTH * len(unit))
-    return svg_picture(whole, max(bottom + 8, top + height * side + 36), label, [*parts, bar], fixed_size=True)
+    whole = max(right + 36 + DIGIT_WIDTH * longest, right + 22 + DIGIT_WIDTH * len(unit), middle + half)
+    return svg_picture(
+        whole, max(bottom + 8, top + height * side + max(36, top)), label, [*parts, bar], fixed_size=True
+    )
 
 
 def colours(fractions: Float[np.ndarray, "*n h w"]) -> UInt8[np.ndarray, "*n h w 3"]:
@@ -205,7 +219,7 @@ def mosaic(
 def png(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
     """Return a picture as a PNG file."""
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "PNG", optimize=True)
+    Image.fromarray(picture).save(file, "PNG")
     return file.getvalue()
 
 
@@ -247,37 +261,29 @@ def series_look(number: int) -> tuple[str, str]:
     return COLOURS[number % len(COLOURS)], f' stroke-dasharray="{dashes}"' if dashes else ""
 
 
-def _dot_look(number: int) -> str:
-    """Return the attributes of the dots of a group. Groups that share a colour differ: every second has rings."""
+def _dot_look(number: int) -> tuple[str, str]:
+    """Return the CSS class of the dots of a group, and the attribute with their colour. Groups that share a colour
+    differ: every second has rings."""
     colour = series_look(number)[0]
     is_ring = number // len(COLOURS) % 2 == 1
-    return f'class="dot ring" color="{colour}"' if is_ring else f'class="dot" fill="{colour}"'
-
-
-def _dot(area: PlotArea, point: Point, number: int, title: str, radius: float = 2.5, *, lines: bool = False) -> str:
-    """Return a dot of a group of a scatter plot, or of a series, whose line differs from others already."""
-    look = f'class="dot" fill="{series_look(number)[0]}"' if lines else _dot_look(number)
-    return dot(area, point, radius, "", title).replace('class="dot "', look)
-
-
-def _pair(point: Point) -> str:
-    return f"{point[0]:.4g}, {point[1]:.4g}"
+    return ("ring", f' color="{colour}"') if is_ring else ("", f' fill="{colour}"')
 
 
 def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, lines: bool) -> Markup:
     """Return a chart with a legend of its series below, unless there is only one series."""
     legend, x, y = [], 12.0, HEIGHT + 8
     for number, name in enumerate(names if len(names) > 1 else []):
-        needed = 30 + DIGIT_WIDTH * len(name)
+        shown = shorten(name, LEGEND_LETTERS)
+        needed = 30 + DIGIT_WIDTH * display_width(shown)
         if x > 12 and x + needed > WIDTH:
             x, y = 12.0, y + LEGEND_LINE
-        colour, dashes = series_look(number)
+        (colour, dashes), (css, look) = series_look(number), _dot_look(number)
         sample = (
             f'<path class="series" stroke="{colour}"{dashes} d="M{x:g} {y - 4:g}h18"/>'
             if lines
-            else f'<circle {_dot_look(number)} cx="{x + 9:g}" cy="{y - 4:g}" r="3"/>'
+            else f'<circle class="dot {css}"{look} cx="{x + 9:g}" cy="{y - 4:g}" r="3"/>'
         )
-        legend += [sample, horizontal_text(x + 22, y, name)]
+        legend += [sample, horizontal_text(x + 22, y, shown)]
         x += needed
     return svg_picture(WIDTH, y + 6 if legend else HEIGHT, label, [*parts, *legend], fixed_size=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from vitrail.analysis.overview import (
     picture_of,
     reach_of,
     seen_images,
+    with_one_label,
 )
 from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.data.batch import Skipped
@@ -68,11 +70,13 @@ class ModelComparison:
 
     @property
     def classes(self) -> list[tuple[str, int, float, float]]:
-        """Name, number of images and both accuracies of each class with images, with the largest difference first."""
-        first, second = (
-            {row.name: row for row in one.report.per_class if row.accuracy is not None} for one in self.models
-        )
-        rows = [(name, row.images, row.accuracy or 0.0, second[name].accuracy or 0.0) for name, row in first.items()]
+        """Name, number of images and both accuracies of each class with images, with the largest difference first.
+        Classes of one name, as ImageNet has them, are paired in their order."""
+        first, second = ([row for row in one.report.per_class if row.accuracy is not None] for one in self.models)
+        others: dict[str, list[float]] = {}
+        for row in second:
+            others.setdefault(row.name, []).append(row.accuracy or 0.0)
+        rows = [(row.name, row.images, row.accuracy or 0.0, others[row.name].pop(0)) for row in first]
         return sorted(rows, key=lambda row: -abs(row[2] - row[3]))
 
 
@@ -82,7 +86,7 @@ def check_comparable(first: Bundle, second: Bundle) -> None:
         check_predicts_classes(bundle.output, "compared")
         if not bundle.classes:
             raise ConfigError("a model without classes cannot be compared; choose two models with a head")
-    one, two = set(first.classes), set(second.classes)
+    one, two = Counter(first.classes), Counter(second.classes)
     if one != two:
         own = [
             f"only the {place} has {listed(sorted(names), 3) or 'none'}"
@@ -158,10 +162,7 @@ class _Side:
 
 def _aligned(first: Predictions, second: Predictions) -> tuple[Predictions, Predictions]:
     """Return the predictions of the samples that both models could decode, in the same order."""
-    first, second = first.labelled(), second.labelled()
-    for each in (first, second):
-        if len(each) and each.truth.kind != "class":
-            raise DataError("images with several labels cannot be compared; name data with one label for each image")
+    first, second = (with_one_label(each, "compared") for each in (first, second))
     shared = set(first.keys) & set(second.keys)
     if len(shared) < SMALLEST_BATCH:
         raise DataError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,14 +19,13 @@ from vitrail.analysis.features import Filters, LayerProbe, PatchColours, Positio
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.similarity import LayerSimilarity
-from vitrail.analysis.tracing import Trace, has_maps, trace, transformer_of
+from vitrail.analysis.tracing import Trace, check_maps, trace
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
-from vitrail.errors import ConfigError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.report.charts import Series
 from vitrail.report.page import embedded, jpeg
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.exported import ExportedNetwork
 
 Picture = UInt8[np.ndarray, "height width 3"]
 
@@ -216,18 +215,11 @@ class Overlays:
 
     def refusal(self, bundle: Bundle) -> str | None:
         """Return why a model has no overlays, or None if it has them."""
-        network: Any = bundle.network
-        if isinstance(network, ExportedNetwork):
-            return "the attention of an exported file cannot be read"
         try:
-            transformer_of(network)
-        except ConfigError as error:
+            check_maps(bundle.network, ["gradients"])
+        except (ConfigError, BundleError) as error:
             return str(error).partition(";")[0]
-        if has_maps(network):
-            return None
-        head = network.config.dense_head
-        part = "kind of attention" if head is None or not head.adds_tokens else "head, which adds tokens of its own,"
-        return f"its {part} has no map of weights"
+        return None
 
     def draw(self, bundle: Bundle, image: bytes, target: int | None) -> bytes:
         """Return the picture of an image file under a map, as a JPEG file. The map is the relevance for the output of

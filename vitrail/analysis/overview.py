@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -32,13 +33,13 @@ from vitrail.analysis.heads import (
     attention_entropy,
     effective_receptive_field,
 )
-from vitrail.analysis.images import on_picture
+from vitrail.analysis.images import PAGE_SIDE, on_picture
 from vitrail.analysis.saliency import class_relevance
 from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.analysis.tracing import has_maps, trace
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import evaluation_batches
-from vitrail.data.pixels.decode import image_size_of, to_pil
+from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, evenly, subset
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
@@ -132,7 +133,7 @@ def overview(
     check_predicts_classes(bundle.output, "reported on")
     if images < SMALLEST_BATCH:
         raise ConfigError(f"images={images} is too small to compare layers; choose at least {SMALLEST_BATCH}")
-    predictions = _labelled(outputs.predictions(source)) if bundle.classes else None
+    predictions = with_one_label(outputs.predictions(source), "reported on") if bundle.classes else None
     seen = _of_features(outputs.features(source), source) if predictions is None else seen_images(predictions, source)
     chosen, attempt = evenly(len(seen), images), Attempts()
     probes, undecodable = summarise_probes(bundle, seen, train, probe_images, attempt)
@@ -151,13 +152,14 @@ def overview(
     )
 
 
-def _labelled(predictions: Predictions) -> Predictions:
-    """Return the predictions of the images with one label. Raise `DataError` if there are none."""
+def with_one_label(predictions: Predictions, action: str) -> Predictions:
+    """Return the predictions of the images with one label. Raise `DataError` if there are none. `action` is the
+    participle of what needs them, such as "compared"."""
     labelled = predictions.labelled()
     if not len(labelled):
-        raise DataError("no image has a label and can be decoded, so there is nothing to report on")
+        raise DataError(f"no image has a label and can be decoded, so none can be {action}")
     if labelled.truth.kind != "class":
-        raise DataError("images with several labels cannot be reported on; name data with one label for each image")
+        raise DataError(f"images with several labels cannot be {action}; name data with one label for each image")
     return labelled
 
 
@@ -444,13 +446,17 @@ def inputs_of(bundle: Bundle, images: Iterable[bytes | np.ndarray]) -> Float[Ten
 
 
 def in_batches(images: Float[Tensor, "n c h w"]) -> Iterator[Float[Tensor, "b c h w"]]:
-    """Yield batches for CKA, without a last batch that is too small for it."""
-    return (batch for batch in torch.split(images, BATCH) if len(batch) >= SMALLEST_BATCH)
+    """Yield batches of about one size for CKA. The images are in random order, the same for each model: batches of
+    neighbours in data sorted by class would not show how features differ between classes."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return (images[rows] for rows in order.tensor_split(math.ceil(len(images) / BATCH)))
 
 
 def picture_of(image: bytes | np.ndarray) -> UInt8[np.ndarray, "height width 3"]:
-    """Return the colours of an image at its own size."""
-    return np.asarray(to_pil(image, 3))
+    """Return the colours of an image, reduced to the largest size of a picture on a page."""
+    picture = to_pil(image, 3)
+    picture.thumbnail((PAGE_SIDE, PAGE_SIDE))
+    return np.asarray(picture)
 
 
 def reach_of(bundle: Bundle, images: Float[Tensor, "n c h w"]) -> HeadStatistic | ReceptiveField:
@@ -470,5 +476,5 @@ def answer_about(bundle: Bundle, image: bytes | np.ndarray, judged: PerSample, r
         inputs = inputs_of(bundle, [image])
         found = trace(bundle.network, inputs, layers=(-1,))
         values = class_relevance(bundle.network, inputs, torch.tensor([number], device=inputs.device)).values[0]
-        relevance = on_picture(values, found, bundle.preprocess.placement(image_size_of(image)))
+        relevance = on_picture(values, found, bundle.preprocess.placement(picture_of(image).shape[:2]))
     return Answer(bundle.classes[number], float(judged.confidence[row]), relevance)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from vitrail.models.heads import DenseHead
 from vitrail.models.network import Features
 from vitrail.models.tokens import AttentionPool
 from vitrail.models.vit import VisionTransformer
+from vitrail.settings import typed
 
 Fusion = Literal["mean", "max", "min"]
 """Reduction of the weights of all heads to one weight."""
@@ -90,7 +91,7 @@ def class_relevance(
     The rows of `relevance` are pooled as in `attention_rollout`. For `form`, see `relevance`. For the other arguments
     and the errors, see `vitrail.analysis.tracing.trace`.
     """
-    _check_form(form)
+    typed(RelevanceForm, form, "form")
     vit = transformer_of(network)
     found, classes = [], []
     for piece in traces(
@@ -150,7 +151,7 @@ def relevance(
     of attention times gradient (2103.15679). With the form "gradient", A is the mean of the positive
     part of the gradient alone.
     """
-    _check_form(form)
+    typed(RelevanceForm, form, "form")
     images, _, _, tokens, _ = attention.shape
     joint = torch.eye(tokens, dtype=attention.dtype, device=attention.device).expand(images, -1, -1)
     for weights, slopes in zip(attention.unbind(dim=1), gradients.unbind(dim=1), strict=True):
@@ -160,15 +161,9 @@ def relevance(
 
 
 def _check(fusion: str, discard: float) -> None:
-    if fusion not in FUSIONS:
-        raise ConfigError(f"fusion={fusion!r} is not one of {', '.join(map(repr, FUSIONS))}")
+    typed(Fusion, fusion, "fusion")
     if not 0 <= discard < 1:
         raise ConfigError(f"discard={discard} is not at least 0 and below 1; it is a fraction of the weights")
-
-
-def _check_form(form: str) -> None:
-    if form not in get_args(RelevanceForm):
-        raise ConfigError(f"form={form!r} is not one of {', '.join(map(repr, get_args(RelevanceForm)))}")
 
 
 def _for_reading(vit: VisionTransformer) -> set[Kept]:

@@ -58,6 +58,7 @@ def layer_similarity(
 ) -> LayerSimilarity:
     """Return the CKA of every two layers, with all tokens of an image as its features.
 
+    The images of `batches` are in random order: a batch of one class does not show how features differ between classes.
     Without `other`, layers of the network are compared with each other. `other_batches` are the same images as the
     other network takes them, for example in another size; by default both networks get `batches`. Networks of different
     widths, and ResNets, can be compared. `layers` count from 0, or backward from -1. Raises `ConfigError` for a block

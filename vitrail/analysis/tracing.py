@@ -10,13 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.errors import ConfigError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.machine import autocast, resolve_precision
 from vitrail.models.attention.base import AttentionLayer
 from vitrail.models.blocks import Block
@@ -24,6 +24,7 @@ from vitrail.models.network import block_numbers, shared_copy
 from vitrail.models.positions.embedding import AttentionPositions
 from vitrail.models.variants import transformer
 from vitrail.models.vit import VisionTransformer
+from vitrail.settings import typed
 from vitrail.weights.exported import ExportedNetwork
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -168,7 +169,7 @@ def trace(
     tensors. "gradients" are those of the logit of `targets`, one class per image (or another output of `explainable`),
     which by default is the predicted class. The network is not changed: neither its mode, nor its hooks, nor its
     gradients. It runs in evaluation mode, and `batch_size` images at a time. A network that merges or prunes tokens is
-    traced with all its tokens.
+    traced with all its tokens; its logits and its predicted classes are those of the usual forward pass.
 
     The result takes `images * layers * heads * tokens**2 * 4` bytes. `traces` yields it in pieces of bounded size.
 
@@ -219,12 +220,12 @@ def traces(
         raise ConfigError("images is empty; give at least one image")
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} is less than 1")
-    unknown = sorted(set(keep) - set(get_args(Kept)))
-    if unknown:
-        raise ConfigError(f"keep={unknown[0]!r} is not one of {', '.join(map(repr, get_args(Kept)))}")
+    for one in keep:
+        typed(Kept, one, "keep")
+    for field, numbers in (("layers", layers), ("heads", heads)):
+        if numbers is not None and not len(numbers):
+            raise ConfigError(f"{field} is empty; name at least one, or leave it out to trace all of them")
     chosen = chosen_blocks(vit, layers)
-    if not chosen:
-        raise ConfigError("layers is empty; name at least one block, or leave it out to trace all of them")
     tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
     return _all_pieces(tracer, images, checked_targets(vit, images, targets), batch_size)
 
@@ -268,13 +269,30 @@ def chosen_blocks(network: nn.Module, layers: Sequence[int] | None) -> list[int]
     return block_numbers(range(count) if layers is None else layers, count)
 
 
+def check_maps(network: nn.Module, keep: Collection[Kept]) -> None:
+    """Raise `ConfigError` if the attention of a network does not have the tensors that `keep` names, and the errors of
+    `transformer_of`."""
+    vit = transformer_of(network)
+    config, layer = vit.config, type(_block(vit, 0).attention)
+    if layer.weights is AttentionLayer.weights:
+        raise ConfigError(f"attention={config.attention!r} has no dense map of weights, so it cannot be traced")
+    if config.dense_head is not None and config.dense_head.adds_tokens:
+        raise ConfigError(
+            f"head_kind={config.head_kind!r} adds tokens before the last blocks, so that the maps of the blocks "
+            "have different sizes; they cannot be traced"
+        )
+    lacking = sorted({*keep} & {"queries", "keys", "gradients"})
+    if layer.operands is AttentionLayer.operands and lacking:
+        raise ConfigError(f"attention={config.attention!r} has no queries and keys, so keep={lacking[0]!r} is empty")
+
+
 def has_maps(network: nn.Module) -> bool:
     """Return True if the network has attention whose weights and gradients can be traced."""
-    vit = transformer(network)
-    if vit is None or (vit.config.dense_head is not None and vit.config.dense_head.adds_tokens):
+    try:
+        check_maps(network, ["gradients"])
+    except (ConfigError, BundleError):
         return False
-    kind = type(_block(vit, 0).attention)
-    return kind.weights is not AttentionLayer.weights and kind.operands is not AttentionLayer.operands
+    return True
 
 
 def _block(network: VisionTransformer, layer: int) -> Block:
@@ -315,13 +333,18 @@ class _Tracer:
         precision: TracePrecision,
     ) -> None:
         self.network = with_all_tokens(shared_copy(network))
+        self.predicting = self.network if network.config.reduction is None else shared_copy(network)
         self.layers = layers
         self.keep = keep
         self.device = network.norm.weight.device
+        typed(TracePrecision, precision, "precision")
         is_bf16 = resolve_precision(precision, self.device) == "bf16"
         self.precision: Literal["bf16", "float32"] = "bf16" if is_bf16 else "float32"
-        self._check_attention()
-        self.heads = _head_numbers(heads, network.config.heads)
+        check_maps(network, keep)
+        if "gradients" in keep and not network.config.num_classes:
+            raise ConfigError("keep='gradients' needs the logit of a class, but this network has no head")
+        every = range(network.config.heads)
+        self.heads = tuple(block_numbers(every if heads is None else heads, len(every), field="heads", part="head"))
         self._inputs: dict[int, tuple[Tensor, AttentionPositions | None]] = {}
         self._outputs: dict[int, Tensor] = {}
         for layer in {*layers}:
@@ -331,9 +354,11 @@ class _Tracer:
     def pieces(self, images: Tensor, targets: Tensor | None) -> Iterator[Trace]:
         """Yield the traces of one batch."""
         config = self.network.config
-        grid = config.grid_of(images.shape[2], images.shape[3])
         with torch.no_grad(), autocast(self.precision, self.device):
             logits = self.network(images)
+            if self.predicting is not self.network:
+                logits = self.predicting(images)
+        grid = config.grid_of(images.shape[2], images.shape[3])
         chosen = explainable(self.network, logits).argmax(dim=1) if targets is None else targets
         size = self._piece_size(grid)
         stride = config.root.stride if config.root else 1
@@ -359,24 +384,6 @@ class _Tracer:
             )
         self._inputs.clear()
         self._outputs.clear()
-
-    def _check_attention(self) -> None:
-        """Raise `ConfigError` if the attention does not have the tensors that `keep` names."""
-        config, layer = self.network.config, type(_block(self.network, self.layers[0]).attention)
-        if layer.weights is AttentionLayer.weights:
-            raise ConfigError(f"attention={config.attention!r} has no dense map of weights, so it cannot be traced")
-        if config.dense_head is not None and config.dense_head.adds_tokens:
-            raise ConfigError(
-                f"head_kind={config.head_kind!r} adds tokens before the last blocks, so that the maps of the blocks "
-                "have different sizes; they cannot be traced"
-            )
-        lacking = sorted(self.keep & {"queries", "keys", "gradients"})
-        if layer.operands is AttentionLayer.operands and lacking:
-            raise ConfigError(
-                f"attention={config.attention!r} has no queries and keys, so keep={lacking[0]!r} is empty"
-            )
-        if "gradients" in self.keep and not config.num_classes:
-            raise ConfigError("keep='gradients' needs the logit of a class, but this network has no head")
 
     def _remember(self, layer: int) -> Any:
         def hook(block: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
@@ -429,17 +436,3 @@ class _Tracer:
                 complete = output.shape[1] == tokens.shape[1]  # the last block may skip what the head does not read
                 put(place, "outputs", output if complete else block(tokens, inside))
         return dict(found)
-
-
-def _head_numbers(heads: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    if heads is None:
-        return tuple(range(count))
-    if not heads:
-        raise ConfigError("heads is empty; name at least one head, or leave it out to trace all of them")
-    for head in heads:
-        if not -count <= head < count:
-            raise ConfigError(
-                f"heads={tuple(heads)}: head {head} does not exist; choose from 0 to {count - 1}, or from {-count} to "
-                f"-1, counted from the end"
-            )
-    return tuple(head % count for head in heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.progress import Progress
 
 from vitrail.analysis.comparison import check_comparable, compare
 from vitrail.analysis.overview import overview
-from vitrail.analysis.pages.explanation import MAX_BYTES, Wanted, explain, write_explanation
+from vitrail.analysis.pages.explanation import MAX_BYTES, NotInImage, Wanted, explain, write_explanation
 from vitrail.analysis.pages.summaries import (
     COMPARISON_FILES,
     OVERVIEW_FILES,
@@ -31,17 +32,21 @@ from vitrail.cli.console import image_paths, images_bar, message_console, print_
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, ModelOption
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
-from vitrail.errors import ConfigError, UndecodableImage, nearest
+from vitrail.errors import ConfigError, DataError, UndecodableImage, nearest
 from vitrail.evaluation.measured_images import common_images, open_images
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_listed_folder, check_new_folder, replacing_folder, write_json
 from vitrail.settings import setting
 from vitrail.training.folder import INSIDE, link_inside, run_of
+from vitrail.weights.answers import check_predicts_classes
 from vitrail.weights.bundle import Bundle, read_image
 from vitrail.weights.load import load
 
 CONTENTS = "explain.json"
 """File of a folder of explanations that lists its other files."""
+
+LONGEST_NAME = 220
+"""Largest number of bytes of an image's name in the names of its files, which file systems limit to 255 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +103,7 @@ def run_explain(call: Call) -> int:
     earlier = check_listed_folder(options.out, CONTENTS, overwrite=options.overwrite)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     transformer_of(bundle.network)
+    _check_head(bundle, call, "top")
     target = _target(options, bundle)
     print_messages(*map(EXPLAIN.note, bundle.notes))
     wanted = Wanted(target, options.box, options.place)
@@ -112,16 +118,30 @@ def run_explain(call: Call) -> int:
             except UndecodableImage as error:
                 broken.append(f"{path} {error}")
                 continue
+            except NotInImage as error:
+                broken.append(f"{path}: {EXPLAIN.message(error, call.options)}")
+                continue
             most = round(1e6 * options.page_size)
             written, notes = write_explanation(explanation, partial, name, title=path.name, max_bytes=most)
             files += written
             pages.append((path, written[0]))
             print_messages(*(f"{written[0]}: {note}" for note in notes))
+        if not pages:
+            raise DataError("\n".join(["no image can be explained:", *broken]))
         write_json(partial / CONTENTS, {"files": files})
     for path, name in pages:
         print(f"{path}: {options.out / name}")
     print_messages(*broken)
     return UndecodableImage.exit_code if broken else 0
+
+
+def _check_head(bundle: Bundle, call: Call, *names: str) -> None:
+    """Raise `ConfigError` if one of these options, which need a head, is given for a model without one."""
+    for name in names:
+        if not bundle.classes and name in call.options:
+            raise ConfigError(
+                f"{name}={call.options[name]} has no effect, because this model has no head; leave it out"
+            )
 
 
 def _target(options: Explain, bundle: Bundle) -> int | None:
@@ -137,12 +157,16 @@ def _target(options: Explain, bundle: Bundle) -> int | None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a different name for each image, which its files start with."""
+    """Return a different name for each image, which its files start with. Names that leave too little room for the rest
+    of the files' names are shortened."""
     names: list[str] = []
     for path in paths:
-        name, number = path.stem, 2
+        stem = path.stem
+        while len(os.fsencode(stem)) > LONGEST_NAME:
+            stem = stem[:-1]
+        name, number = stem, 2
         while name.lower() in {one.lower() for one in names}:
-            name, number = f"{path.stem}-{number}", number + 1
+            name, number = f"{stem}-{number}", number + 1
         names.append(name)
     return names
 
@@ -200,7 +224,7 @@ class SummaryOptions(DeviceOption, JsonOption):
         common = common_images(bundles, self.data, self.split, None) if len(bundles) > 1 else None
         opened, notes = [], {}
         for name, bundle in bundles.items():
-            found = open_images(bundle, self.data, self.split, common=common)
+            found = open_images(bundle, self.data, self.split, common=common, needs_labels=False)
             train = found.train if len(found.train) and "train" not in found.sources else None
             sources = tuple(found.sources.values())  # of several, each key begins with the number of its split
             source = sources[0] if len(sources) == 1 else mixed(sources, [1 / len(sources)] * len(sources))
@@ -351,7 +375,10 @@ def run_report(call: Call) -> None:
     options.check(OVERVIEW_FILES)
     console = message_console(options.json)
     name = (Path(options.model) if run is None else run.resolve()).name or options.model
-    (opened,) = options.open({name: load(options.model, device=options.device)}, REPORT, console)
+    bundle = load(options.model, device=options.device)
+    check_predicts_classes(bundle.output, "reported on")
+    _check_head(bundle, call, "examples", "bootstrap")
+    (opened,) = options.open({name: bundle}, REPORT, console)
     with images_bar(console, transient=True) as bar:
         found = overview(
             options.outputs(opened, bar),

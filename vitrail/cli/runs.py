@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -140,11 +140,12 @@ def _settings(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 
 def _order(sort: str) -> Any:
     """Return the sorting key of runs."""
-    if sort == "name":
-        return lambda run: str(run.folder)
-    if sort == "time":
-        return lambda run: -(run.changed or 0.0)
-    return lambda run: tuple(-part for part in _merit(run))
+    orders: dict[str, Any] = {
+        "name": lambda run: str(run.folder),
+        "time": lambda run: -(run.changed or 0.0),
+        "metric": lambda run: tuple(-part for part in _merit(run)),
+    }
+    return orders[sort]
 
 
 def _merit(run: RunSummary) -> tuple[float, float]:
@@ -290,8 +291,8 @@ CURVES = {
 def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Sequence[str]) -> None:
     """Write a page with these validation metrics and the training curves of all runs. Raises `SaveError`."""
     journals = {str(folder): read_journal(folder / "journal.jsonl") for folder in folders}
-    readers = {f"validation {name.replace('_', ' ')}": _of("evaluation", name) for name in metrics}
-    readers |= {name: _of("step", field) for field, name in CURVES.items()}
+    drawn = {f"validation {name.replace('_', ' ')}": ("evaluation", name) for name in metrics}
+    drawn |= {name: ("step", field) for field, name in CURVES.items()}
     with saving("the page", path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_page(
@@ -300,27 +301,20 @@ def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Sequence[str]
         "cli/curves.html",
         title="Curves of " + ", ".join(journals),
         style=Markup(STYLE),
-        charts={name: _chart(journals, name, value) for name, value in readers.items()},
+        charts={name: _chart(journals, name, kind, field) for name, (kind, field) in drawn.items()},
     )
 
 
-def _of(kind: str, name: str) -> Callable[[Mapping[str, Any]], float | None]:
-    """Return a function that returns a number of an event of this kind. Evaluations are those on the validation split,
-    without that of the finished model."""
-
-    def value(event: Mapping[str, Any]) -> float | None:
-        is_other = event["event"] != kind or event.get("split", "validation") != "validation" or event.get("kept")
-        return None if is_other else event.get(name)
-
-    return value
-
-
-def _chart(
-    journals: Mapping[str, Sequence[dict[str, Any]]], name: str, value: Callable[[Mapping[str, Any]], float | None]
-) -> Markup:
-    """Return a chart with a line for each run, or "" if no run has the number."""
+def _chart(journals: Mapping[str, Sequence[dict[str, Any]]], name: str, kind: str, field: str) -> Markup:
+    """Return a chart of a number of the events of a kind, with a line for each run, or "" if no run has the number.
+    Evaluations are those on the validation split, without that of the finished model."""
     lines = []
     for run, events in journals.items():  # also those without the number, so that a run has one colour on the page
-        points = [(float(event["step"]), float(found)) for event in events if (found := value(event)) is not None]
+        points = [
+            (float(event["step"]), float(event[field]))
+            for event in events
+            if event["event"] == kind and event.get("split", "validation") == "validation" and not event.get("kept")
+            if event.get(field) is not None
+        ]
         lines.append(Series(run, averaged(points)[0]))
     return series_chart(lines, label=f"{name} of each run over steps", x_name="step", y_name=name)

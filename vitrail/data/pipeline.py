@@ -342,12 +342,13 @@ def _grain() -> ModuleType:
 
     It is imported at first use, because prediction does not need it and its import warns that jax is missing.
     """
-    logger = logging.getLogger("absl")
+    logger, handlers = logging.getLogger("absl"), [*logging.root.handlers]
     was_disabled, logger.disabled = logger.disabled, True
     try:
         module = importlib.import_module("grain")
     finally:
         logger.disabled = was_disabled
+        logging.root.handlers[:] = handlers  # with the one that absl adds, a program's logging.basicConfig does nothing
     flags: Any = importlib.import_module("absl.flags")
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # where jax is installed, worker processes read a flag of Grain

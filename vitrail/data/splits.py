@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -28,6 +28,8 @@ from vitrail.data.source import Samples, Source, first_copies, samples_of, subse
 from vitrail.data.targets import PLACED, Target, TargetKind, class_indices
 from vitrail.errors import ConfigError, DataError, listed, plural
 from vitrail.files import expanded
+
+T = TypeVar("T")
 
 Split = Literal["train", "validation", "test"]
 
@@ -187,6 +189,14 @@ def split_names(words: Sequence[str]) -> SplitNames:
     return chosen
 
 
+def grouped(items: Iterable[T], split_of_item: Callable[[T], Split | None]) -> tuple[dict[Split, list[T]], list[T]]:
+    """Return the items of each split, and those of no split. `split_of_item` returns the split of an item."""
+    found: dict[Split | None, list[T]] = {}
+    for item in items:
+        found.setdefault(split_of_item(item), []).append(item)
+    return {split: found[split] for split in SPLITS if split in found}, found.get(None, [])
+
+
 def by_split(
     where: str, paths: Iterable[str], chosen: SplitNames | None = None
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
@@ -197,11 +207,7 @@ def by_split(
     none of the paths.
     """
     paths = sorted(paths)
-    found: dict[Split | None, list[str]] = {}
-    for path in paths:
-        found.setdefault(split_of(path, chosen), []).append(path)
-    unnamed = found.pop(None, [])
-    named: dict[Split, list[str]] = {split: found[split] for split in SPLITS if split in found}
+    named, unnamed = grouped(paths, lambda path: split_of(path, chosen))
     if chosen:
         check_chosen(where, chosen, named, paths)
         return named, left_out(where, unnamed)
@@ -716,22 +722,15 @@ def divide(
 ) -> tuple[dict[Split, list[int]], tuple[str, ...]]:
     """Return the rows of each split, of which `values` holds the name in each row, and notes. `row_name` names a row in
     messages. Raise `DataError` for a name that is not one of a split."""
-    parts: dict[Split, list[int]] = {}
-    others: dict[str, None] = {}
-    for row, value in enumerate(values):
-        split = split_of(value, chosen)
-        if split is not None:
-            parts.setdefault(split, []).append(row)
-        elif chosen is not None:
-            others[value] = None
-        else:
-            raise DataError(
-                f"{where}, {row_name(row)}: the split {value!r} is not one of train, val, test; choose the values of "
-                f"the splits: {CHOICE}"
-            )
+    parts, others = grouped(range(len(values)), lambda row: split_of(values[row], chosen))
+    if others and chosen is None:
+        raise DataError(
+            f"{where}, {row_name(others[0])}: the split {values[others[0]]!r} is not one of train, val, test; choose "
+            f"the values of the splits: {CHOICE}"
+        )
     if chosen:
         check_chosen(where, chosen, parts, list(dict.fromkeys(values)))
-    return {split: parts[split] for split in SPLITS if split in parts}, left_out(where, list(others))
+    return parts, left_out(where, list(dict.fromkeys(values[row] for row in others)))
 
 
 OPTIONS = {

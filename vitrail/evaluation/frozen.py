@@ -54,9 +54,10 @@ class ByLinear:
         """Return the metrics of the probe, the chosen penalty (`linear_penalty`) and the number of `training_images`.
 
         For classes, the accuracy is called `linear`. For numbers, the metrics are called `linear_r2` and so on. Raise
-        the errors of `linear_probe`.
+        the errors of `check` and of `linear_probe`.
         """
-        known, asked = _both_known("linear", outputs, train, held_out, self.features)
+        self.check(outputs, train, held_out)
+        known, asked = (labelled_features(outputs, source, self.features) for source in (train, held_out))
 
         def measure() -> dict[str, float]:
             found = linear_probe(
@@ -167,6 +168,8 @@ class ByFewShot:
             whole = whole or outputs.has_features(train, self.features) or 2 * len(wanted) > len(train)
             some = outputs.features(train if whole else subset(train, new), self.features)
             places = {key: place for place, key in enumerate(some.keys)}
+            if len(places) < len(some.keys):
+                raise DataError("training images have the same key, by which features are found; make keys unique")
             found |= {number: some.features[places[key]] for number in new if (key := train.key(number)) in places}
             usable = np.setdiff1d(usable, [number for number in new if number not in found])
         if not found:
@@ -203,9 +206,10 @@ class ByNeighbours:
         """Return the metrics for each number of neighbours, and `training_images`.
 
         For classes, the accuracy with 20 neighbours is called `knn_20`. For numbers, the metrics are called `knn_20_r2`
-        and so on. Raise the errors of `knn`.
+        and so on. Raise the errors of `check` and of `knn`.
         """
-        known, asked = _both_known("knn", outputs, train, held_out, self.features)
+        self.check(outputs, train, held_out)
+        known, asked = (labelled_features(outputs, source, self.features) for source in (train, held_out))
 
         def measure() -> dict[str, float]:
             found = knn(
@@ -233,18 +237,6 @@ class Labelled:
 
     def counts(self) -> dict[str, float]:
         return {"images": float(len(self.truth)), "skipped": float(self.skipped)}
-
-
-def _both_known(
-    name: str, outputs: Outputs, train: Source, held_out: Source, layer: Layer
-) -> tuple[Labelled, Labelled]:
-    """Return the features of the labelled images of `train` and `held_out`.
-
-    Raise `DataError` before any feature is computed if one of the sources has no labelled image.
-    """
-    for source in (train, held_out):
-        check_known(source, name)
-    return labelled_features(outputs, train, layer), labelled_features(outputs, held_out, layer)
 
 
 def labelled_features(outputs: Outputs, source: Source, layer: Layer) -> Labelled:

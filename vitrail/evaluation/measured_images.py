@@ -240,14 +240,15 @@ def open_images(
     own: EvaluatedData | None = None,
     common: CommonImages | None = None,
     needs_training: bool = True,
+    needs_labels: bool = True,
 ) -> EvaluatedData:
     """Return the data with the splits to measure: for the model's own head, or `by_features`, which is the default for
     a model without a head. `common` is the validation split, if several models are compared.
 
     For features, training images are needed unless `needs_training` is False. The targets are the data's own classes,
-    or the columns `numbers` (by default the columns that the
-    model predicts). Images are held out for validation only if the validation split is measured. For any other split, a
-    classifier can learn from all training images.
+    or the columns `numbers` (by default the columns that the model predicts). Unless `needs_labels` is True, data whose
+    labels cannot be read is opened without them, and a note says why. Images are held out for validation only if the
+    validation split is measured. For any other split, a classifier can learn from all training images.
 
     For the head, the targets are the model's classes or numbers. `class_names` is a file with the WordNet id and name
     of each model output, or "". `own` is the data with its own classes, if it is already open. Raise `DataError` if
@@ -256,8 +257,15 @@ def open_images(
     if by_features is None:
         by_features = not bundle.classes
     class_map = None
+    notes: tuple[str, ...] = ()
     if by_features:
-        opened = open_whole(spec, numbers=numbers or _numbers_of(bundle), needs_training=needs_training)
+        try:
+            opened = open_whole(spec, numbers=numbers or _numbers_of(bundle), needs_training=needs_training)
+        except DataError as reason:
+            if needs_labels:
+                raise
+            opened = open_whole(spec, unlabelled=True, needs_training=needs_training)
+            notes = (f"the images are read without labels: {reason}",)
     else:
         opened, class_map = _opened_for_head(bundle, spec, class_names, own)
     if common is not None and split not in ("train", "all"):
@@ -270,6 +278,7 @@ def open_images(
         if needs_cut or (split != "all" and splits.held_out is None):
             splits = _splits_of(bundle, opened)
     found = _measured(bundle, opened, splits, split, is_common=common is not None)
+    found = replace(found, notes=(*notes, *found.notes))
     return found if class_map is None else _mapped(found, class_map, bundle.classes)
 
 

@@ -38,10 +38,9 @@ class EndToEnd(nn.Module):
         self.contents = interface.contents
         self.output = bundle.output
         preprocess = bundle.preprocess
-        mean = torch.tensor([255 * value for value in preprocess.mean])
-        scale = torch.tensor([1 / (255 * value) for value in preprocess.std])
-        self.register_buffer("mean", mean.view(1, -1, 1, 1))
-        self.register_buffer("scale", scale.view(1, -1, 1, 1))
+        mean, scale = [255 * value for value in preprocess.mean], [1 / (255 * value) for value in preprocess.std]
+        for name, values in (("mean", mean), ("scale", scale)):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1))
         self.resizing = Resizing(preprocess) if interface.resizes else None
 
     def forward(self, images: Tensor) -> tuple[Float[Tensor, "b ..."], ...]:

@@ -286,16 +286,17 @@ def weights_of(make: Callable[[], nn.Module | None]) -> int:
     return 0 if module is None else sum(weight.numel() for weight in module.parameters())
 
 
-def block_numbers(layers: Sequence[int], count: int) -> list[int]:
-    """Return block numbers that count from 0. Numbers in `layers` may also count backward from -1.
+def block_numbers(layers: Sequence[int], count: int, *, field: str = "layers", part: str = "block") -> list[int]:
+    """Return block numbers that count from 0. Numbers in `layers` may also count backward from -1. `field` and `part`
+    name other numbered parts, such as heads.
 
     Raise `ConfigError` for a block that does not exist.
     """
     for layer in layers:
         if not -count <= layer < count:
             raise ConfigError(
-                f"layers={tuple(layers)}: block {layer} does not exist; choose from 0 to {count - 1}, or from {-count} "
-                f"to -1, counted from the end"
+                f"{field}={tuple(layers)}: {part} {layer} does not exist; choose from 0 to {count - 1}, or from "
+                f"{-count} to -1, counted from the end"
             )
     return [layer % count for layer in layers]
 

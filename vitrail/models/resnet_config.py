@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from vitrail.errors import ConfigError
 from vitrail.models.network import Footprint, FootprintPrecision, NetworkConfig, bytes_each, refuse_assignment
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.settings import problems, raise_problems, setting, typed
 
 EXPANSION = 4
 """Ratio of a bottleneck's output channels to the channels of its 3 x 3 convolution."""
@@ -213,10 +213,10 @@ class ResNetConfig(NetworkConfig):
         return math.prod(self.grid_of(*self.image_size))
 
     def with_image_size(self, image_size: tuple[int, int]) -> ResNetConfig:
-        return replace(self, image_size=image_size)
+        return replace(self, image_size=typed(tuple[int, int], image_size, "image_size"))
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ResNetConfig:
-        return replace(self, num_classes=num_classes)
+        return replace(self, num_classes=typed(int, num_classes, "num_classes"))
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
         return max(1, height), max(1, width)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.attention.full import in_format_of
 from vitrail.models.blocks import Block, LayerScale, Mlp, SwiGlu, Visit, lecun_normal_, make_blocks
@@ -184,7 +185,7 @@ class VisionTransformer(nn.Module):
         if layers is None:
             return self._features(images)
         patches = self._patches(images)
-        chosen, found = block_numbers(layers, self.config.num_blocks), dict[int, Features]()
+        chosen, found = block_numbers(layers, len(self.blocks)), dict[int, Features]()
 
         def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
             if layer in chosen:
@@ -223,7 +224,14 @@ class VisionTransformer(nn.Module):
         """
         patches = self._patches(images, keep, replace)
         if keep is not None:
-            patches = patches._replace(kept=torch.where(keep < 0, keep + math.prod(patches.grid), keep))
+            if keep.ndim != 2 or keep.dtype == torch.bool:
+                raise ConfigError(
+                    f"keep={keep!r:.60} is not of shape (b, k); give the indices of the patches of each image"
+                )
+            count = math.prod(patches.grid)
+            patches = patches._replace(
+                kept=torch.where(keep < 0, keep + count, keep).where(keep >= -count, count)  # `count` raises an error
+            )
         return self._split(self.tokens(images, patches), patches)
 
     def deep_outputs(
@@ -255,7 +263,7 @@ class VisionTransformer(nn.Module):
         first. The weights are computed in addition to the forward pass, so this method is for analysis. Raises
         `ConfigError` as `features` does.
         """
-        count = self.config.num_blocks
+        count = len(self.blocks)
         chosen = block_numbers(range(count) if layers is None else layers, count)
         found: dict[int, Tensor] = {}
 

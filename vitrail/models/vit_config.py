@@ -39,7 +39,7 @@ from vitrail.models.resnet_config import (
     root_parameters,
     standardised_bytes,
 )
-from vitrail.settings import Effect, facts, problems, raise_problems, setting
+from vitrail.settings import Effect, facts, problems, raise_problems, setting, typed
 
 Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "swiglu"]
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
@@ -297,10 +297,14 @@ class ViTConfig(NetworkConfig):
         return cells[0] // self.patch_size[0], cells[1] // self.patch_size[1]
 
     def with_image_size(self, image_size: tuple[int, int]) -> ViTConfig:
-        return replace(self, image_size=image_size)
+        return replace(self, image_size=typed(tuple[int, int], image_size, "image_size"))
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ViTConfig:
-        return replace(self, num_classes=num_classes, head_hidden=0 if drop_hidden else self.head_hidden)
+        return replace(
+            self,
+            num_classes=typed(int, num_classes, "num_classes"),
+            head_hidden=0 if drop_hidden else self.head_hidden,
+        )
 
     def depth_rate(self, layer: int) -> float:
         """Return the probability that a branch of block `layer`, counted from 0, is dropped for an image."""

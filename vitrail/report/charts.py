@@ -39,7 +39,7 @@ class Axis:
     def label(self, tick: float, unit: str = "") -> str:
         """Return a tick's label, with enough digits to distinguish neighbouring ticks."""
         if self.is_log:
-            return short_number(tick)
+            return f"{tick:g}" if 1e-3 <= tick < 1e5 else f"{tick:.0e}".replace("e+", "e")
         largest = max(abs(self.low), abs(self.high))
         if 1e-4 <= largest < 1e7:
             return f"{tick:,.{max(_decimals(self.step), 0)}f}{unit}"
@@ -75,28 +75,19 @@ def make_axis(
 
 
 def make_log_axis(values: Iterable[float]) -> Axis:
-    """Return a logarithmic axis from the smallest to the largest of some values above 0, at least a quarter apart."""
+    """Return a logarithmic axis from the smallest to the largest of some values above 0, at least a quarter apart. It
+    has at most about six ticks, at round values."""
     exponents = [math.log10(value) for value in values]
     low, high = min(exponents), max(exponents)
     if high - low < 0.1:
         low, high = low - 0.1, high + 0.1
-    return Axis(10.0**low, 10.0**high, 0.0, tuple(log_ticks(low, high)), is_log=True)
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return round values between two powers of ten, given by their exponents. There are at most about six."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         ticks = [factor * 10.0**power for power in powers for factor in factors]
         ticks = [tick for tick in ticks if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
         if len(ticks) <= 6:
             break
-    return ticks
-
-
-def short_number(value: float) -> str:
-    """Return the label of a tick on a logarithmic axis, such as 0.5, 200 or 2e13."""
-    return f"{value:g}" if 1e-3 <= value < 1e5 else f"{value:.0e}".replace("e+", "e")
+    return Axis(10.0**low, 10.0**high, 0.0, tuple(ticks), is_log=True)
 
 
 def _decimals(step: float) -> int:
@@ -262,7 +253,7 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
     side = max(20, min(40, 480 // len(names)))
     room = (PAGE_WIDTH - 20 - len(names) * side) / (1.75 * DIGIT_WIDTH)
     short = [shorten(name, max(SHORTEST_NAME, min(LONGEST_NAME, math.floor(room)))) for name in names]
-    longest = DIGIT_WIDTH * max(map(_display_width, short))
+    longest = DIGIT_WIDTH * max(map(display_width, short))
     left, top = max(longest, BOLD_DIGIT_WIDTH * 11) + 12, max(0.75 * longest + 20, 36.0)  # the corner has text
     extent = len(names) * side
     width, height = left + extent + max(0.75 * longest - side / 2 + 6, 2.0), top + extent + 2
@@ -304,11 +295,11 @@ def shorten(name: str, max_width: int) -> str:
     East Asian letters count as two.
     """
     name = printable(name)
-    if _display_width(name) <= max_width:
+    if display_width(name) <= max_width:
         return name
     start, end = name[:max_width], name[-max_width:]
-    while _display_width(start) + _display_width(end) > max_width - 1:
-        if _display_width(start) > _display_width(end):
+    while display_width(start) + display_width(end) > max_width - 1:
+        if display_width(start) > display_width(end):
             start = start[:-1]
         else:
             end = end[1:]
@@ -341,7 +332,8 @@ def _wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
-def _display_width(name: str) -> int:
+def display_width(name: str) -> int:
+    """Return the width of a name in letters. East Asian letters count as two."""
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in name)
 
 
@@ -424,10 +416,10 @@ def isolated(points: Sequence[Point]) -> list[Point]:
     return [point for at, point in enumerate(points) if finite[at : at + 3] == [False, True, False]]
 
 
-def dot(area: PlotArea, point: Point, radius: float, css: str, title: str) -> str:
-    """Return a circle with a title that is shown under the pointer."""
+def dot(area: PlotArea, point: Point, radius: float, css: str, title: str, colour: str = "") -> str:
+    """Return a circle with a title that is shown under the pointer. `colour` is an attribute such as ` fill="red"`."""
     return (
-        f'<circle class="dot {css}" cx="{area.x(point[0]):.2f}" cy="{area.y(point[1]):.2f}" r="{radius:.2f}">'
+        f'<circle class="dot {css}"{colour} cx="{area.x(point[0]):.2f}" cy="{area.y(point[1]):.2f}" r="{radius:.2f}">'
         f"<title>{escape(title)}</title></circle>"
     )
 

@@ -18,14 +18,13 @@ from vitrail.report.charts import (
     PlotArea,
     dot,
     horizontal_text,
-    log_ticks,
     make_axis,
+    make_log_axis,
     path_data,
-    short_number,
     svg_picture,
     vertical_text,
 )
-from vitrail.report.page import escape, write_page
+from vitrail.report.page import write_page
 from vitrail.studies.claims import Estimate, PointResult, Results
 from vitrail.studies.engine import RECORD, StudyRun
 
@@ -55,13 +54,13 @@ def arms_chart(results: Results, metric: str, name: str) -> Markup:
             parts.append(horizontal_text(left + 8, y + 4, "diverged"))
             continue
         colour = COLOURS[results.arms.index(point.arm) % len(COLOURS)]
+        fill = f' fill="{colour}"'
         low, high = (min(max(100 * end, x_axis.low), x_axis.high) for end in (mean.low, mean.high))
         if mean.count > 1:
             parts.append(f'<path class="series" stroke="{colour}" d="M{area.x(low):.2f} {y:.2f}H{area.x(high):.2f}"/>')
         for seed, value in point.values(metric).items():
-            parts.append(_dot(area, (100 * value, place), colour, f"{point.name}, seed {seed}: {value:.2%}", 2.0))
-        title = f"{point.name}: {_text(mean)}"
-        parts.append(_dot(area, (100 * mean.mean, place), colour, title, 4.0))
+            parts.append(dot(area, (100 * value, place), 2.0, "", f"{point.name}, seed {seed}: {value:.2%}", fill))
+        parts.append(dot(area, (100 * mean.mean, place), 4.0, "", f"{point.name}: {_text(mean)}", fill))
     parts.append(horizontal_text((left + area.right) / 2, bottom + 34, name, "middle"))
     return svg_picture(WIDTH, bottom + BOTTOM, f"{name} of every arm, with 95 % intervals", parts, fixed_size=True)
 
@@ -74,22 +73,15 @@ def lines_chart(results: Results, metric: str, name: str, x_name: str) -> Markup
         return Markup()
     ends = [100 * end for _, mean in known for end in _band(mean)]
     y_axis = make_axis(ends, bounds=(0.0, 100.0))
-    logs = [math.log10(point.x or 1.0) for point, _ in known]
-    low, high = min(logs), max(logs)
-    if high - low < 0.1:
-        low, high = low - 0.1, high + 0.1
+    x_axis = make_log_axis(point.x or 1.0 for point, _ in known)
     left = 40 + DIGIT_WIDTH * max(len(y_axis.label(tick)) for tick in y_axis.ticks)
-    area = PlotArea(left, TOP, WIDTH - 16, HEIGHT - BOTTOM, Axis(low, high, 1.0, ()), y_axis)
+    area = PlotArea(left, TOP, WIDTH - 16, HEIGHT - BOTTOM, x_axis, y_axis)
     parts = [area.grid(y_unit="%")]
-    for tick in log_ticks(low, high):
-        x = area.x(math.log10(tick))
-        parts.append(f'<path class="axis" d="M{x:.2f} {area.bottom:g}v4"/>')
-        parts.append(horizontal_text(x, area.bottom + 17, short_number(tick), "middle"))
     parts.append(horizontal_text((left + area.right) / 2, HEIGHT - 6, x_name, "middle"))
     parts.append(vertical_text(12.0, (area.top + area.bottom) / 2, name))
     for number, arm in enumerate(results.arms):
         line = sorted(
-            ((math.log10(point.x or 1.0), mean, point) for point, mean in known if point.arm == arm),
+            ((point.x or 1.0, mean, point) for point, mean in known if point.arm == arm),
             key=lambda one: one[0],
         )
         parts.append(_line(area, line, number))
@@ -107,7 +99,8 @@ def _line(area: PlotArea, line: Sequence[tuple[float, Estimate, PointResult]], n
     band = f'<path fill="{colour}" fill-opacity="0.15" d="{upper}{lower}Z"/>' if len(bands) > 1 else ""
     path = path_data(area, [(x, 100 * mean.mean) for x, mean, _ in line])
     dots = "".join(
-        _dot(area, (x, 100 * mean.mean), colour, f"{point.name}: {_text(mean)}", 3.0) for x, mean, point in line
+        dot(area, (x, 100 * mean.mean), 3.0, "", f"{point.name}: {_text(mean)}", f' fill="{colour}"')
+        for x, mean, point in line
     )
     return f'{band}<path class="series" stroke="{colour}"{dashes} d="{path}"/>{dots}'
 
@@ -132,10 +125,6 @@ def _text(mean: Estimate) -> str:
     if mean.count < 2:
         return f"{mean.mean:.2%} with one seed"
     return f"mean {mean.mean:.2%}, 95 % interval {mean.low:.2%} to {mean.high:.2%} ({mean.count} seeds)"
-
-
-def _dot(area: PlotArea, point: tuple[float, float], colour: str, title: str, radius: float) -> str:
-    return dot(area, point, radius, "", title).replace('class="dot "', f'class="dot" fill="{escape(colour)}"')
 
 
 # The numbers of a study as rows: for the page, for CSV and for JSON.

@@ -120,8 +120,5 @@ def beside(objective: nn.Module) -> dict[str, Tensor]:
 
 def load_weights(bundle: Bundle, path: Path) -> None:
     """Load the weights that `write_weights` wrote into the bundle's network. Raise `BundleError`."""
-    if isinstance(bundle, OwnModel):
-        state = load_file(path / WEIGHTS)
-    else:
-        state = load_bundle(path, device=str(bundle.device)).network.state_dict()
+    state = load_file(path / WEIGHTS) if isinstance(bundle, OwnModel) else load_bundle(path).network.state_dict()
     bundle.network.load_state_dict(state)

@@ -462,6 +462,11 @@ class TrainConfig(Checked):
 
     def _problems(self) -> Iterator[str]:
         """Yield a message for each contradiction between the sections."""
+        if TASKS.get(self.task.name) is not type(self.task):
+            yield (
+                f"the task {type(self.task).__name__} is not TASKS[{self.task.name!r}], which continues a run of this "
+                "name; give the class the name under which you add it to TASKS"
+            )
         if self.start.init is not None:
             kind = self.model.overrides.get("head_kind", "pooled")
             allowed = (*WITHOUT_WEIGHTS, *(HEADS[kind].fields if kind in HEADS else ()))

@@ -20,7 +20,7 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import Readers, check_divisible, default_threads, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, check_outlines, fingerprint, target_kind, truth_of
+from vitrail.data.source import Samples, Source, check_outlines, fingerprint, target_kind, truth_of
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
@@ -155,6 +155,11 @@ def prepare(
     `origin` is the record of that model in run.json. `probes` are measured beside those of the config. Without
     `measure_test` the run has no test split. Several `processes` must find the same data.
     """
+    if torch.get_default_dtype() != torch.float32:
+        raise ConfigError(
+            f"PyTorch's default number format is {torch.get_default_dtype()}, but weights are trained in float32; call "
+            "torch.set_default_dtype(torch.float32) before"
+        )
     processes.on_first(lambda: check_trackers(config.run.track))
     device = pick_device(processes.device_name(config.run.device))
     precision = resolve_precision(config.run.precision, device)
@@ -517,7 +522,8 @@ def named_splits(data: Any) -> Splits:
 def check_source(source: Any) -> None:
     """Raise `ConfigError` with the broken rule if an object breaks the contract of `Source`.
 
-    Up to 8 samples, spread evenly over the source, are read. `vitrail.testing.check_source` checks the whole contract.
+    All keys are read, and up to 8 samples, spread evenly over the source. `vitrail.testing.check_source` checks the
+    whole contract.
     """
     if not isinstance(source, Source):
         lacking = [name for name in ("classes", "__len__", "__getitem__", "key", "target") if not hasattr(source, name)]
@@ -548,6 +554,8 @@ def check_source(source: Any) -> None:
         is_array = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3
         if not isinstance(image, bytes) and not (is_array and image.shape[2] in (1, 3)):
             raise _broken(source, f"the image of {key!r} must be bytes or a uint8 array of (height, width, 1 or 3)")
+    if not isinstance(source, Samples) and len({source.key(index) for index in range(count)}) < count:
+        raise _broken(source, "two samples must not have the same key, by which features are found again")
 
 
 def check_settings(config: TrainConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -64,7 +65,8 @@ from vitrail.training.page import HeldOutExample, ProgressPage, write_examples, 
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState, make_bundle, make_network, make_state
 from vitrail.training.stop import StopRequest, interrupted_by_signals
-from vitrail.weights.bundle import Bundle, load_bundle
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
 
 
 def train(
@@ -230,7 +232,7 @@ def finished(folder: Path) -> RunResult | None:
         return None
     summary = {name: value for name, value in event.items() if isinstance(value, int | float)}
     task = read_record(folder).config.task
-    return RunResult(folder, load_bundle(folder / "model"), dict(event["metrics"]), summary, (), task)
+    return RunResult(folder, load(folder / "model"), dict(event["metrics"]), summary, (), task)
 
 
 @contextmanager
@@ -251,6 +253,11 @@ def _write_record(job: Job, folder: Path) -> None:
         raise
 
 
+ONE_RUN = threading.RLock()
+"""Held by the run that trains in this process. Random numbers and settings of PyTorch belong to the whole process, so a
+run in another thread waits."""
+
+
 @contextmanager
 def _same_arithmetic(job: Job) -> Iterator[None]:
     """Compute inside the `with` block with the settings of a checked config, so that a resumed run computes the same
@@ -258,6 +265,7 @@ def _same_arithmetic(job: Job) -> Iterator[None]:
     share_cores()
     config = job.config
     with (
+        ONE_RUN,
         torch.random.fork_rng([job.device] if job.device.type == "cuda" else []),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -553,8 +561,9 @@ class RunResult:
 
     folder: Path
     bundle: Bundle
-    """The model, which is saved in `folder / "model"`. If the network is of the user's own class, only the weights are
-    saved. If weights are sharded, only the first process has the model's weights, in main memory."""
+    """The model, which is saved in `folder / "model"`, in evaluation mode. If the network is of the user's own class,
+    only the weights are saved. If weights are sharded, only the first process has the model's weights, in main
+    memory."""
     metrics: dict[str, float]
     """Metrics of the model on the held-out splits: `validation_accuracy`, and `test_accuracy` if there is a test split.
     Other tasks have other metrics, such as `test_r2`."""
@@ -565,7 +574,7 @@ class RunResult:
     """A few held-out images, saved as files, with the model's predictions."""
     task: Task
     """The task that the model was trained for."""
-    predictions: Mapping[str, Any] = field(default_factory=dict)
+    predictions: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Outputs of the model by the name of the held-out split: `Predictions`, or what a model of boxes or masks answers
     (`Answered`). A split with more than `MAX_KEPT` outputs of classes is missing."""
 
@@ -617,6 +626,7 @@ def finish(run: Run, state: TrainState) -> RunResult:
     examples = processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
     processes.on_first(lambda: _write_pictures(run, bundle, state.kept, source))
     run.log.tell("finished", {"examples": examples}, step=state.step, metrics=bundle.metrics, **summary)
+    bundle.network.eval()  # as the model that `load` returns
     return RunResult(folder, bundle, bundle.metrics, summary, examples, job.config.task, predictions)
 
 

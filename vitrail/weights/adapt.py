@@ -57,10 +57,11 @@ def adapted(
             "outputs for grey images stay the same"
         )
     if image_size is not None and image_size != network.config.image_size:
-        old = network.config.image_size
-        network, first = _resized(bundle, image_size)
+        notes.append(
+            f"the image size was changed from {network.config.image_size} to {image_size}{_resized_weights(network)}"
+        )
+        network, first = _resized(network, first, image_size)
         preprocess = replace(preprocess, image_size=image_size)
-        notes.append(f"the image size was changed from {old} to {image_size}{_resized_weights(network)}")
     config = network.config
     hidden = bool(config.head_hidden and drop_head_hidden)
     names = bundle.classes
@@ -119,16 +120,17 @@ def with_reduction(bundle: Bundle, reduction: TokenReduction | None) -> Bundle:
     return replace(bundle, network=reduced, metrics={})
 
 
-def _resized(bundle: Bundle, image_size: tuple[int, int]) -> tuple[AnyNetwork, FirstPositions | None]:
-    """Return the bundle's network for another image size, and its positions before they were resized for the first
-    time. Positions that were resized before, and have not been trained since, are resized from the first ones."""
-    network, first = bundle.network, bundle.first_positions
+def _resized(
+    network: AnyNetwork, first: FirstPositions | None, image_size: tuple[int, int]
+) -> tuple[AnyNetwork, FirstPositions | None]:
+    """Return a network for another image size, and its positions before they were resized for the first time. Positions
+    that were resized before, and have not been trained since, are resized from the first ones."""
     if first is not None:
         state, unresized = network.state_dict(), resize_network(network, first.image_size)
         unresized.load_state_dict(first.tensors, strict=False, assign=True)
         again = resize_network(unresized, network.config.image_size).state_dict()
         if all(torch.equal(again[name].cpu(), state[name].cpu()) for name in first.tensors):
-            return resize_network(unresized, image_size).to(bundle.device), first
+            return resize_network(unresized, image_size).to(next(network.parameters()).device), first
     resized = resize_network(network, image_size)
     if not network.config.weights_depend_on_size:
         return resized, None

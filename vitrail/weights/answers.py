@@ -57,6 +57,10 @@ class NumberPrediction:
             raise KeyError(name)
         return self.values[self.names.index(name)]
 
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names, as a dictionary does."""
+        return iter(self.names)
+
     @property
     def text(self) -> str:
         """The numbers with their names."""

@@ -22,7 +22,7 @@ from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage, nearest
 from vitrail.files import expanded
-from vitrail.machine import Precision, pick_device, resolve_precision
+from vitrail.machine import Precision, resolve_precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
 from vitrail.models.predictor import Engine, EnginePredictor, Predictor
@@ -96,8 +96,8 @@ class Bundle:
     """The text tower that was trained with the network, or None if the model does not read texts."""
     engine: Engine | None = None
     """Another runtime that computes predictions, from `vitrail.with_engine`, or None for PyTorch. It is not saved, and
-    computes only in its own precision. A change of the network's weights does not reach it, and a bundle that is made
-    with another network, such as a copy in another process, does not keep it."""
+    computes only in its own precision. A change of the network's weights does not reach it. A bundle with another
+    network, such as a copy in another process, does not use it."""
     first_positions: FirstPositions | None = None
     """Positions before they were resized. Another change of the image size starts from these positions, so that
     nothing is lost by resizing twice. They are not saved."""
@@ -230,32 +230,28 @@ class Bundle:
         predictor = self.predictor(precision)
         share_cores()
         for batch in _batches(images, self._batch_size(batch_size, precision)):
-            loaded = [self._pixels(image) for image in batch]
-            broken = [item for item in loaded if isinstance(item, UndecodableImage)]
-            if broken and undecodable == "raise":
-                raise broken[0]
-            pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
-            placements = self.placements(
-                [image for image, item in zip(batch, loaded, strict=True) if not isinstance(item, UndecodableImage)]
-            )
-            outputs = predictor.logits(self.inputs(pixels)) if pixels else torch.empty(0)
-            predictions = iter(self.answers(outputs, top, placements) if pixels else ())
-            results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
+            usable, pixels, broken = list[ImageLike](), list[Pixels](), dict[int, UndecodableImage]()
+            for place, image in enumerate(batch):
+                try:
+                    pixels.append(self._pixels(image))
+                    usable.append(image)
+                except UndecodableImage as error:
+                    if undecodable == "raise":
+                        raise
+                    broken[place] = error.with_traceback(None)  # which would keep the pixels of the batch
+            outputs = predictor.logits(self.inputs(pixels)) if pixels else None
+            found = iter(() if outputs is None else self.answers(outputs, top, self.placements(usable)))
+            results += [broken[place] if place in broken else next(found) for place in range(len(batch))]
         return results
 
     def embed(self, images: Images, *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
         """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
         share_cores()
         predictor = self.predictor()
-        parts = [torch.empty(0, self.network.config.embed_width, dtype=torch.float32)]
+        parts = [torch.empty(0, self.network.config.embed_width, dtype=torch.float32, device="cpu")]
         for batch in _batches(images, self._batch_size(batch_size, None)):
-            pixels = []
-            for image in batch:
-                item = self._pixels(image)
-                if isinstance(item, UndecodableImage):
-                    raise item
-                pixels.append(item)
-            parts.append(finite(predictor.embed(self.inputs(pixels)).float().cpu()))
+            inputs = self.inputs([self._pixels(image) for image in batch])
+            parts.append(finite(predictor.embed(inputs).float().cpu()))
         return torch.cat(parts)
 
     def embed_texts(self, texts: Sequence[str]) -> Float[Tensor, "n embed_width"]:
@@ -280,7 +276,11 @@ class Bundle:
                 f"the network's weights are {dtype}, in which precision={chosen!r} cannot be computed; convert them "
                 "with network.float()"
             )
-        if self.engine is not None and self.engine.precision == resolve_precision(chosen, self.device):
+        if (
+            self.engine is not None
+            and self.engine.network is self.network
+            and self.engine.precision == resolve_precision(chosen, self.device)
+        ):
             return EnginePredictor(self.network, self.engine)
         return Predictor(self.network, chosen, exact_head=self.output == "numbers")
 
@@ -314,10 +314,15 @@ class Bundle:
         self, outputs: Float[Tensor, "b ..."], top: int | None = None, placements: Sequence[Placement] = ()
     ) -> Sequence[AnyPrediction]:
         """Return the prediction of each row of the network's outputs, as `predict` does. Models of boxes and masks need
-        the `placements` of the images. Raise `BundleError` for outputs that are not finite, and `ConfigError` for a
-        `top` that is out of range."""
+        the `placements` of the images. Raise `BundleError` for outputs that are not finite or have another number than
+        the names, and `ConfigError` for a `top` that is out of range."""
         count = self._count(top)
         outputs = finite(outputs.float().cpu())
+        if self.output not in DENSE and outputs.shape[1:] != (len(self.classes),):
+            raise BundleError(
+                f"the network has {outputs.shape[1]} outputs, but there are {len(self.classes)} class names; change "
+                "the head with network.with_head(...), and make a new Bundle with a name for each output"
+            )
         if self.output == "numbers":
             return [NumberPrediction(self.classes, tuple(row)) for row in outputs.tolist()]
         if self.output in DENSE:
@@ -377,8 +382,9 @@ class Bundle:
             raise ConfigError(f"top={top} is out of range, because this model has {len(self.classes)} classes")
         return top
 
-    def _pixels(self, image: ImageLike) -> Pixels | UndecodableImage:
-        if not isinstance(image, get_args(ImageLike)):
+    def _pixels(self, image: ImageLike) -> Pixels:
+        """Return the pixels of an image. Raise `UndecodableImage` with its path, if it has one."""
+        if not isinstance(image, get_args(ImageLike)) or isinstance(image, np.ma.MaskedArray):
             raise ConfigError(
                 f"images has a {type(image).__name__}; its items must be paths, encoded files (bytes), uint8 arrays or "
                 "Pillow images"
@@ -386,11 +392,11 @@ class Bundle:
         try:
             return self.preprocess.pixels(read_image(image) if isinstance(image, str | Path) else image)
         except UndecodableImage as error:
-            return UndecodableImage(f"{image} {error}") if isinstance(image, str | Path) else error
+            raise UndecodableImage(f"{image} {error}") if isinstance(image, str | Path) else error from None
 
 
-def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
-    """Return the model in a folder that `Bundle.save` or a run wrote.
+def load_bundle(path: str | Path) -> Bundle:
+    """Return the model in a folder that `Bundle.save` or a run wrote, on the CPU.
 
     Raises `BundleError` for any other folder, a newer format, a missing or altered file, and weights that do not fit
     the architecture.
@@ -402,11 +408,8 @@ def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
     _fill(network, weights, folder)
     unknown = sorted(set(description) - set(REQUIRED) - set(OPTIONAL))
     notes = (f"{folder / DESCRIPTION}: unknown fields are ignored: {', '.join(unknown)}",) if unknown else ()
-    words, target = None, pick_device(device)
-    if "words" in description:
-        words = read_words(folder, description["words"])
-        words.tower.to(target)
-    return Bundle(network.to(target).eval(), **others, words=words, notes=notes)
+    words = read_words(folder, description["words"]) if "words" in description else None
+    return Bundle(network.eval(), **others, words=words, notes=notes)
 
 
 def read_described(values: Mapping[str, Any], path: Path) -> tuple[AnyConfig, dict[str, Any]]:
@@ -473,8 +476,8 @@ def check_loadable(network: AnyNetwork) -> None:
     again.load_state_dict(state, assign=True)
     modes = [(module, module.training, module._compiled_call_impl) for module in network.modules()]
     config, first = network.config, next(network.parameters())
-    images = torch.randn(1, config.channels, *config.image_size, generator=torch.Generator().manual_seed(0))
-    images = images.to(first)
+    random = torch.Generator("cpu").manual_seed(0)
+    images = torch.randn(1, config.channels, *config.image_size, generator=random, device="cpu").to(first)
     devices = [first.device] if first.device.type == "cuda" else []
     # Without a GPU, torch.manual_seed records a stack trace for each kind of device that is not there.
     seed = torch.manual_seed if devices else torch.default_generator.manual_seed

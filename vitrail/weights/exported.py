@@ -206,7 +206,8 @@ class ExportedNetwork(nn.Module):
         self.path = path
         self.sha256 = seal
         self.head = nn.Identity() if interface.contents == "logits" else None  # the real head is in the file
-        self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # PyTorch finds the device by parameters
+        # PyTorch finds the device and the number format by parameters.
+        self.anchor = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
         """Return logits, the numbers of a regression, or the rows of a dense head. Raise `BundleError` if the file
@@ -223,9 +224,7 @@ class ExportedNetwork(nn.Module):
             )
         return self._run(images)
 
-    def head_inputs(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b head_inputs"]:
-        """Return the embedding, which is the input of a head. Raise `BundleError` as `embed` does."""
-        return self.embed(images)
+    head_inputs = embed  # a head reads the embedding
 
     def features(self, *_: Any, **__: Any) -> NoReturn:
         self.refuse("the tokens of its blocks cannot be read")
@@ -272,7 +271,8 @@ class ExportedTower(nn.Module):
         super().__init__()
         self.config = config
         self.run = run
-        self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # PyTorch finds the device by parameters
+        # PyTorch finds the device and the number format by parameters.
+        self.anchor = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)
 
     def forward(self, tokens: Int64[Tensor, "b n"]) -> Float[Tensor, "b embed_width"]:
         """Return the embeddings. Fewer tokens than the context are filled with padding, which is not read, or with end

@@ -106,9 +106,8 @@ def load(
         changes = {
             "num_classes": num_classes, "classes": classes, "mean": mean, "std": std, "tokenizer": tokenizer,
             "heads": heads, "drop_head_hidden": drop_head_hidden or None,
+            "image_size": None if image_size == bundle.preprocess.image_size else image_size,
         }  # fmt: skip
-        if image_size != bundle.preprocess.image_size:
-            changes["image_size"] = image_size
         for name, value in changes.items():
             if value not in (None, ()):
                 raise BundleError(
@@ -120,7 +119,7 @@ def load(
             raise BundleError(
                 f"tokenizer={str(tokenizer)!r} does not fit {source}: a model that Vitrail saved has its own tokenizer"
             )
-        bundle = load_bundle(source, device="cpu")
+        bundle = load_bundle(source)
         check_heads(hints, bundle.network.config, source)
     else:
         bundle = _read(source, layout, hints, None if tokenizer is None else expanded(tokenizer))

@@ -79,7 +79,7 @@ class Words:
         """Meaning of the logits: of independent yes and no (sigmoid), or of one choice among texts (softmax)."""
         return "softmax" if self.bias is None else "sigmoid"
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self, texts: Sequence[str], *, batch_size: int = 64) -> TextEmbeddings:
         """Return the embeddings of texts, scaled to length 1, in float32 on the CPU. Texts that are longer than the
         context are cut, and a note says so. Raise `ConfigError` for an empty list or an empty text."""

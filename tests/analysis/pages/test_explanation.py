@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.make import dense_bundle, encode
+from tests.make import dense_bundle, encode, make_bundle
 from vitrail.analysis.faithfulness import saliency_curves
 from vitrail.analysis.pages.explanation import Wanted, explain, outputs_to_explain
 from vitrail.analysis.saliency import _dense_reading, attention_rollout, class_relevance
@@ -37,6 +38,16 @@ def found_in(bundle: Any, image: bytes, wanted: Wanted) -> tuple[list[Any], torc
     config, (placement,) = bundle.network.config, bundle.placements([image])
     found = outputs_to_explain(config, outputs, bundle.classes, placement, wanted, 5)
     return found, config.dense_head.scores(outputs).flatten()
+
+
+def test_the_explained_class_is_predicted_in_the_precision_of_the_model(image: bytes) -> None:
+    bundle = replace(make_bundle(), precision="bf16")
+    with torch.no_grad():
+        bundle.network.head.weight[:] = bundle.network.head.weight[0]
+        bundle.network.head.bias[:] = torch.tensor([8.0, 8.001, 0.0])  # equal in bfloat16
+    explained = explain(bundle, image, wanted=Wanted())
+    (answer,) = bundle.predict([image])
+    assert explained.chosen is not None and explained.chosen.name == explained.ranking[0][0] == answer.label
 
 
 @pytest.mark.slow
@@ -69,6 +80,7 @@ def test_a_place_of_a_mask_is_explained_by_the_class_there(kind: str, image: byt
         assert answer.indices[int(y), int(x)] == one.label and scores[one.number] > 1 / 3
         chosen, _ = found_in(bundle, image, Wanted(place=(float(int(x)), float(int(y)))))
         assert chosen[0].number == one.number
+        assert found_in(bundle, image, Wanted(label=one.label))[0][0].number == one.number
     (other, *_), scores = found_in(bundle, image, Wanted(label=2, place=(40.0, 20.0)))
     assert other.label == 2 and other.box[0] <= 40.5 <= other.box[2] and other.box[1] <= 20.5 <= other.box[3]
     with pytest.raises(ConfigError, match="outside of the image of 81 x 47 pixels"):

@@ -27,7 +27,7 @@ from tests.make import encode, targets_of
 from vitrail.data.formats import parquet
 from vitrail.data.formats.parquet import looks_like_parquet, open_parquet
 from vitrail.data.source import Source, target_kind
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits, choice_in
 from vitrail.errors import DataError, SaveError
 from vitrail.testing import check_source
@@ -617,6 +617,9 @@ def test_columns_of_numbers_are_targets(tmp_path: Path) -> None:
     assert splits.train[2].target == (2.0, 0.5)
     price = open_data(str(tmp_path / "data"), validation_share=0.0, numbers=("price",))
     assert targets_of(price.train) == targets_of(price.test) == [(1.25,)] * 9
+    (tmp_path / "data" / "train-0.parquet").unlink()
+    with pytest.raises(DataError, match="has no split in which an image has a number"):
+        open_whole(str(tmp_path / "data"), numbers=("age",), needs_training=False)
 
 
 def test_columns_without_numbers_are_named(tmp_path: Path) -> None:

@@ -425,6 +425,13 @@ def test_pillow_images_of_any_mode_give_pixels(mode: str, channels: int) -> None
     assert found.size == (4, 3) and found.mode == ("L" if channels == 1 else "RGB")
 
 
+def test_a_closed_pillow_image_is_refused_with_a_reason() -> None:
+    with Image.open(io.BytesIO(encode(picture(), "PNG"))) as image:
+        pass
+    with pytest.raises(UndecodableImage, match=r"^cannot be decoded: \w"):
+        decode(image, 3)
+
+
 def test_a_pillow_image_is_left_as_it_is() -> None:
     image = Image.open(io.BytesIO(encode(picture(channels=4), "PNG", exif=orientation(6))))
     before = image.copy()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, UInt8
+from jaxtyping import Bool, Float, Float32, Float64, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -48,16 +49,18 @@ NAMED_SIDE = 160
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """The maps of one image at the image's own size. Pixels that the network did not see are NaN."""
+    """The maps of one image."""
 
     picture: UInt8[np.ndarray, "height width 3"]
     ranking: tuple[tuple[str, str], ...]
     """Names of the likeliest classes with their probabilities, or names of numbers with their values, as texts."""
     chosen: ExplainedOutput | None
     """The output that the maps explain, or None if the model has no head."""
-    overlays: dict[str, Float[np.ndarray, "height width"]]
+    by_patch: dict[str, Float[np.ndarray, "rows columns"]]
     """The maps by their names: "rollout", "relevance" for the chosen output if there is one, and the attention of the
     query of each chosen layer and head, such as "layer-11-head-00"."""
+    enlarge: Callable[[Float[np.ndarray, "rows columns"]], Float[np.ndarray, "height width"]]
+    """Returns a map of the patches at the image's own size. Pixels that the network did not see are NaN."""
     maps: AttentionMaps
     """Attention of all tokens in all layers and heads, and the relevance of several classes."""
 
@@ -73,9 +76,9 @@ def explain(
 ) -> Explanation:
     """Return the explanation of a model's prediction for an image file.
 
-    `wanted` is the output to explain. `layers` and `heads` are those whose maps have the
-    size of the picture. Raise `ConfigError` for an output that the model does not have, or that it does not find in the
-    image, `UndecodableImage`, `BundleError` if the attention is not finite, and the errors of `trace`.
+    `wanted` is the output to explain. `layers` and `heads` are those whose maps have the size of the picture. Raise
+    `ConfigError` for an output that the model does not have, `NotInImage` for one that it does not find in the image,
+    `UndecodableImage`, `BundleError` if the attention is not finite, and the errors of `trace`.
     """
     wanted.check(bundle.output)
     network: Any = transformer_of(bundle.network)
@@ -86,9 +89,12 @@ def explain(
     attention = _finite_attention(every)
     placement = bundle.preprocess.placement(picture.shape[:2])
     outputs: list[ExplainedOutput] = []  # a model of boxes can find none
+    ranking: tuple[tuple[str, str], ...] = ()
     if bundle.classes:
         most = min(top, MAX_CLASSES)
-        outputs = outputs_to_explain(network.config, every.logits, bundle.classes, placement, wanted, most)
+        predicted = bundle.predictor().logits(inputs)  # in the model's own precision, as `vitrail predict`
+        outputs = outputs_to_explain(network.config, predicted.float(), bundle.classes, placement, wanted, most)
+        ranking = _ranking(bundle, predicted, placement, top)
     targets = torch.tensor([one.number for one in outputs] or [0], device=inputs.device)
     rollout = attention_rollout(network, inputs, targets[:1]).values[0]
     by_patch = {"rollout": rollout}
@@ -105,9 +111,10 @@ def explain(
     }
     return Explanation(
         picture=picture,
-        ranking=_ranking(bundle, image, top),
+        ranking=ranking,
         chosen=outputs[0] if outputs else None,
-        overlays={name: on_picture(values, every, placement) for name, values in by_patch.items()},
+        by_patch=by_patch,
+        enlarge=partial(on_picture, found=every, placement=placement),
         maps=AttentionMaps(
             attention=attention,
             grid=every.grid,
@@ -120,12 +127,12 @@ def explain(
     )
 
 
-def _ranking(bundle: Bundle, image: bytes, top: int) -> tuple[tuple[str, str], ...]:
+def _ranking(
+    bundle: Bundle, outputs: Float[Tensor, "1 ..."], placement: Placement, top: int
+) -> tuple[tuple[str, str], ...]:
     """Return the `top` likeliest classes or objects with their probabilities, or the numbers with their values."""
-    if not bundle.classes:
-        return ()
     most = None if bundle.output in ("numbers", *DENSE) else min(top, len(bundle.classes))
-    (answer,) = bundle.predict([image], top=most)
+    (answer,) = bundle.answers(outputs, most, [placement])
     if isinstance(answer, NumberPrediction):
         return tuple((name, f"{value:.4g}") for name, value in zip(answer.names, answer.values, strict=True))
     if isinstance(answer, MaskPrediction):
@@ -146,22 +153,29 @@ def write_explanation(
     The pictures of the files have the size of the image. For `max_bytes`, see `make_page`.
     """
     picture, chosen = explanation.picture, explanation.chosen
-    files = {f"{name}-{end}.png": overlay(picture, values) for end, values in explanation.overlays.items()}
-    if chosen is not None and chosen.box is not None:
-        files = {file: with_box(pixels, chosen) for file, pixels in files.items()}
-        picture = with_box(picture, chosen)
-    for file, pixels in files.items():
-        (folder / file).write_bytes(png(pixels))
+    files = []
+    for end, values in explanation.by_patch.items():  # one at a time, because a photograph has many pixels
+        pixels = overlay(picture, explanation.enlarge(values))
+        files.append(f"{name}-{end}.png")
+        (folder / files[-1]).write_bytes(png(_marked(pixels, chosen)))
     page, notes = make_page(
-        explanation.maps, picture, title=title, predictions=explanation.ranking, max_bytes=max_bytes
+        explanation.maps,
+        _marked(picture, chosen),
+        title=title,
+        predictions=explanation.ranking,
+        max_bytes=max_bytes,
     )
     (folder / f"{name}.html").write_text(page, encoding="utf-8")
     return [f"{name}.html", *files], notes
 
 
-def with_box(picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput) -> UInt8[np.ndarray, "height width 3"]:
-    """Return a picture with the box of an explained output, and its name if it would not cover much of the picture."""
-    assert one.box is not None
+def _marked(
+    picture: UInt8[np.ndarray, "height width 3"], one: ExplainedOutput | None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Return a picture with the box of an explained output, if it has one, and its name if it would not cover much of
+    the picture."""
+    if one is None or one.box is None:
+        return picture
     name = one.name if min(picture.shape[:2]) >= NAMED_SIDE else ""
     return np.asarray(draw_boxes(Image.fromarray(picture), one.box[None], [one.label], [name]))
 
@@ -203,6 +217,10 @@ def _query_maps(found: Trace) -> Float[np.ndarray, "layers heads rows columns"]:
 
 # --- the outputs that an explanation is about: a class, the score of a found object, or a class at a place. Each is one
 # number among the outputs of `vitrail.analysis.tracing.explainable`, whose gradient the maps follow.
+
+
+class NotInImage(ConfigError):
+    """The model does not find the output that the user chose in an image. Other images can have it."""
 
 
 class ExplainedOutput(NamedTuple):
@@ -248,7 +266,7 @@ def outputs_to_explain(
     most: int,
 ) -> list[ExplainedOutput]:
     """Return the wanted output of an image, and then the others of the `most` likeliest ones. `outputs` are those of
-    the network, and `placement` is the place of the picture in its input. Raise `ConfigError` if there is no such
+    the network, and `placement` is the place of the picture in its input. Raise `NotInImage` if there is no such
     object or place."""
     head = config.dense_head
     if head is None:
@@ -291,12 +309,12 @@ def _objects(
 def _wanted_object(found: list[ExplainedOutput], wanted: Wanted, classes: Sequence[str]) -> list[ExplainedOutput]:
     if wanted.box is not None:
         if not 1 <= wanted.box <= len(found):
-            raise ConfigError(f"box={wanted.box} does not exist; the model finds {plural(len(found), 'object')}")
+            raise NotInImage(f"box={wanted.box} does not exist; the model finds {plural(len(found), 'object')}")
         return [found[wanted.box - 1]]
     if wanted.label is None:
         return found[:1]
     if not (chosen := [one for one in found if one.label == wanted.label][:1]):
-        raise ConfigError(f"label={classes[wanted.label]!r}: the model finds no such object in the image")
+        raise NotInImage(f"label={classes[wanted.label]!r}: the model finds no such object in the image")
     return chosen
 
 
@@ -308,10 +326,13 @@ def _clearest(
     counts = np.bincount(maps.argmax(axis=0)[seen], minlength=len(maps))
     for label in np.argsort(-counts, kind="stable").tolist():
         if counts[label]:
-            clearness = np.where(
-                seen, maps[label] - np.delete(maps, label, axis=0).max(axis=0, initial=-np.inf), -np.inf
-            )
-            yield _cell(int(clearness.argmax()), label, maps.shape, classes, placement)
+            yield _cell(_clearest_cell(maps, label, seen), label, maps.shape, classes, placement)
+
+
+def _clearest_cell(maps: Float64[np.ndarray, "classes h w"], label: int, seen: Bool[np.ndarray, "h w"]) -> int:
+    """Return the cell of the picture in which a class exceeds all others most."""
+    lead = maps[label] - np.delete(maps, label, axis=0).max(axis=0, initial=-np.inf)
+    return int(np.where(seen, lead, -np.inf).argmax())
 
 
 def _wanted_cell(
@@ -325,15 +346,15 @@ def _wanted_cell(
     if wanted.place is None:
         if wanted.label is None:
             return found[:1]
-        seen = np.where(_inside(maps.shape[1:], placement), maps[wanted.label], -np.inf)
-        return [_cell(int(seen.argmax()), wanted.label, maps.shape, classes, placement)]
+        cell = _clearest_cell(maps, wanted.label, _inside(maps.shape[1:], placement))
+        return [_cell(cell, wanted.label, maps.shape, classes, placement)]
     (height, width), (x, y) = placement.image, wanted.place
     if not (0 <= x < width and 0 <= y < height):
-        raise ConfigError(f"place={wanted.place} is outside of the image of {width} x {height} pixels")
-    ((across, down),) = placement.points(np.array([[x + 0.5, y + 0.5]])).tolist()
+        raise NotInImage(f"place={wanted.place} is outside of the image of {width} x {height} pixels")
+    ((across, down),) = placement.points(np.floor([[x, y]]) + 0.5).tolist()
     row, column = int(down * rows // placement.size[0]), int(across * columns // placement.size[1])
     if not (0 <= row < rows and 0 <= column < columns):
-        raise ConfigError(f"place={wanted.place} is not seen by the network, which crops the image")
+        raise NotInImage(f"place={wanted.place} is not seen by the network, which crops the image")
     label = int(maps[:, row, column].argmax()) if wanted.label is None else wanted.label
     return [_cell(row * columns + column, label, maps.shape, classes, placement)]
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 from vitrail.analysis.charts import SCALE
 from vitrail.analysis.images import image_address
+from vitrail.data.source import evenly
 from vitrail.errors import plural
 from vitrail.report.page import render
 
@@ -65,15 +66,12 @@ def make_page(
     image.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.LANCZOS)
     small = np.array(image)
     address = image_address(small, "png" if max(small.shape) <= 256 else "jpeg")
-    factor = small.shape[1] / picture.shape[1]
-    about = _about(maps, small, factor, Path(title).stem)
+    down, across = small.shape[0] / picture.shape[0], small.shape[1] / picture.shape[1]  # differ by rounding
+    about = _about(maps, small, (across, down), Path(title).stem)
 
     def page(packed: PackedMaps | None, notes: tuple[str, ...]) -> str:
-        chosen: dict[str, Any] = {"layers": (), "heads": (), "bits": BITS[-1]}
-        data = b""
-        if packed is not None:
-            chosen = {"layers": packed.layers, "heads": packed.heads, "bits": packed.bits}
-            data = packed.data
+        shown = packed or PackedMaps((), (), BITS[-1], b"")
+        chosen = {"layers": shown.layers, "heads": shown.heads, "bits": shown.bits}
         return render(
             "analysis/pages/interactive/page.html",
             title=title,
@@ -83,7 +81,7 @@ def make_page(
             notes=notes,
             about=Markup(json.dumps(about | chosen).replace("<", "\\u003c")),
             picture=address,
-            weights=Markup(base64.b64encode(data).decode("ascii")),
+            weights=Markup(base64.b64encode(shown.data).decode("ascii")),
         )
 
     rest = max_bytes - RESERVE - len(page(None, ()).encode())
@@ -98,15 +96,15 @@ def script_text() -> str:
     return "\n".join(['"use strict";', *(line for line in lines if line and not line.startswith(("//", "/**")))])
 
 
-def _about(maps: AttentionMaps, picture: np.ndarray, factor: float, name: str) -> dict[str, Any]:
-    """Return the data of the script."""
+def _about(maps: AttentionMaps, picture: np.ndarray, factors: tuple[float, float], name: str) -> dict[str, Any]:
+    """Return the data of the script. `factors` scale the image to the picture, across and down."""
     return {
         "name": name,
         "grid": maps.grid,
         "prefix": maps.prefix,
         "hasClassToken": maps.has_class_token,
         "picture": (picture.shape[1], picture.shape[0]),
-        "area": [round(factor * value, 3) for value in maps.area],
+        "area": [round(factor * value, 3) for factor, value in zip(2 * factors, maps.area, strict=True)],
         "colours": SCALE,
         "rollout": _rounded(maps.rollout),
         "relevance": [{"label": label, "values": _rounded(values)} for label, values in maps.relevance],
@@ -231,5 +229,4 @@ def _estimate(attention: np.ndarray, bits: int) -> float:
 
 def _evenly(total: int, count: int) -> list[int]:
     """Return at most `count` different numbers below `total` at equal distances, among them the last one."""
-    count = min(count, total)
-    return sorted({total - 1 - round(number * (total - 1) / max(1, count - 1)) for number in range(count)})
+    return (total - 1 - evenly(total, count))[::-1].tolist()

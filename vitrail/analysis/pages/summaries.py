@@ -317,10 +317,10 @@ def write_tables(found: Overview, folder: Path) -> tuple[str, ...]:
     columns = _embedding_columns(found)
     write_table(folder / "embedding.csv", tuple(columns), zip(*columns.values(), strict=True))
     try:
-        pyarrow("writing")
+        arrow = pyarrow("writing")
     except DataError as reason:
         return (f"{PARQUET} was not written: {reason}",)
-    _write_parquet(folder / PARQUET, columns, found.embedding.features)
+    _write_parquet(arrow, folder / PARQUET, columns, found.embedding.features)
     return ()
 
 
@@ -336,9 +336,8 @@ def _embedding_columns(found: Overview) -> dict[str, Sequence[Any]]:
     return columns
 
 
-def _write_parquet(path: Path, columns: dict[str, Sequence[Any]], features: np.ndarray) -> None:
+def _write_parquet(arrow: Any, path: Path, columns: dict[str, Sequence[Any]], features: np.ndarray) -> None:
     """Write the columns and the features: a list of float32 of fixed length for each image."""
-    arrow = pyarrow("writing")
     texts = {"key", "class", "predicted"}
     arrays = {
         name: arrow.array(list(map(printable_key, values)) if name in texts else values)

@@ -35,9 +35,10 @@ from vitrail.data.objects import Mask, Objects, drawn_on
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits, drawn, drawn_per_class, one_class
-from vitrail.errors import ConfigError, DataError, listed, plural
+from vitrail.errors import DataError, listed, plural
 from vitrail.report.drawing import draw_legend
 from vitrail.report.page import large_address, printable, render
+from vitrail.settings import problem_of, raise_problems
 
 
 def check_data(
@@ -54,12 +55,12 @@ def check_data(
     counted for all images. `max_skipped` is the fraction of training images that may fail to decode, as in
     `DataConfig`. A broken image is a finding, not an error. Raises `ConfigError` if an argument is out of range.
     """
-    if sample is not None and sample < 1:
-        raise ConfigError(f"sample={sample} is less than 1; check at least one image")
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads={threads} is less than 1; use at least one thread")
-    if not 0 <= max_skipped <= 1:
-        raise ConfigError(f"max_skipped={max_skipped} is not in [0, 1]; it is a fraction of the training images")
+    fraction = {"least": 0, "most": 1, "advice": "it is a fraction of the training images"}
+    raise_problems((
+        problem_of("sample", sample, int, {"least": 1, "advice": "check at least one image"}),
+        problem_of("threads", threads, int, {"least": 1, "advice": "use at least one thread"}),
+        problem_of("max_skipped", max_skipped, float, fraction),
+    ))  # fmt: skip
     sources = splits.sources
     rows = _rows(list(sources.values()), sample)
     looks = look_at_all(list(sources.values()), rows, threads=threads, progress=progress)

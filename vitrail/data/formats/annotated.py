@@ -27,6 +27,7 @@ from vitrail.data.splits import (
     SplitNames,
     Splits,
     check_chosen,
+    grouped,
     left_out,
     split_of,
     splits_from,
@@ -270,14 +271,7 @@ def divided(
         found, notes = _by_lists(images, set(keys), used)
         check_chosen(str(images.root), chosen or {}, found, names)
         return found, notes
-    found = {}
-    unnamed = []
-    for key in keys:
-        split = split_of(key.rpartition("/")[0], chosen)
-        if split is None:
-            unnamed.append(key)
-        else:
-            found.setdefault(split, []).append(key)
+    found, unnamed = grouped(keys, lambda key: split_of(key.rpartition("/")[0], chosen))
     check_chosen(str(images.root), chosen or {}, found, names)
     if not found:
         return {"train": unnamed}, ()
@@ -286,7 +280,7 @@ def divided(
             f"{images.root} has images in folders of splits, like {next(iter(found.values()))[0]}, and others, "
             f"like {unnamed[0]}; choose the splits: {CHOICE}"
         )
-    return {split: found[split] for split in SPLITS if split in found}, left_out(str(images.root), unnamed)
+    return found, left_out(str(images.root), unnamed)
 
 
 def _is_plain(path: Path, images: ImageFiles) -> bool:

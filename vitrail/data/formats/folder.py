@@ -26,6 +26,7 @@ from vitrail.data.splits import (
     Splits,
     check_chosen,
     folds,
+    grouped,
     is_fold,
     left_out,
     named_splits,
@@ -408,9 +409,7 @@ def _places(
             f"splits: {CHOICE}"
         )
     named = named_splits(names)
-    places = {split: [one for one in folders if named.get(one.name) == split] for split in SPLITS}
-    places = {split: some for split, some in places.items() if some}
-    others = [folder for folder in folders if folder.name not in named]
+    places, others = grouped(folders, lambda folder: named.get(folder.name))
     if not places and not unlabelled:
         if len(names) > 1 and all(map(is_fold, names)):
             raise DataError(folds(str(root), names))

@@ -309,13 +309,15 @@ def _number_targets(
 
 def _with_known(title: str, found: Mapping[Split, Targets], noun: str, notes: list[str]) -> dict[Split, Targets]:
     """Return the training split and the splits in which a target is known. The others are skipped, with one more of
-    `notes` for each."""
+    `notes` for each. Raise `DataError` if there are no such splits."""
     kept = {split: targets for split, targets in found.items() if split == "train" or targets.known.any()}
     notes += [
         f"{title}: the {split} split is skipped, because none of its images has a {noun}"
         for split in found
         if split not in kept
     ]
+    if not kept:
+        raise DataError("\n".join((*notes, f"{title} has no split in which an image has a {noun}")))
     return kept
 
 

@@ -564,7 +564,7 @@ def _refusing() -> Iterator[None]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise UndecodableImage(f"claims more than {_limit_in_words()}") from None
     except Exception as error:  # a hostile or broken file can make a decoder raise anything at all
-        raise UndecodableImage(f"cannot be decoded: {error}") from error
+        raise UndecodableImage(f"cannot be decoded: {str(error) or type(error).__name__}") from error
 
 
 def open_file(data: bytes) -> ImageFile:

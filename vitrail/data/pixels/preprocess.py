@@ -308,6 +308,6 @@ def _scaled_by_torch(
 
 @functools.cache
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return one number per channel on the device. The copy is cached, because a copy in every step would make a GPU
-    wait."""
-    return torch.tensor(values, device=device).view(1, -1, 1, 1)
+    """Return one number per channel on the device, in float32 whatever PyTorch's default is at the first call. The
+    copy is cached, because a copy in every step would make a GPU wait."""
+    return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)

@@ -373,7 +373,7 @@ def sincos_2d(
     Without it, they are 10000^(-i / (width / 4)), as in MoCo v3 (2104.02057) and MAE (2111.06377).
     """
     quarter = width // 4
-    frequencies = 10_000.0 ** (-torch.arange(quarter, device=device) / max(quarter - lowest, 1))
+    frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float32, device=device) / max(quarter - lowest, 1))
     y, x = (place[:, None] * frequencies for place in patch_places(grid, device))
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
@@ -502,7 +502,7 @@ class RotaryPositions(Positions):
         self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
     ) -> Sequence[AttentionPositions | None]:
         quarter = self.head_width // 4
-        frequencies = 100.0 ** (-torch.arange(quarter, device=device) / quarter)
+        frequencies = 100.0 ** (-torch.arange(quarter, dtype=torch.float32, device=device) / quarter)
         y, x = patch_places(grid, device)
         angles = torch.cat([y[:, None] * frequencies, x[:, None] * frequencies], dim=1)  # n d/2
         if kept is not None:
