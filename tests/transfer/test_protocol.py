@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,9 @@ def base(tiny_bundle: Bundle, model: Path, colours: Path) -> TrainConfig:
 
 def tried(
     bundle: Bundle, config: TrainConfig, rates: tuple[float, ...], folder: Path, **others: object
-) -> dict[float, Tried]:
-    return choose_rate(config, config.data.open_whole(), rates, folder, initial=bundle, **others)  # type: ignore[arg-type]
+) -> Mapping[float, Tried]:
+    data = config.data.open_whole()
+    return choose_rate(config, data, rates, folder, initial=bundle, **others)[1]  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

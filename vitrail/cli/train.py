@@ -368,7 +368,7 @@ def _print_plan(
 ) -> None:
     """Print the plan of a run on each number of GPUs. Raise `ConfigError` for a precision that has no plan, and the
     errors of `prepare` and `scale_plans`."""
-    from vitrail.training.sharding import scale_plans, scale_table
+    from vitrail.training.sharding import scale_plans, scale_texts
 
     if config.run.precision not in ("auto", "bf16"):
         raise ConfigError(f"precision={config.run.precision!r} has no plan; choose bf16")
@@ -392,7 +392,8 @@ def _print_plan(
         soft_wrap=not console.is_terminal,
     )
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    header, *rows = zip(*scale_table(plans), strict=True)
+    columns = [scale_texts(plan) for plan in plans]
+    header, *rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     for number, name in enumerate(header):
         table.add_column(name, justify="right" if number else "left")
     for row in rows:

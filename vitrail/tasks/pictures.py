@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -100,11 +101,9 @@ def decoded(
     """Return the places of the images that can be decoded, and these images after normalisation."""
     found, levels = [], [torch.empty(0, preprocess.channels, *preprocess.image_size)]
     for place in places:
-        try:
+        with suppress(UndecodableImage):
             levels.append(torch.tensor(preprocess.pixels(source[place].image)).float()[None])
-        except UndecodableImage:
-            continue
-        found.append(place)
+            found.append(place)
     return found, preprocess.normalise(torch.cat(levels).to(device))
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -198,12 +199,9 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
     for place in spread(len(source), count):
         if (target := source.target(place)) is None:
             continue
-        try:
-            picture = to_pil(source[place].image, bundle.preprocess.channels)
-        except UndecodableImage:
-            continue
-        picked.append((picture, target))
-        keys.append(source.key(place))
+        with suppress(UndecodableImage):
+            picked.append((to_pil(source[place].image, bundle.preprocess.channels), target))
+            keys.append(source.key(place))
     every = [_labels(source, target) for _, target in picked]
     names = [f"{number:02}-{_word(labels)}.png" for number, labels in enumerate(every)]
     paths = [folder / name for name in names]

@@ -66,7 +66,6 @@ from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState, make_bundle, make_network, make_state
 from vitrail.training.stop import StopRequest, interrupted_by_signals
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.load import load
 
 
 def train(
@@ -232,6 +231,8 @@ def finished(folder: Path) -> RunResult | None:
         return None
     summary = {name: value for name, value in event.items() if isinstance(value, int | float)}
     task = read_record(folder).config.task
+    from vitrail.weights.load import load  # other layouts, which a run from scratch does not need
+
     return RunResult(folder, load(folder / "model"), dict(event["metrics"]), summary, (), task)
 
 

@@ -511,33 +511,24 @@ def _sent(weights: int, shard: Shard, here: int, machines: int, parts: int) -> t
     return sent, sent / here if machines > 1 else 0.0
 
 
-def scale_table(plans: Sequence[ScalePlan]) -> list[tuple[str, ...]]:
-    """Return a header and a row of texts for each plan."""
-    header = (
-        "GPUs", "weights", "images at once", "state", "whole weights", "activations", "memory", "sent per step",
-        "computing", "sending", "fraction of peak", "images/s", "checkpoint",
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = [header]
-    for plan in plans:
-        low, high = plan.fractions
-        rows.append(
-            (
-                f"{plan.processes:,}",
-                {"none": "copies", "full": "sharded", "hybrid": "sharded by machine"}[plan.shard],
-                f"{plan.images:,}",
-                *(
-                    _gigabytes(size)
-                    for size in (plan.state_bytes, plan.whole_bytes, plan.activation_bytes, plan.memory_bytes)
-                ),
-                _gigabytes(plan.sent_within),
-                f"{1000 * plan.compute_seconds:,.0f} ms",
-                f"{1000 * plan.sending_seconds:,.0f} ms",
-                f"{low:.0%} to {high:.0%}",
-                f"{plan.images_per_second:,.0f}",
-                _gigabytes(plan.checkpoint_bytes),
-            )
-        )
-    return rows
+def scale_texts(plan: ScalePlan) -> dict[str, str]:
+    """Return the numbers of a plan as texts by their names."""
+    low, high = plan.fractions
+    return {
+        "GPUs": f"{plan.processes:,}",
+        "weights": {"none": "copies", "full": "sharded", "hybrid": "sharded by machine"}[plan.shard],
+        "images at once": f"{plan.images:,}",
+        "state": _gigabytes(plan.state_bytes),
+        "whole weights": _gigabytes(plan.whole_bytes),
+        "activations": _gigabytes(plan.activation_bytes),
+        "memory": _gigabytes(plan.memory_bytes),
+        "sent per step": _gigabytes(plan.sent_within),
+        "computing": f"{1000 * plan.compute_seconds:,.0f} ms",
+        "sending": f"{1000 * plan.sending_seconds:,.0f} ms",
+        "fraction of peak": f"{low:.0%} to {high:.0%}",
+        "images/s": f"{plan.images_per_second:,.0f}",
+        "checkpoint": _gigabytes(plan.checkpoint_bytes),
+    }
 
 
 def _gigabytes(size: int | float) -> str:

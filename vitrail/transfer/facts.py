@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from vitrail.data.augment.settings import PRESETS
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import GEOMETRIES
-from vitrail.data.source import Source, target_kind, truth_of
+from vitrail.data.source import Source, image_of, target_kind, truth_of
 from vitrail.data.splits import Splits
 from vitrail.data.targets import TargetKind
 from vitrail.errors import ConfigError, DataError
@@ -137,8 +138,10 @@ class Choices:
 
 def facts_of(splits: Splits) -> DataFacts:
     """Return the properties of the data. The headers of up to 64 training images, evenly spaced, are read."""
-    train = splits.train
-    areas = list(_areas(train))
+    train, areas = splits.train, []
+    for index in np.unique(np.linspace(0, len(train) - 1, min(MAX_HEADERS, len(train))).astype(np.int64)).tolist():
+        with suppress(DataError):  # training will skip the image and report it
+            areas.append(math.prod(image_size_of(image_of(train, index))))
     side = math.floor(math.sqrt(float(np.median(areas)))) if areas else None
     return DataFacts(len(train), side, target_kind(train), _has_targets(splits.validation), _has_targets(splits.test))
 
@@ -146,16 +149,6 @@ def facts_of(splits: Splits) -> DataFacts:
 def _has_targets(source: Source | None) -> bool:
     """Return True if a held-out split has at least one image with a known target, so that it can measure a model."""
     return source is not None and bool(truth_of(source).known.any())
-
-
-def _areas(source: Source) -> Iterator[int]:
-    count = min(MAX_HEADERS, len(source))
-    for index in np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)).tolist():
-        try:
-            image = source[index].image
-            yield math.prod(image_size_of(image) if isinstance(image, bytes) else image.shape[:2])
-        except DataError:  # training will skip the image and report it
-            continue
 
 
 def check_rate(optimizer: OptimizerConfig, explicit: Explicit, *usual: str) -> None:

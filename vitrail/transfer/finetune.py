@@ -44,9 +44,7 @@ from vitrail.transfer.facts import (
 )
 from vitrail.transfer.protocols import (
     TableRow,
-    check_final_run,
     enough_validation,
-    final_config,
     plan_by_hyperrule,
     plan_by_paper,
     plan_by_rule,
@@ -278,32 +276,11 @@ def finetune(
             else:
                 # The trials of an earlier command must not be shown with another run of this name.
                 (trials_folder(folder) / RESULTS).unlink(missing_ok=True)
-            config, trials = choose_best_rate(config, data, initial, rates, folder, log=log)
+            config, trials = choose_rate(config, data, rates, trials_folder(folder), initial=initial, log=log)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped before the run; finished trials stay in {trials_folder(folder)}") from None
     run = train(config, data=data, initial=initial, log=log, started=started)
     return evaluate_run(run, config, config.data.cut(data), trials)
-
-
-def choose_best_rate(
-    config: TrainConfig,
-    data: OpenedData,
-    initial: Bundle,
-    rates: tuple[float, ...],
-    folder: Path,
-    *,
-    log: Log | None = None,
-) -> tuple[TrainConfig, Mapping[float, Tried]]:
-    """Return the config of the final run in `folder`, and the trials of the learning rates, best first.
-
-    Without `rates` nothing is tried, and `config` is returned unchanged. Raise the errors of `choose_rate`.
-    """
-    if not rates:
-        return config, {}
-    check_final_run(config, with_all_images(config).data.cut(data))
-    place = trials_folder(folder)
-    trials = choose_rate(config, data, rates, place, initial=initial, log=log)
-    return final_config(config, next(iter(trials))), trials
 
 
 def evaluate_run(

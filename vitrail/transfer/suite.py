@@ -24,8 +24,9 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.run import finished
 from vitrail.transfer.facts import FinetunePlan
-from vitrail.transfer.finetune import Method, choose_best_rate, evaluate_run, plan
+from vitrail.transfer.finetune import Method, evaluate_run, plan
 from vitrail.transfer.protocols import TableRow
+from vitrail.transfer.trials import choose_rate, trials_folder
 from vitrail.weights.bundle import Bundle
 
 SUFFIX = ".toml"
@@ -393,7 +394,9 @@ class _SuiteRun:
         # A run that is stopped is known by this file to belong to a suite. Earlier results stay if it is refused.
         if any(row.metrics for row in self.result.rows) or not (self.place / RESULTS).exists():
             self.write_results()
-        config, trials = choose_best_rate(chosen.config, data, self.initial, chosen.rates, place, log=self.log)
+        config, trials = choose_rate(
+            chosen.config, data, chosen.rates, trials_folder(place), initial=self.initial, log=self.log
+        )
         found, run = complete_run(config, data=data, initial=self.initial, log=self.log)
         splits = config.data.cut(data)
         if run is None and not (place / "report.html").is_file():

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from vitrail.training.linear_start import linear_score
 from vitrail.training.log import Log, kept_result, read_journal
 from vitrail.transfer.examination import on_device
 from vitrail.transfer.facts import Candidate, Search
-from vitrail.transfer.protocols import MIN_STEPS
+from vitrail.transfer.protocols import MIN_STEPS, check_final_run, final_config, with_all_images
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -369,18 +369,23 @@ def choose_rate(
     *,
     initial: Bundle,
     log: Log | None = None,
-) -> dict[float, Tried]:
-    """Train with each learning rate, and return the trials by their rates, best first. The loss decides between equal
-    metrics, and the lower rate comes first if the losses are equal too.
+) -> tuple[TrainConfig, Mapping[float, Tried]]:
+    """Train with each learning rate. Return the config of the final run, which trains on all images with the best rate,
+    and the trials by their rates, best first. Without `rates` nothing is tried, and `config` stays as it is.
 
-    Every trial has a folder inside `folder`. A finished trial is reused, and a stopped trial continues. The test split
-    is not used. `data` is the open data set of `config`, and `initial` is the model that every trial starts from.
+    The loss decides between equal metrics, and the lower rate comes first if the losses are equal too. Every trial has
+    a folder inside `folder`. A finished trial is reused, and a stopped trial continues. The test split is not used.
+    `data` is the open data set of `config`, and `initial` is the model that every trial starts from.
 
     `log` names each trial. A trial that diverges is skipped.
 
-    Raise `ConfigError` if no image is held out, `RunError` if an existing trial has other settings, data or weights,
-    `NonFiniteLoss` if all trials diverge, and all other errors of `train`.
+    Raise `ConfigError` if no image is held out and for settings that the final run cannot have, `RunError` if an
+    existing trial has other settings, data or weights, `NonFiniteLoss` if all trials diverge, and all other errors of
+    `train`.
     """
+    if not rates:
+        return config, {}
+    check_final_run(config, with_all_images(config).data.cut(data))
     no_images = (
         f"validation_share={config.data.validation_share} leaves no labelled image for choosing the learning "
         "rate; set learning_rate, or use more images"
@@ -409,4 +414,5 @@ def choose_rate(
     def order(rate: float) -> tuple[tuple[float, float], float]:
         return merit(trials[rate].value, trials[rate].loss, higher_is_better=metric.higher_is_better), -rate
 
-    return {rate: trials[rate] for rate in sorted(trials, key=order, reverse=True)}
+    best_first = sorted(trials, key=order, reverse=True)
+    return final_config(config, best_first[0]), {rate: trials[rate] for rate in best_first}
