@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.analysis.charts import heat_map, mosaic, png, scatter, series_chart, standalone
+from vitrail.analysis.charts import heat_map, mosaic, png, series_chart, standalone
 from vitrail.report.charts import Series
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,15 +26,16 @@ def test_gaps_and_nothing() -> None:
     chart = series_chart([Series("a", [(0.0, 1.0), (1.0, math.nan), (2.0, 3.0)])], label="", x_name="x", y_name="y")
     assert chart.count("<circle") == 2 and "legend" not in chart
     assert series_chart([Series("a", [(0.0, math.nan)])], label="", x_name="x", y_name="y") == ""
-    assert scatter({}, label="", x_name="x", y_name="y") == ""
+    assert series_chart([], label="", x_name="x", y_name="y", lines=False) == ""
 
 
-def test_scatter_has_a_dot_per_point_and_groups_that_share_a_colour_differ() -> None:
-    groups = {"heads & more": [(0.0, 5.0), (1.0, math.inf)], "field": [(1.0, 2.0)]}
-    root = parsed(scatter(groups, label="Dots.", x_name="layer", y_name="pixels"))
+def test_scatter_plot_has_a_dot_per_point_and_groups_that_share_a_colour_differ() -> None:
+    groups = [Series("heads & more", [(0.0, 5.0), (1.0, math.inf)]), Series("field", [(1.0, 2.0)])]
+    root = parsed(series_chart(groups, label="Dots.", x_name="layer", y_name="pixels", lines=False))
     titles = [one[0].text for one in root.iter(f"{SVG}circle") if len(one)]
     assert titles == ["heads & more: 0, 5", "field: 1, 2"]
-    many = scatter({f"class {at}": [(float(at), 1.0)] for at in range(10)}, label="x", x_name="x", y_name="y")
+    classes = [Series(f"class {at}", [(float(at), 1.0)]) for at in range(10)]
+    many = series_chart(classes, label="x", x_name="x", y_name="y", lines=False)
     looks = re.findall(r'class="(dot[ a-z]*)" (?:fill|color)="([^"]*)"', many)
     assert len(set(looks)) == 10
 

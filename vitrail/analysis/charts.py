@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -71,8 +71,12 @@ def series_chart(
     integers: bool = False,
     is_log: bool = False,
     levels: Sequence[float] = (),
+    lines: bool = True,
 ) -> Markup:
     """Return a chart with a line for each series, and a legend below. If no point is finite, return "".
+
+    Without `lines`, it is a scatter plot, with one colour for each series. If there are more series than colours, every
+    second round of colours has rings in place of dots.
 
     Series of the same name have the same colour and dashes. `label` describes the chart for screen readers. `bounds`
     are the smallest and largest y that can occur. With `integers`, the ticks of x are whole numbers. With `is_log`,
@@ -89,36 +93,14 @@ def series_chart(
     for one in series:
         number = names.index(one.name)
         colour, dashes = series_look(number)
-        parts.append(
-            f'<path class="series" stroke="{colour}"{dashes} d="{path_data(area, one.points)}">'
-            f"<title>{escape(one.name)}</title></path>"
-        )
-        if len(one.finite) <= MAX_DOTS:
-            parts += [_dot(area, point, number, f"{one.name}: {_pair(point)}", lines=True) for point in one.finite]
-    return _with_legend(parts, names, label, lines=True)
-
-
-def scatter(
-    groups: Mapping[str, Sequence[Point]],
-    *,
-    label: str,
-    x_name: str,
-    y_name: str,
-    bounds: tuple[float, float] = (-math.inf, math.inf),
-    integers: bool = False,
-) -> Markup:
-    """Return a scatter plot with one colour per group. If there are more groups than colours, every second round of
-    colours has rings in place of dots. See `series_chart` for the arguments."""
-    finite = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in groups.items()}
-    every = [point for points in finite.values() for point in points]
-    if not every:
-        return Markup()
-    x_axis = make_axis([x for x, _ in every], round_ends=not integers, integers=integers)
-    area, frame = _frame(x_axis, make_axis([y for _, y in every], bounds=bounds), x_name, y_name)
-    parts = [frame]
-    for number, (name, points) in enumerate(finite.items()):
-        parts += [_dot(area, point, number, f"{name}: {_pair(point)}", 3.0) for point in points]
-    return _with_legend(parts, list(finite), label, lines=False)
+        if lines:
+            parts.append(
+                f'<path class="series" stroke="{colour}"{dashes} d="{path_data(area, one.points)}">'
+                f"<title>{escape(one.name)}</title></path>"
+            )
+        if not lines or len(one.finite) <= MAX_DOTS:
+            parts += [_dot(area, point, number, one.name, lines=lines) for point in one.finite]
+    return _with_legend(parts, names, label, lines=lines)
 
 
 def heat_map(
@@ -254,14 +236,10 @@ def _dot_look(number: int) -> str:
     return f'class="dot ring" color="{colour}"' if is_ring else f'class="dot" fill="{colour}"'
 
 
-def _dot(area: PlotArea, point: Point, number: int, title: str, radius: float = 2.5, *, lines: bool = False) -> str:
-    """Return a dot of a group of a scatter plot, or of a series, whose line differs from others already."""
-    look = f'class="dot" fill="{series_look(number)[0]}"' if lines else _dot_look(number)
-    return dot(area, point, radius, "", title).replace('class="dot "', look)
-
-
-def _pair(point: Point) -> str:
-    return f"{point[0]:.4g}, {point[1]:.4g}"
+def _dot(area: PlotArea, point: Point, number: int, name: str, *, lines: bool) -> str:
+    """Return a dot of a series: on its line, which differs from others already, or without a line."""
+    look, radius = (f'class="dot" fill="{series_look(number)[0]}"', 2.5) if lines else (_dot_look(number), 3.0)
+    return dot(area, point, radius, "", f"{name}: {point[0]:.4g}, {point[1]:.4g}").replace('class="dot "', look)
 
 
 def _with_legend(parts: Sequence[str], names: Sequence[str], label: str, *, lines: bool) -> Markup:

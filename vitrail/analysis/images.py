@@ -13,7 +13,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from vitrail.analysis.charts import colours as colour_scale
-from vitrail.analysis.charts import heat_map, mosaic, png, scatter, series_chart
+from vitrail.analysis.charts import heat_map, mosaic, png, series_chart
 from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
 from vitrail.analysis.features import Filters, LayerProbe, PatchColours, PositionSimilarity, TokenNorms
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField
@@ -39,18 +39,17 @@ def draw_heads(statistic: HeadStatistic, beside: ReceptiveField | None = None) -
     heads = [
         (float(layer), float(mean)) for layer, row in zip(statistic.layers, statistic.mean, strict=True) for mean in row
     ]
-    groups = {"heads": heads}
+    groups = [Series("heads", heads)]
     if beside is not None:
-        groups["receptive field"] = [
-            (float(layer), float(d)) for layer, d in zip(beside.layers, beside.distance, strict=True)
-        ]
-    return scatter(
+        groups.append(_by_layer("receptive field", beside.layers, beside.distance))
+    return series_chart(
         groups,
         label=f"{statistic.name.capitalize()} of each head by layer, mean over {statistic.images} images.",
         x_name="layer",
         y_name=f"{statistic.name}, {statistic.unit}",
         bounds=(0.0, math.inf),
         integers=True,
+        lines=False,
     )
 
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from vitrail.analysis import charts
-from vitrail.analysis.charts import png, scatter, series_chart, standalone
+from vitrail.analysis.charts import png, series_chart, standalone
 from vitrail.analysis.comparison import Disagreement, Measured, ModelComparison
 from vitrail.analysis.faithfulness import SaliencySummary
 from vitrail.analysis.heads import HeadStatistic, ReceptiveField
@@ -280,11 +280,12 @@ def _embedding_figure(mapped: EmbeddingMap) -> Markup:
         first, second = mapped.points[row]
         groups.setdefault(mapped.labels[row] or NO_LABEL, []).append((float(first), float(second)))
     first_share, second_share = (f"{part:.0%} of the variance" for part in mapped.explained)
-    return scatter(
-        groups,
+    return series_chart(
+        [Series(name, points) for name, points in groups.items()],
         label="Embeddings of images along their first two principal components.",
         x_name=f"first principal component, {first_share}",
         y_name=f"second, {second_share}",
+        lines=False,
     )
 
 
