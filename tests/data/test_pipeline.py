@@ -27,11 +27,12 @@ from vitrail.data import pipeline
 from vitrail.data.augment.draws import torchvision_crop
 from vitrail.data.batch import Batch, LocalViews, Rows
 from vitrail.data.formats.folder import read_folder
-from vitrail.data.pipeline import Ranks, Readers, Stage, TrainingBatches, evaluation_batches, skips_allowed
+from vitrail.data.pipeline import Readers, Stage, TrainingBatches, evaluation_batches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Files, Samples, Source, mixed
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, ProcessError
+from vitrail.processes.launch import Launch
 
 FIELDS = ("images", "labels", "valid", "samples", "epochs", "views")
 SMALL = Preprocess(image_size=(2, 3), channels=1)
@@ -45,7 +46,7 @@ def numbered(count: int) -> Source:
 
 def training(
     source: Source, preprocess: Preprocess = SMALL, *, batch_size: int = 4, seed: int = 0, threads: int = 0,
-    local: LocalViews | None = None, later: tuple[Stage, ...] = (), ranks: Ranks = Ranks(), keep: bool = False,
+    local: LocalViews | None = None, later: tuple[Stage, ...] = (), ranks: Launch = Launch(), keep: bool = False,
     **rows: Any,
 ) -> TrainingBatches:  # fmt: skip
     stages = (Stage(preprocess, batch_size, local=local), *later)
@@ -214,7 +215,7 @@ def test_threads_are_one_a_core_up_to_16(monkeypatch: pytest.MonkeyPatch, cores:
 def test_ranks_together_see_what_one_sees(world: int, threads: int) -> None:
     source = numbered(23)
     whole = list(islice(training(source, batch_size=8), 9))
-    ranks = [training(source, batch_size=8, threads=threads, ranks=Ranks(rank, world)) for rank in range(world)]
+    ranks = [training(source, batch_size=8, threads=threads, ranks=Launch(rank, world)) for rank in range(world)]
     for expected in whole:
         parts = [next(rank) for rank in ranks]
         assert [len(part) for part in parts] == [8 // world] * world
@@ -227,7 +228,7 @@ def test_resuming_may_change_the_number_of_ranks() -> None:
     whole = training(source, batch_size=4)
     list(islice(whole, 7))
     state = whole.state()
-    ranks = [training(source, batch_size=4, ranks=Ranks(rank, 2)) for rank in range(2)]
+    ranks = [training(source, batch_size=4, ranks=Launch(rank, 2)) for rank in range(2)]
     for rank in ranks:
         rank.restore(state)
     found = torch.cat([next(rank).samples for rank in ranks])
@@ -236,7 +237,7 @@ def test_resuming_may_change_the_number_of_ranks() -> None:
 
 def test_ranks_must_divide_the_batch() -> None:
     with pytest.raises(ConfigError, match="batch_size=10 is not a multiple of the number of processes \\(4\\)"):
-        training(numbered(5), batch_size=10, ranks=Ranks(0, 4))
+        training(numbered(5), batch_size=10, ranks=Launch(0, 4))
 
 
 @given(count=st.integers(1, 30), world=st.integers(1, 5), batch_size=st.integers(1, 7))
@@ -246,7 +247,7 @@ def test_evaluation_reads_every_sample_once_on_any_number_of_ranks(count: int, w
         sample
         for rank in range(world)
         for batch in evaluation_batches(
-            numbered(count), SMALL, batch_size=batch_size, readers=Readers(0), ranks=Ranks(rank, world)
+            numbered(count), SMALL, batch_size=batch_size, readers=Readers(0), ranks=Launch(rank, world)
         )
         for sample in batch.samples.tolist()
     ]

@@ -23,7 +23,7 @@ from tests.tasks.objectives import small_network
 from tests.training import ranks
 from tests.words import model_with_words
 from vitrail.data.batch import Batch, Rows
-from vitrail.data.pipeline import Ranks, Stage, TrainingBatches
+from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.data.texts import train_tokenizer
@@ -31,6 +31,7 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.models.text import TextTower
 from vitrail.models.variants import ModelConfig
 from vitrail.processes.group import Processes
+from vitrail.processes.launch import Launch
 from vitrail.tasks.pairs import Clip, Embeddings, PairObjective, PairTask, SigLip
 from vitrail.tasks.task import Position
 from vitrail.training.config import TrainConfig
@@ -307,7 +308,7 @@ def test_one_text_of_each_image_is_drawn_by_seed_epoch_and_sample() -> None:
     source, images = Pictures(6, targets=texts), Preprocess(image_size=(14, 14))
     tokenizer = train_tokenizer(TEXTS, vocabulary=600, context=8)
 
-    def batches(ranks: Ranks = Ranks(), **state: int) -> dict[tuple[int, int], list[int]]:
+    def batches(ranks: Launch = Launch(), **state: int) -> dict[tuple[int, int], list[int]]:
         made = TrainingBatches(source, [Stage(images, 6)], seed=3, ranks=ranks, rows=Rows(tokenizer=tokenizer))
         made.restore({"batches": 0, **state})
         found = {}
@@ -321,7 +322,7 @@ def test_one_text_of_each_image_is_drawn_by_seed_epoch_and_sample() -> None:
         return found
 
     whole = batches()
-    parts = batches(Ranks(0, 2)) | batches(Ranks(1, 2))
+    parts = batches(Launch(0, 2)) | batches(Launch(1, 2))
     assert whole == parts and batches(batches=5).items() <= whole.items()
     allowed = {text: tokenizer.encode([text]).tokens[0].tolist() for text in (*texts[0], "red bar")}
     assert {tuple(whole[epoch, 0]) for epoch in range(8)} == {tuple(allowed[text]) for text in texts[0]}

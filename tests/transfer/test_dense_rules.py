@@ -18,7 +18,7 @@ from vitrail.data.sources import open_data
 from vitrail.tasks.segmentation import Segmentation
 from vitrail.training.config import TrainConfig
 from vitrail.transfer.dense_rules import PATCHES_OF_OBJECT, Times, choose_size, sizes_for, smallest_side
-from vitrail.transfer.finetune import plan
+from vitrail.transfer.finetune import Method, plan
 
 
 def test_small_objects_need_large_images(tmp_path: Path) -> None:
@@ -108,7 +108,9 @@ def planned(tmp_path: Path) -> Planned:
     base = TrainConfig().override(data=str(make_masks_folder(tmp_path / "masks")), init="small", device="cpu")
 
     def make(budget: str | None = None, **explicit: Any) -> TrainConfig:
-        return plan(vitrail.load("small"), base.data.open_whole(), base, explicit=explicit, budget=budget).config
+        return plan(
+            vitrail.load("small"), base.data.open_whole(), base, Method(explicit=explicit, budget=budget)
+        ).config
 
     return make
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.transfer.facts import FinetunePlan
-from vitrail.transfer.finetune import FinetuneResult, evaluate_run, finetune, plan
+from vitrail.transfer.finetune import FinetuneResult, Method, evaluate_run, finetune, plan
 from vitrail.transfer.trials import Tried
 from vitrail.weights.bundle import Bundle
 
@@ -44,11 +43,12 @@ UNEXAMINED = {"image_size": (14, 21), "flip": True}
 
 @pytest.fixture
 def planning(tiny_bundle: Bundle, model: Path) -> Planning:
-    """Returns `plan` for the small transformer and a data set, which is opened once."""
+    """Returns a function of the choices of a `Method`, which plans for the small transformer and a data set."""
 
     def of(data: Path, **fields: Any) -> Callable[..., FinetunePlan]:
         base = TrainConfig().override(data=str(data), init=str(model), device="cpu", **fields)
-        return partial(plan, tiny_bundle, base.data.open_whole(), base)
+        opened = base.data.open_whole()
+        return lambda *choices, **named: plan(tiny_bundle, opened, base, Method(*choices, **named))
 
     return of
 
@@ -130,7 +130,7 @@ def test_the_papers_protocol_chooses_and_then_learns_from_all(
     config = TrainConfig().override(data=str(colours), init=str(model), device="cpu", name="paper")
     data = config.data.open_whole()
     explicit = {"image_size": (14, 21), "batch_size": 4, "steps": 4, "precision": "float32"}
-    chosen = plan(tiny_bundle, data, config, "paper", explicit)
+    chosen = plan(tiny_bundle, data, config, Method("paper", explicit))
     assert chosen.rates == (0.001, 0.003, 0.01, 0.03)
     found = finetune(chosen.config, data, tiny_bundle, rates=(0.003, 0.03))
     assert opened == [colours / "train", colours / "test"]
@@ -188,7 +188,7 @@ def test_the_official_validation_split_never_chooses_a_rate_and_measures(
         base = TrainConfig().override(data=str(tmp_path / spec), init=str(model), device="cpu")
         data = base.data.open_whole()
         for protocol in ("rule", "paper"):
-            chosen = plan(tiny_bundle, data, base, protocol, UNEXAMINED, rates=(0.02, 0.1))
+            chosen = plan(tiny_bundle, data, base, Method(protocol, UNEXAMINED, (0.02, 0.1)))
             trial = chosen.config.data.cut(data)
             assert chosen.config.data.validation == "train" and chosen.config.run.keep == "last"
             assert trial.test is not None and len(trial.test) == 12 and len(trial.train) < 30
@@ -224,7 +224,7 @@ def test_numbers_are_learned_and_reported(
     numbers = ("brightness", "half <&>")
     config = TrainConfig().override(data=str(brightness), numbers=numbers, task="regression", init=str(model))
     data = config.data.open_whole()
-    chosen = plan(tiny_bundle, data, config, explicit={"precision": "float32", "steps": 40, "loss": "huber"})
+    chosen = plan(tiny_bundle, data, config, Method(explicit={"precision": "float32", "steps": 40, "loss": "huber"}))
     assert chosen.config.task == Regression(loss="huber") and chosen.config.augment.mixup is None
     assert "task regression: the targets are numbers" in chosen.reasons
     assert any("set --crop-area 1 1" in reason for reason in chosen.reasons)

@@ -24,7 +24,8 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal
 from vitrail.training.state import TrainState
-from vitrail.transfer.suite import Method, Suite, SuiteResult, finetune_suite, is_suite_run, open_task, read_suite
+from vitrail.transfer.finetune import Method
+from vitrail.transfer.suite import Suite, SuiteResult, finetune_suite, is_suite_run, open_task, read_suite
 from vitrail.weights.bundle import Bundle
 
 QUICK = {

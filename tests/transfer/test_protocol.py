@@ -21,7 +21,7 @@ from vitrail.models.variants import variant_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log, read_journal
 from vitrail.transfer.facts import DataFacts, FinetunePlan
-from vitrail.transfer.finetune import plan
+from vitrail.transfer.finetune import Method, plan
 from vitrail.transfer.protocols import TableRow, check_final_run, final_config, plan_by_paper, with_all_images
 from vitrail.transfer.trials import Tried, choose_rate
 from vitrail.weights.bundle import Bundle
@@ -238,7 +238,7 @@ def test_the_data_s_own_validation_split_measures_and_chooses_nothing(
     config = base.override(data=str(data))
 
     def planned_data(**explicit: object) -> DataConfig:
-        return plan(tiny_bundle, config.data.open_whole(), config, "paper", explicit).config.data
+        return plan(tiny_bundle, config.data.open_whole(), config, Method("paper", explicit)).config.data
 
     chosen = planned_data()
     splits, last = chosen.open(), with_all_images(config.override(validation=chosen.validation)).data.open()

@@ -17,7 +17,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked
 from vitrail.training.log import read_journal
 from vitrail.transfer.facts import Candidate, FinetunePlan, Search
-from vitrail.transfer.finetune import finetune, plan
+from vitrail.transfer.finetune import Method, finetune, plan
 from vitrail.transfer.trials import LINEAR, Tried, read_tried, search_settings, trials_folder
 from vitrail.weights.bundle import Bundle
 
@@ -45,7 +45,7 @@ def planned(tiny_bundle: Bundle, model: Path, colours: Path) -> Callable[..., Fi
     def make(budget: str | None = None, **explicit: Any) -> FinetunePlan:
         explicit = {"precision": "float32", "flip": True, **explicit}
         base = TrainConfig().override(data=str(colours), init=str(model), device="cpu", **explicit)
-        return plan(tiny_bundle, base.data.open_whole(), base, explicit=explicit, budget=budget)
+        return plan(tiny_bundle, base.data.open_whole(), base, Method(explicit=explicit, budget=budget))
 
     return make
 

@@ -43,8 +43,8 @@ from vitrail.training.run import changed_config, finished, resume
 from vitrail.transfer.facts import FinetunePlan
 from vitrail.transfer.finetune import (
     FinetuneResult,
+    Method,
     Protocol,
-    check_choices,
     evaluate_run,
     finetune,
     plan,
@@ -52,7 +52,7 @@ from vitrail.transfer.finetune import (
 )
 from vitrail.transfer.protocols import TableRow
 from vitrail.transfer.report import AnyReport, summary_rows, untrained_note
-from vitrail.transfer.suite import Method, finetune_suite, is_suite_run, read_suite
+from vitrail.transfer.suite import finetune_suite, is_suite_run, read_suite
 from vitrail.transfer.trials import is_trial
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -192,11 +192,16 @@ def _part(folder: Path) -> str:
     return "a task of a suite" if is_suite_run(folder) else ""
 
 
-def _explicit(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return the settings of runs that the user gave, without `others`. Raise `ConfigError` if there is an --init."""
+def _method(given: Mapping[str, Any], *others: str) -> Method:
+    """Return the way of fine-tuning that the user chose, without the settings `others`. Raise `ConfigError` if there is
+    an --init."""
     if "init" in given:
         raise ConfigError(f"--init: the initial model is MODEL, here {given['model']}; leave --init out")
-    return {name: value for name, value in given.items() if name not in (*bare_names(Finetune), *others)}
+    explicit = {name: value for name, value in given.items() if name not in (*bare_names(Finetune), *others)}
+    return Method(
+        given.get("protocol", "rule"), explicit, given.get("learning_rates"), given.get("table_row"),
+        given.get("budget"),
+    )  # fmt: skip
 
 
 def _suite(given: Mapping[str, Any], console: Console, log: Log) -> None:
@@ -214,10 +219,8 @@ def _suite(given: Mapping[str, Any], console: Console, log: Log) -> None:
             "named like the task"
         )
     place = expanded(given["run"] if "run" in given else Path("runs") / (given.get("name") or suite.name))
-    explicit = _explicit(given, "data", "name", "run")
-    method = Method(given.get("protocol", "rule"), explicit, given.get("learning_rates"), given.get("table_row"))
-    check_choices(method.protocol, explicit, rates=method.rates, row=method.row)
-    base = TrainConfig().override(init=model, **explicit)
+    method = _method(given, "data", "name", "run")
+    base = TrainConfig().override(init=model, **method.explicit)
     check_effects(given, base, by_user=True)
     pick_device(base.run.device)
     result = finetune_suite(
@@ -239,22 +242,19 @@ def _suite(given: Mapping[str, Any], console: Console, log: Log) -> None:
 
 def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData, Bundle]:
     """Return the settings of the run, the opened data for which the settings were chosen, and the initial model."""
-    model, protocol = given["model"], given.get("protocol", "rule")
-    rates, row, budget = given.get("learning_rates"), given.get("table_row"), given.get("budget")
-    explicit = _explicit(given)
-    check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
-    base = TrainConfig().override(**{"init": model, "task": task_of(given, TrainConfig().task.name), **explicit})
+    model, method = given["model"], _method(given)
+    base = TrainConfig().override(**{"init": model, "task": task_of(given, TrainConfig().task.name), **method.explicit})
     check_effects(given, base, by_user=True)
     check_request(base)
     data = base.data.open_whole()
     if "validation_share" in given and (note := data.share_note(base.data.validation)):
         log.note(note)
     initial = load(model, device="cpu")
-    if protocol == "rule":
+    if method.protocol == "rule":
         if not base.start.new_head:
             initial = starting_from_words(initial, data)
         log.say("looking at some training images through the model")
-    chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
+    chosen = plan(initial, data, base, method)
     # The speed of the machine can decide about these two, and no command fails because of it.
     of_speed = {"evaluations": base.run.evaluations, "train_blocks": base.start.train_blocks}
     check_effects(given, chosen.config.override(**of_speed))

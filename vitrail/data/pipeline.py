@@ -22,6 +22,7 @@ from vitrail.data.batch import Batch, KeptPixels, Loader, LocalViews, Rows, as_b
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, parts_of, target_kind
 from vitrail.errors import ConfigError, ProcessError
+from vitrail.processes.launch import Launch
 
 if TYPE_CHECKING:
     import grain
@@ -44,14 +45,6 @@ class Readers:
     processes: int = 0
     """Worker processes for reading and decoding. By default there are none, and the threads of this process read the
     batches."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The rank of this process and the number of processes that train or evaluate one network together."""
-
-    rank: int = 0
-    world: int = 1
 
 
 @dataclass(frozen=True)
@@ -146,7 +139,7 @@ class TrainingBatches(Iterator[Batch]):
         *,
         seed: int,
         readers: Readers = Readers(),
-        ranks: Ranks = Ranks(),
+        ranks: Launch = Launch(),
         rows: Rows = Rows(),
         keep: bool = False,
     ) -> None:
@@ -255,7 +248,7 @@ def evaluation_batches(
     *,
     batch_size: int,
     readers: Readers = Readers(),
-    ranks: Ranks = Ranks(),
+    ranks: Launch = Launch(),
 ) -> Generator[Batch, None, None]:
     """Yield every sample once, in the order of the source. The last batch may be smaller.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrail.cores import share_cores
 from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
+from vitrail.data.pipeline import Readers, evaluation_batches
 from vitrail.data.source import Source, image_of, truth_of
 from vitrail.data.targets import Target, Targets
 from vitrail.errors import BundleError, ConfigError, DataError
@@ -175,10 +175,6 @@ class Outputs:
         )
         return None
 
-    @property
-    def ranks(self) -> Ranks:
-        return Ranks(self.processes.rank, self.processes.world)
-
     def gather(self, value: Any) -> list[Any]:
         """Exchange a value with all processes, and return the values of all."""
         if self.settle is not None:
@@ -292,7 +288,7 @@ class Outputs:
         """Yield the batches of a source that this process computes, for evaluators that need more than the outputs of
         the head. By default they have `batch_size` images, or 256 if the size was not given."""
         size, preprocess = batch_size or self.batch_size or 256, self.bundle.preprocess
-        return evaluation_batches(source, preprocess, batch_size=size, readers=self.readers, ranks=self.ranks)
+        return evaluation_batches(source, preprocess, batch_size=size, readers=self.readers, ranks=self.processes.place)
 
     def none_usable(self, images: str, target: str) -> DataError:
         """Return the error of images, such as "9 images", of which none can be used with its target."""

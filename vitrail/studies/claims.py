@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import LinearRegression
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 # Claims about compute: power laws of the error along the frontier of an arm, and the compute for equal accuracy.
 
@@ -187,13 +187,6 @@ class Finding:
     """The numbers that the verdict is computed from, a sentence for each comparison."""
 
 
-@runtime_checkable
-class Claim(Protocol):
-    """A statement that results confirm or not."""
-
-    def check(self, results: Results) -> Finding: ...
-
-
 @dataclass(frozen=True)
 class Better:
     """The first point of each pair has a higher metric than the second."""
@@ -282,6 +275,10 @@ class GainShrinks:
         found = paired(gains[0], gains[1])
         text = f"gain of {self.few[0]} minus gain of {self.many[0]}: {difference_text(found)}"
         return Finding(self.text, _sign(found), (text,))
+
+
+Claim = Better | Alike | GainShrinks | PowerLawFit | LessCompute
+"""A statement that results confirm or not."""
 
 
 def difference_text(found: Estimate | None, level: float = LEVEL) -> str:

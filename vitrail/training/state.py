@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD, Optimizer
 
 from vitrail.data.batch import Rows
-from vitrail.data.pipeline import Ranks, Stage, TrainingBatches
+from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.source import Samples, key_hash, truth_of
 from vitrail.errors import ConfigError
 from vitrail.evaluation.metrics.numbers import merit
@@ -460,7 +460,7 @@ def make_state(job: Job, network: nn.Module) -> TrainState:
         _stages(job),
         seed=config.run.seed,
         readers=job.readers,
-        ranks=Ranks(job.processes.rank, job.processes.world),
+        ranks=job.processes.place,
         rows=rows,
         keep=_keeps_pixels(job),
     )

@@ -32,7 +32,6 @@ from vitrail.training.stop import interrupted_by_signals
 from vitrail.transfer.dense_rules import NOUNS, TASKS_OF_TARGETS, TIMES_OF_USUAL, plan_dense
 from vitrail.transfer.examination import examine
 from vitrail.transfer.facts import (
-    NO_SETTINGS,
     Choices,
     DataFacts,
     Explicit,
@@ -81,27 +80,58 @@ class FinetuneResult:
     """Trials by their learning rates, best first."""
 
 
+@dataclass(frozen=True)
+class Method:
+    """The way in which a model is fine-tuned. Raise `ConfigError` if the choices contradict each other. Neither the
+    model nor the data is needed for that."""
+
+    protocol: Protocol = "rule"
+    """Our own rule (`plan_by_rule`), the paper's protocol (`plan_by_paper`), or BiT's HyperRule
+    (`plan_by_hyperrule`)."""
+    explicit: Explicit = field(default_factory=dict)
+    """Settings of the user, which replace those of the protocol."""
+    rates: tuple[float, ...] | None = None
+    """Learning rates to try on held-out images. By default those of the protocol."""
+    row: TableRow | None = None
+    """Row of the paper's Table 4 for the paper's protocol. By default that for the number of training images."""
+    budget: str | None = None
+    """Time in which our own rule tries settings and trains. By default the usual time for the number of images."""
+
+    def __post_init__(self) -> None:
+        explicit, rates = self.explicit, self.rates
+        if self.row is not None and self.protocol != "paper":
+            raise ConfigError(
+                f"table_row={self.row!r} is a row of the paper's Table 4; choose protocol='paper' as well"
+            )
+        if self.budget is not None:
+            seconds_of(self.budget, 1.0)  # raises for a text that is not a time
+            if self.protocol != "rule" or rates is not None:
+                raise ConfigError(
+                    f"budget={self.budget!r} limits the time of protocol='rule' without learning_rates; leave out "
+                    "budget, or these options"
+                )
+        if rates is None:
+            return
+        if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+            raise ConfigError(f"learning_rates={rates} must be one or more different numbers above 0")
+        if "learning_rate" in explicit:
+            raise ConfigError(
+                f"learning_rate={explicit['learning_rate']} and learning_rates={rates} exclude each other; choose one"
+            )
+        if self.protocol == "bit":
+            raise ConfigError(f"learning_rates={rates}: BiT's rule has one learning rate; set learning_rate instead")
+
+
 def plan(
-    bundle: Bundle,
-    data: OpenedData,
-    config: TrainConfig,
-    protocol: Protocol = "rule",
-    explicit: Explicit = NO_SETTINGS,
-    *,
-    rates: tuple[float, ...] | None = None,
-    row: TableRow | None = None,
-    budget: str | None = None,
-    search: bool = True,
+    bundle: Bundle, data: OpenedData, config: TrainConfig, method: Method = Method(), *, search: bool = True
 ) -> FinetunePlan:
     """Return the settings for fine-tuning the bundle's network on this data, with the reasons for the settings.
 
-    The protocol replaces the settings of `config` except those in `explicit`. The protocol is our own rule
-    (`plan_by_rule`), the paper's protocol (`plan_by_paper`, with a `row` of Table 4), or BiT's HyperRule
-    (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images. With our own rule, `search` adds
-    settings to try within the time `budget`. Raise `ConfigError` if the protocol is not for the network, or if settings
-    contradict each other.
+    The protocol of the `method` replaces the settings of `config` except those of the user. With our own rule, `search`
+    adds settings to try within the time budget. Raise `ConfigError` if the protocol is not for the network, or if
+    settings contradict each other.
     """
-    check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
+    protocol, explicit, rates, budget = method.protocol, method.explicit, method.rates, method.budget
     kind = data.whole.target_kind
     usual = Regression.name if kind == "numbers" else TASKS_OF_TARGETS.get(kind, config.task.name)
     config = config.override(**{"task": usual, **explicit})
@@ -127,27 +157,28 @@ def plan(
         return plan_dense(config, bundle, splits, facts, device=device, explicit=explicit, seconds=wanted)
     if protocol == "rule":
         seconds = None if rates is not None or not search else lambda images: seconds_of(budget, usual_seconds(images))
-        chosen = _plan_by_rule(bundle, data, config, explicit, rates=rates, seconds=seconds)
+        chosen = _plan_by_rule(bundle, data, config, method, seconds)
         if chosen.search is None or budget is None:
             return chosen
         return replace(chosen, search=replace(chosen.search, includes_test=True))
     facts = facts_of(with_all_images(config).data.cut(data))
     if protocol == "bit":
         return plan_by_hyperrule(config, network, preprocess, facts, memory=memory, explicit=explicit)
-    return plan_by_paper(config, network, preprocess, facts, memory=memory, row=row, rates=rates, explicit=explicit)
+    return plan_by_paper(
+        config, network, preprocess, facts, memory=memory, row=method.row, rates=rates, explicit=explicit
+    )
 
 
 def _plan_by_rule(
     bundle: Bundle,
     data: OpenedData,
     config: TrainConfig,
-    explicit: Explicit,
-    *,
-    rates: tuple[float, ...] | None,
+    method: Method,
     seconds: Callable[[int], float] | None,
 ) -> FinetunePlan:
-    """Return the settings of our own rule, after an examination of the training images through the model."""
-    device = pick_device(config.run.device)
+    """Return the settings of our own rule, after an examination of the training images through the model. `seconds`
+    returns the time of the command for a number of training images, or is None if no settings are tried."""
+    device, explicit, rates = pick_device(config.run.device), method.explicit, method.rates
     splits = config.data.cut(data)
     share = None
     if "validation_share" not in explicit:
@@ -179,36 +210,6 @@ def _plan_by_rule(
         held_out = plural(len(splits.validation or ()), "validation image")
         chosen = replace(chosen, reasons=(*chosen.reasons, f"{held_out}: a part of --validation-share is enough"))
     return chosen if rates is None else _with_rates(chosen, rates, facts, explicit)
-
-
-def check_choices(
-    protocol: Protocol,
-    explicit: Explicit,
-    *,
-    rates: tuple[float, ...] | None,
-    row: TableRow | None,
-    budget: str | None = None,
-) -> None:
-    """Raise `ConfigError` if the choices of `plan` contradict each other. Neither the model nor the data is needed."""
-    if row is not None and protocol != "paper":
-        raise ConfigError(f"table_row={row!r} is a row of the paper's Table 4; choose protocol='paper' as well")
-    if budget is not None:
-        seconds_of(budget, 1.0)  # raises for a text that is not a time
-        if protocol != "rule" or rates is not None:
-            raise ConfigError(
-                f"budget={budget!r} limits the time of protocol='rule' without learning_rates; leave out budget, or "
-                "these options"
-            )
-    if rates is None:
-        return
-    if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
-        raise ConfigError(f"learning_rates={rates} must be one or more different numbers above 0")
-    if "learning_rate" in explicit:
-        raise ConfigError(
-            f"learning_rate={explicit['learning_rate']} and learning_rates={rates} exclude each other; choose one"
-        )
-    if protocol == "bit":
-        raise ConfigError(f"learning_rates={rates}: BiT's rule has one learning rate; set learning_rate instead")
 
 
 def _with_rates(chosen: FinetunePlan, rates: tuple[float, ...], facts: DataFacts, explicit: Explicit) -> FinetunePlan:

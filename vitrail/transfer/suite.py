@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +23,8 @@ from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.run import finished
-from vitrail.transfer.facts import Explicit, FinetunePlan
-from vitrail.transfer.finetune import Protocol, choose_best_rate, evaluate_run, plan
+from vitrail.transfer.facts import FinetunePlan
+from vitrail.transfer.finetune import Method, choose_best_rate, evaluate_run, plan
 from vitrail.transfer.protocols import TableRow
 from vitrail.weights.bundle import Bundle
 
@@ -138,7 +138,7 @@ class SuiteResult:
     """The results of all tasks, in the order of the suite."""
 
     suite: Suite
-    rows: tuple[TaskResult, ...]
+    rows: Sequence[TaskResult]
 
     def check(self) -> None:
         """Raise `DataError` with the reasons if every task was skipped."""
@@ -242,7 +242,7 @@ def run_suite(
         for key, reason in outputs.skipped.items():
             outputs.note(f"{task.name}: skipped {key}: {reason}")
     outputs.forget()
-    result = SuiteResult(suite, tuple(rows))
+    result = SuiteResult(suite, rows)
     result.check()
     return result
 
@@ -317,19 +317,6 @@ RESULTS = "suite.json"
 """Name of the file with the results, in the folder of the runs."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """Settings of `plan` that all tasks of a suite share."""
-
-    protocol: Protocol = "rule"
-    explicit: Explicit = field(default_factory=dict)
-    """Settings of the user. They replace those of the suite and of the protocol."""
-    rates: tuple[float, ...] | None = None
-    """Learning rates to try on images that the suite holds out. By default the learning rates of the protocol."""
-    row: TableRow | None = None
-    """Row of the paper's Table 4 for the paper's protocol. By default the row of the suite."""
-
-
 def finetune_suite(
     suite: Suite,
     initial: Bundle,
@@ -356,7 +343,20 @@ def finetune_suite(
     `finetune`.
     """
     check_folder(place / RESULTS, {"suite": suite.name}, "the runs of a suite", "--name")
-    return _SuiteRun(suite, initial, config, folder, place, method, log or Log()).go(strict=strict)
+    log, rows = log or Log(), list[TaskResult]()
+    run = _SuiteRun(SuiteResult(suite, rows), initial, config, folder, place, method, log)
+    for number, task in enumerate(suite.tasks, start=1):
+        log.say(f"task {task.name}, {number} of {len(suite.tasks)}")
+        try:
+            rows.append(TaskResult(task, run.metrics(task)))
+        except (DataError, NonFiniteLoss) as error:
+            if strict:
+                raise type(error)(f"task {task.name}: {error}") from error
+            log.note(f"skipped {task.name}: {error}")
+            rows.append(TaskResult(task, reason=str(error)))
+    run.result.check()
+    run.write_results()
+    return run.result
 
 
 def is_suite_run(folder: Path) -> bool:
@@ -368,32 +368,16 @@ def is_suite_run(folder: Path) -> bool:
 class _SuiteRun:
     """The runs of all tasks of a suite, one after the other."""
 
-    suite: Suite
+    result: SuiteResult
+    """The results so far."""
     initial: Bundle
     config: TrainConfig
     folder: Path
     place: Path
     method: Method
     log: Log
-    rows: list[TaskResult] = field(default_factory=list)
 
-    def go(self, *, strict: bool) -> SuiteResult:
-        """Fine-tune and measure the model on every task, and return the results."""
-        for number, task in enumerate(self.suite.tasks, start=1):
-            self.log.say(f"task {task.name}, {number} of {len(self.suite.tasks)}")
-            try:
-                self.rows.append(TaskResult(task, self._metrics(task)))
-            except (DataError, NonFiniteLoss) as error:
-                if strict:
-                    raise type(error)(f"task {task.name}: {error}") from error
-                self.log.note(f"skipped {task.name}: {error}")
-                self.rows.append(TaskResult(task, reason=str(error)))
-        result = self._result()
-        result.check()
-        self._write_results()
-        return result
-
-    def _metrics(self, task: SuiteTask) -> dict[str, float]:
+    def metrics(self, task: SuiteTask) -> dict[str, float]:
         """Return the metrics of the model after fine-tuning. Work that an earlier call finished is not repeated."""
         if "accuracy" in task.evaluators:
             raise DataError(
@@ -406,7 +390,7 @@ class _SuiteRun:
         chosen = self._plan(task, data, images.spec, place)
         for reason in () if (place / "run.json").is_file() else chosen.reasons:
             self.log.say(f"  {reason}")
-        self._write_results()  # marks the folder, so that a run that is stopped is known to belong to a suite
+        self.write_results()  # before the first run, which can be stopped
         config, trials = choose_best_rate(chosen.config, data, self.initial, chosen.rates, place, log=self.log)
         found, run = complete_run(config, data=data, initial=self.initial, log=self.log)
         splits = config.data.cut(data)
@@ -424,7 +408,7 @@ class _SuiteRun:
 
     def _plan(self, task: SuiteTask, data: OpenedData, spec: str, place: Path) -> FinetunePlan:
         """Return the settings of a task: the user's, else the suite's, else the protocol's."""
-        method, of_suite = self.method, self.suite.finetune
+        method, of_suite = self.method, self.result.suite.finetune
         about: dict[str, Any] = {"data": spec, "run": str(place)}
         if task.numbers:
             about |= {"numbers": task.numbers, "task": Regression.name}
@@ -440,18 +424,14 @@ class _SuiteRun:
 
         def planned(**more: Any) -> FinetunePlan:
             explicit = {**chosen, **more, **method.explicit}
-            return plan(
-                self.initial, data, config, method.protocol, explicit, rates=method.rates, row=row, search=False
-            )
+            return plan(self.initial, data, config, replace(method, explicit=explicit, row=row), search=False)
 
         found = planned()
         return planned(validation_share=of_suite.held_out) if found.rates else found
 
-    def _result(self) -> SuiteResult:
-        return SuiteResult(self.suite, tuple(self.rows))
-
-    def _write_results(self) -> None:
+    def write_results(self) -> None:
+        """Write the results so far, so that the folder is known to belong to a suite."""
         about = {"model": self.config.start.init, "protocol": self.method.protocol}
         with saving("the results", self.place):
             self.place.mkdir(parents=True, exist_ok=True)
-            write_json(self.place / RESULTS, suite_as_plain(self._result()) | about)
+            write_json(self.place / RESULTS, suite_as_plain(self.result) | about)

@@ -19,7 +19,7 @@ from tests.targets import multi_labels, single_labels
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers import linear
 from vitrail.evaluation.classifiers import logistic as arrays
-from vitrail.evaluation.classifiers.linear import LinearResult, linear_probe
+from vitrail.evaluation.classifiers.linear import LinearFit, linear_probe
 
 
 def drawn(n: int, width: int, classes: int, *, seed: int = 0, noise: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +35,7 @@ def drawn(n: int, width: int, classes: int, *, seed: int = 0, noise: float = 2.0
 
 def probed(
     train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, *, num_classes: int, **settings: Any
-) -> LinearResult:
+) -> LinearFit:
     """Return the result of the probe for labels, or for targets with a column for each class."""
     one, other = (
         single_labels(values, num_classes) if values.ndim == 1 else multi_labels(values) for values in (labels, truth)

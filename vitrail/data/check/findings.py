@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
@@ -483,11 +482,6 @@ def sizes_of(looks: Looks) -> Sizes | None:
     return Sizes(at(0), at(len(ok) // 2), at(-1), common, len(sizes))
 
 
-def kinds_of(looks: Looks) -> dict[str, int]:
-    counts = np.bincount(looks.kind[looks.ok], minlength=len(looks.kinds)).tolist()
-    return dict(Counter(dict(zip(looks.kinds, counts, strict=True))).most_common())
-
-
 def _singles(
     examined: Examined, rows: np.ndarray, detail: Callable[[int], str] = lambda row: ""
 ) -> tuple[tuple[FaultExample, ...], ...]:
@@ -700,7 +694,7 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
     found += number_findings(splits.train) if kind == "numbers" else ()
     seen = f"checked {plural(len(looks), 'image')}: "
     if (sizes := sizes_of(looks)) is not None:
-        (low, high), kinds = (sizes.smallest, sizes.largest), list(kinds_of(looks))
+        (low, high), kinds = (sizes.smallest, sizes.largest), [kind for kind, _ in looks.kinds.most_common()]
         span = f"{low[0]} x {low[1]}" + ("" if low == high else f" to {high[0]} x {high[1]}")
         seen += f"{span} pixels (width x height), {listed(kinds, 3)}"
     else:

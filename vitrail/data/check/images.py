@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -117,7 +118,6 @@ class Looks:
         self.index = index
         """Index of each image in the source of its split."""
         self.state = np.zeros(count, np.uint8)
-        self.kind = np.zeros(count, np.uint8)
         self.width = np.zeros(count, np.int32)
         self.height = np.zeros(count, np.int32)
         self.oddities = np.zeros(count, np.uint8)
@@ -127,8 +127,8 @@ class Looks:
         self.thumbnails = np.zeros((count, SIDE, SIDE), np.uint8)
         self.details = np.zeros((count, DETAIL_SIDE, DETAIL_SIDE), np.uint8) if count <= MOST_DETAILED else None
         """Small grey pictures, or None if there are too many images."""
-        self.kinds: list[str] = []
-        """Formats and modes. `kind` holds indices into this list."""
+        self.kinds: Counter[str] = Counter()
+        """Number of decoded images of each format and mode."""
         self.reasons: dict[int, str] = {}
         """Reasons why images could not be read or decoded, by row, for the first thousand broken images."""
         self.amounts: dict[int, Int[np.ndarray, " k"]] = {}
@@ -150,9 +150,7 @@ class Looks:
             if len(self.reasons) < REASONS:
                 self.reasons[row] = reason
             return
-        if result.kind not in self.kinds:
-            self.kinds.append(result.kind)
-        self.kind[row] = self.kinds.index(result.kind)
+        self.kinds[result.kind] += 1
         for name in ("width", "height", "oddities", "pixels", "mean", "contrast", "thumbnails"):
             getattr(self, name)[row] = getattr(result, name)
         if self.details is not None:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -63,16 +63,6 @@ from vitrail.files import cache_folder, saving
 SUFFIX = ".parquet"
 
 T = TypeVar("T", LabelColumn, Targets)
-
-
-class ParquetFile(NamedTuple):
-    """One file of a split."""
-
-    name: str
-    """Relative path of the file, the same on every machine. The keys of samples begin with this path."""
-    path: Path
-    identity: str
-    """Text that identifies the content of the file. The cache uses it to find the unpacked images."""
 
 
 class ParquetImages:
@@ -175,42 +165,40 @@ def open_files(
 
     If `numbers` names columns, the numbers in these columns are the targets. Otherwise the labels are the targets.
     """
-    opened = {split: [ParquetColumns(file.path) for file in some] for split, some in files.items()}
-    if "train" in opened and not sum(file.rows for file in opened["train"]):
+    if "train" in files and not sum(file.rows for file in files["train"]):
         raise DataError(f"{title} has an empty training split; training needs at least one row")
-    image, label, text = _columns(opened, choice, reads_texts=not numbers)
+    image, label, text = _columns(files, choice, reads_texts=not numbers)
     notes = list(notes)
     rows: dict[Split, Int64[np.ndarray, " n"]] = {}
     column = None
-    if set(opened) == {"train"}:
-        column, rows, more = _divided(title, opened["train"], choice, {image, label, text, *numbers})
+    if set(files) == {"train"}:
+        column, rows, more = _divided(title, files["train"], choice, {image, label, text, *numbers})
         notes += more
         if rows:
-            files, opened = dict.fromkeys(rows, files["train"]), dict.fromkeys(rows, opened["train"])
+            files = dict.fromkeys(rows, files["train"])
     faults: tuple[Fault, ...] = ()
     if numbers:
-        targets, used = _number_targets(title, opened, rows, numbers, notes), numbers
+        targets, used = _number_targets(title, files, rows, numbers, notes), numbers
     elif text is not None:
-        targets, used = _text_targets(title, opened, rows, text, notes), (text,)
+        targets, used = _text_targets(title, files, rows, text, notes), (text,)
     else:
-        targets, faults = _label_targets(title, opened, rows, label, choice, classes, notes)
+        targets, faults = _label_targets(title, files, rows, label, choice, classes, notes)
         used = () if label is None else (label,)
     if used:
-        types = next(iter(opened.values()))[0].types
+        types = next(iter(files.values()))[0].types
         lower = {name.lower() for name in (image, column, *used) if name is not None}
         if rest := [name for name in types if name.lower() not in lower]:
             notes.append(f"{title}: {plural(len(rest), 'column')} not used: {listed(rest)}")
-    pairs = [pair for split in targets for pair in zip(files[split], opened[split], strict=True)]
-    blobs, unpacking_notes = _unpack(title, list(dict.fromkeys(pairs)), image)
+    blobs = _unpack(title, list(dict.fromkeys(file for split in targets for file in files[split])), image, notes)
     sources: dict[Split, Source] = {}
     for split, found in targets.items():
         reader = ParquetImages([file.name for file in files[split]], [blobs[file] for file in files[split]])
         sources[split] = Samples((reader,), rows[split] if rows else range(len(reader)), found)
-    return splits_from(sources, (*notes, *unpacking_notes), faults)
+    return splits_from(sources, notes, faults)
 
 
 def _divided(
-    title: str, files: Sequence[ParquetColumns], choice: Choice, taken: set[str | None]
+    title: str, files: Sequence[ParquetFile], choice: Choice, taken: set[str | None]
 ) -> tuple[str | None, dict[Split, Int64[np.ndarray, " n"]], list[str]]:
     """Return the column of splits, the rows of each split, and notes. Without such a column, there are no rows."""
     free = [name for name in files[0].types if name not in taken and all(name in file.types for file in files)]
@@ -227,21 +215,21 @@ def _divided(
 
 
 def _of_splits(
-    opened: Mapping[Split, Sequence[ParquetColumns]],
+    files: Mapping[Split, Sequence[ParquetFile]],
     rows: Mapping[Split, Int64[np.ndarray, " n"]],
-    read: Callable[[Sequence[ParquetColumns]], T],
+    read: Callable[[Sequence[ParquetFile]], T],
 ) -> dict[Split, T]:
     """Return what `read` makes of the files of each split. If a column divides the rows, all splits have the same
     files, which are read once."""
     if not rows:
-        return {split: read(some) for split, some in opened.items()}
-    whole = read(next(iter(opened.values())))
+        return {split: read(some) for split, some in files.items()}
+    whole = read(next(iter(files.values())))
     return {split: whole.rows(chosen) for split, chosen in rows.items()}
 
 
 def _label_targets(
     title: str,
-    opened: Mapping[Split, Sequence[ParquetColumns]],
+    files: Mapping[Split, Sequence[ParquetFile]],
     rows: Mapping[Split, Int64[np.ndarray, " n"]],
     label: str | None,
     choice: Choice,
@@ -253,11 +241,11 @@ def _label_targets(
     labels: dict[Split, LabelColumn] = {}
     if label is not None:
         labels = _of_splits(
-            {split: some for split, some in opened.items() if label in some[0].types},
+            {split: some for split, some in files.items() if label in some[0].types},
             rows,
             lambda some: join([str(file.path) for file in some], [file.labels(label, reader) for file in some]),
         )
-    counts = {split: len(rows[split]) if rows else sum(file.rows for file in some) for split, some in opened.items()}
+    counts = {split: len(rows[split]) if rows else sum(file.rows for file in some) for split, some in files.items()}
     for split, count in list(counts.items()):
         if split != "train" and (count == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
             reason = "none of its images has a label" if count else "it is empty"
@@ -269,7 +257,7 @@ def _label_targets(
     if label is None:
         notes.append(
             f"{title} has no column of labels, so its images are unlabelled; to use one of the columns "
-            f"{next(iter(opened.values()))[0].described}, add ?label= and its name to the data's name"
+            f"{next(iter(files.values()))[0].described}, add ?label= and its name to the data's name"
         )
         return {split: Targets.unknown("none", classes or (), count) for split, count in counts.items()}, ()
     labels = {split: labels[split] for split in counts}
@@ -282,7 +270,7 @@ def _label_targets(
 
 def _text_targets(
     title: str,
-    opened: Mapping[Split, Sequence[ParquetColumns]],
+    files: Mapping[Split, Sequence[ParquetFile]],
     rows: Mapping[Split, Int64[np.ndarray, " n"]],
     text: str,
     notes: list[str],
@@ -290,33 +278,33 @@ def _text_targets(
     """Return the texts of each split that is not skipped. Notes are added to `notes`."""
     reader = TextReader()
 
-    def read(some: Sequence[ParquetColumns]) -> Targets:
+    def read(some: Sequence[ParquetFile]) -> Targets:
         cells = (cell for file in some for cell in (file.cells(text) if text in file.types else [None] * file.rows))
         return Targets.of(map(reader, cells), "texts", ())
 
-    targets = _with_known(title, _of_splits(opened, rows, read), "text", notes)
+    targets = _with_known(title, _of_splits(files, rows, read), "text", notes)
     notes += reader.notes(title)
     return targets
 
 
 def _number_targets(
     title: str,
-    opened: Mapping[Split, Sequence[ParquetColumns]],
+    files: Mapping[Split, Sequence[ParquetFile]],
     rows: Mapping[Split, Int64[np.ndarray, " n"]],
     numbers: tuple[str, ...],
     notes: list[str],
 ) -> dict[Split, Targets]:
     """Return the numbers of each split that is not skipped. Notes are added to `notes`."""
 
-    def read(some: Sequence[ParquetColumns]) -> Targets:
+    def read(some: Sequence[ParquetFile]) -> Targets:
         try:
             return Targets("numbers", numbers, np.concatenate([file.numbers(numbers) for file in some]))
         except MissingColumn:
-            if some is opened.get("train"):
+            if some is files.get("train"):
                 raise
             return Targets.unknown("numbers", numbers, sum(file.rows for file in some))
 
-    return _with_known(title, _of_splits(opened, rows, read), "number", notes)
+    return _with_known(title, _of_splits(files, rows, read), "number", notes)
 
 
 def _with_known(title: str, found: Mapping[Split, Targets], noun: str, notes: list[str]) -> dict[Split, Targets]:
@@ -332,19 +320,19 @@ def _with_known(title: str, found: Mapping[Split, Targets], noun: str, notes: li
 
 
 def _columns(
-    opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice, *, reads_texts: bool
+    files: Mapping[Split, Sequence[ParquetFile]], choice: Choice, *, reads_texts: bool
 ) -> tuple[str, str | None, str | None]:
     """Return the columns of images, labels and texts, found in the first training file. Texts are read if they were
     chosen, or if there are no labels.
 
     All other files must have the same columns, but a whole split may lack labels. Raises `DataError`.
     """
-    first = (opened.get("train") or next(iter(opened.values())))[0]
+    first = (files.get("train") or next(iter(files.values())))[0]
     image = first.image_column(choice.image)
     label, text = first.label_column(choice.label), None
     if reads_texts and (choice.text is not None or label is None):
         text = first.text_column(choice.text)
-    for some in opened.values():
+    for some in files.values():
         for file in some:
             file.image_column(image)
             if label is not None and (label in file.types) != (label in some[0].types):
@@ -364,18 +352,16 @@ def identity_of(path: Path) -> str:
     return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}"
 
 
-def _unpack(
-    title: str, files: Sequence[tuple[ParquetFile, ParquetColumns]], column: str
-) -> tuple[dict[ParquetFile, Blob], tuple[str, ...]]:
-    """Return the unpacked images of each file, and a note if a file had to be unpacked. Files in the cache are not
-    unpacked again."""
+def _unpack(title: str, files: Sequence[ParquetFile], column: str, notes: list[str]) -> dict[ParquetFile, Blob]:
+    """Return the unpacked images of each file. Files in the cache are not unpacked again. If a file had to be unpacked,
+    a note is added to `notes`."""
     folder = cache_folder("parquet")
-    places = {file: folder / _blob_name(file, column) for file, _ in files}
+    places = {file: folder / _blob_name(file, column) for file in files}
     blobs = {file: blob for file, place in places.items() if (blob := open_blob(place)) is not None}
-    missing = [(file, columns) for file, columns in files if file not in blobs]
+    missing = [file for file in files if file not in blobs]
     if not missing:
-        return blobs, ()
-    needed = sum(columns.image_bytes(column) for _, columns in missing)
+        return blobs
+    needed = sum(file.image_bytes(column) for file in missing)
     with saving("unpacked images", folder):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
@@ -385,17 +371,17 @@ def _unpack(
             "there; set VITRAIL_DATA to a folder on a larger disk"
         )
     written = 0
-    for file, columns in missing:
-        blobs[file] = write_blob(places[file], columns.images(column))
+    for file in missing:
+        blobs[file] = write_blob(places[file], file.images(column))
         written += int(blobs[file].offsets[-1])
-    for file, columns in missing:
-        if len(blobs[file]) != columns.rows:
+    for file in missing:
+        if len(blobs[file]) != file.rows:
             raise DataError(f"{file.path} changed while it was read; run the command again")
-    note = (
+    notes.append(
         f"{title}: the images were unpacked once into {folder} ({_size(written)}), for random access; files deleted "
         "there are made again when they are needed"
     )
-    return blobs, (note,)
+    return blobs
 
 
 def _blob_name(file: ParquetFile, column: str) -> str:
@@ -436,15 +422,19 @@ BATCH_BYTES = 2**23
 """Approximate number of bytes that are decoded at once. A larger number needs more memory and is not faster."""
 
 
-class ParquetColumns:
-    """The columns of a Parquet file that follows Hugging Face's convention for images.
+class ParquetFile:
+    """A Parquet file of a split, which follows Hugging Face's convention for images.
 
     In this convention, an image is a struct of the bytes and the path of an image file. The metadata of the schema name
     the image columns and the classes. Raises `DataError` if the file is not a Parquet file or is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, name: str, path: Path, identity: str) -> None:
+        self.name = name
+        """Relative path of the file, the same on every machine. The keys of samples begin with this path."""
         self.path = path
+        self.identity = identity
+        """Text that identifies the content of the file. The cache uses it to find the unpacked images."""
         with self._file() as file:
             schema = file.schema_arrow
             self.rows: int = file.metadata.num_rows

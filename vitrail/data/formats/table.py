@@ -122,14 +122,12 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
     if not unlabelled:
         single = (row.label for part in parts.values() for row in part.rows if isinstance(row.label, str))
         refuse_joined(where, Counter(single), request.choice.separator)
-    files: dict[Split, dict[str, tuple[TableRow, int]]] = {}
     faults: list[Fault] = []
     for split, part in parts.items():
-        files[split], found = _files(part)
+        parts[split], found = _with_files(part)
         faults += found
-        if not files[split]:
+        if not parts[split].rows:
             raise DataError("\n".join(fault.text for fault in found))
-        parts[split] = part._replace(rows=[row for row, _ in files[split].values()])
     if numbers or any(part.has_texts for part in parts.values()):
         if not numbers and not any(row.texts for part in parts.values() for row in part.rows):
             raise DataError(f"{where}: no image has a text that can be used")
@@ -146,8 +144,8 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
             if strange:
                 faults.append(_unknown_class(parts[split].path, split, strange, classes))
                 left = set(strange)
-                files[split] = {key: pair for key, pair in files[split].items() if pair[0] not in left}
-    sources = {split: _source(part, files[split], classes) for split, part in parts.items() if files[split]}
+                parts[split] = parts[split]._replace(rows=[row for row in parts[split].rows if row not in left])
+    sources = {split: _source(part, classes) for split, part in parts.items() if part.rows}
     return splits_from(sources, notes, faults)
 
 
@@ -198,9 +196,9 @@ def _renamed(parts: dict[Split, Table]) -> dict[Split, Table]:
     return {split: part._replace(rows=list(map(one, part.rows))) for split, part in parts.items()} if whole else parts
 
 
-def _source(table: Table, files: dict[str, tuple[TableRow, int]], classes: tuple[str, ...]) -> Samples:
-    """Return the image files of some rows, in their order. `classes` holds the names of classes or numbers."""
-    root, rows = table.path.parent, [row for row, _ in files.values()]
+def _source(table: Table, classes: tuple[str, ...]) -> Samples:
+    """Return the image files of the rows, in their order. `classes` holds the names of classes or numbers."""
+    root, rows = table.path.parent, table.rows
     if table.has_texts:
         targets = Targets.of((row.texts for row in rows), "texts", ())
     elif rows[0].numbers:
@@ -211,7 +209,7 @@ def _source(table: Table, files: dict[str, tuple[TableRow, int]], classes: tuple
         found = [tuple(sorted({places[name] for name in row.names})) for row in rows]
         labels = found if kind == "classes" else [one[0] if one else None for one in found]
         targets = Targets.of(labels, kind, classes)
-    return file_samples(root, list(files), [inode for _, inode in files.values()], targets)
+    return file_samples(root, [row.path for row in rows], [row.inode for row in rows], targets)
 
 
 def _classes(table: Table, unlabelled: bool) -> tuple[str, ...]:
@@ -242,14 +240,15 @@ def _unknown_label(table: Path, line: int, name: str, classes: tuple[str, ...]) 
     return f"{table}, line {line}: the label {name!r} is not among the classes; {nearest(name, classes)}"
 
 
-def _files(table: Table) -> tuple[dict[str, tuple[TableRow, int]], list[Fault]]:
-    """Return the row and the inode of each file, by its path relative to the table, and the faults of the other rows.
+def _with_files(table: Table) -> tuple[Table, list[Fault]]:
+    """Return the table with a row for each file that can be used, and the faults of the other rows. Paths are then
+    relative to the table, and rows have the inodes of their files.
 
     Every folder is listed once, because a million calls of stat would take longer.
     """
     folder = table.path.parent
     listings: dict[str, dict[str, int]] = {}
-    found: dict[str, tuple[TableRow, int]] = {}
+    found: dict[str, TableRow] = {}
     outside, missing, repeated = [], [], []
     first_missing = ""
     for row in table.rows:
@@ -265,14 +264,13 @@ def _files(table: Table) -> tuple[dict[str, tuple[TableRow, int]], list[Fault]]:
             missing.append(f"line {row.line}: {row.path}")
             first_missing = first_missing or key
         elif key in found and table.has_texts:
-            first = found[key][0]
-            found[key] = (first._replace(texts=tuple(dict.fromkeys(first.texts + row.texts))), inode)
+            found[key] = found[key]._replace(texts=tuple(dict.fromkeys(found[key].texts + row.texts)))
         elif key in found:
-            repeated.append(f"line {row.line}: {row.path}, which is also in line {found[key][0].line}")
+            repeated.append(f"line {row.line}: {row.path}, which is also in line {found[key].line}")
         else:
-            found[key] = (row, inode)
+            found[key] = row._replace(path=key, inode=inode)
     hint = _alike(folder, first_missing) if first_missing else ""
-    return found, list(_faults(table, outside, missing, repeated, hint))
+    return table._replace(rows=list(found.values())), list(_faults(table, outside, missing, repeated, hint))
 
 
 def _inside(folder: Path, text: str) -> str | None:
@@ -335,6 +333,8 @@ class TableRow(NamedTuple):
     line: int
     numbers: tuple[float, ...] = ()
     texts: tuple[str, ...] = ()
+    inode: int = 0
+    """The inode of the image file, once it is known."""
 
     @property
     def names(self) -> tuple[str, ...]:

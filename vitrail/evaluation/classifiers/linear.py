@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -77,20 +77,14 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class LinearFit:
-    """The result of `fit_linear`."""
+    """The result of `fit_linear` and of `linear_probe`."""
 
     penalty: float
     sweep: dict[float, dict[str, float]]
     """Metrics on the held-out rows by penalty, strongest penalty first. Empty if there was only one penalty."""
     model: LinearMap
-
-
-@dataclass(frozen=True)
-class LinearResult(LinearFit):
-    """The result of `linear_probe`."""
-
-    metrics: dict[str, float]
-    """Metrics on the test features. They are measured only with the chosen penalty."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics on the test features of `linear_probe`. They are measured only with the chosen penalty."""
 
 
 def linear_probe(
@@ -103,14 +97,14 @@ def linear_probe(
     held_out: float = 0.1,
     seed: int = 0,
     device: torch.device | str = "cpu",
-) -> LinearResult:
+) -> LinearFit:
     """Fit a linear model to the training features by `fit_linear`, and measure it on the test features.
 
     Raise the errors of `fit_linear`, and `DataError` if the test features or targets do not fit the training features.
     """
     check_both(train_features, train_truth, test_features, test_truth)
     fit = fit_linear(train_features, train_truth, penalties=penalties, held_out=held_out, seed=seed, device=device)
-    return LinearResult(fit.penalty, fit.sweep, fit.model, fit.model.measure(test_features, test_truth))
+    return replace(fit, metrics=fit.model.measure(test_features, test_truth))
 
 
 def fit_linear(

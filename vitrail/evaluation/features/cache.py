@@ -96,7 +96,7 @@ class Entry:
         """The folder of the entry. The name of the folder begins with a hash of the data, so that all entries of the
         same data can be found."""
         values = json.dumps(to_plain(self.identity), sort_keys=True)
-        return self.cache / f"{self._data}-{hashlib.sha256(values.encode()).hexdigest()[:16]}"
+        return self.cache / f"{self.identity.data[:16]}-{hashlib.sha256(values.encode()).hexdigest()[:16]}"
 
     @property
     def partial(self) -> Path:
@@ -106,10 +106,6 @@ class Entry:
     def filling(self) -> Partial:
         """Open the partial folder to write rows. Raise `SaveError`."""
         return Partial(self.partial, self.samples, self.width)
-
-    @property
-    def _data(self) -> str:
-        return self.identity.data[:16]
 
     def read(self) -> Kept | None:
         """Return the content of the entry, or None if there is no entry. Raise `DataError` if the entry is damaged, and
@@ -131,7 +127,7 @@ class Entry:
         none.
         """
         found: list[list[str]] = []
-        for path in self.cache.glob(f"{self._data}-*/{ABOUT}"):
+        for path in self.cache.glob(f"{self.identity.data[:16]}-*/{ABOUT}"):
             with contextlib.suppress(DataError):
                 other = _parse(path).identity
                 names = {"weights": "weights", "preprocess": "preprocessing", "precision": "precision"}

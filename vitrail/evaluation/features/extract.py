@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from vitrail.data.batch import Skipped
-from vitrail.data.pipeline import Ranks, evaluation_batches
+from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.data.source import Source, evenly, subset, truth_of
 from vitrail.data.targets import Targets
@@ -27,6 +27,7 @@ from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_fingerprint, weights_fingerprint
 from vitrail.machine import Precision, resolve_precision
 from vitrail.models.predictor import Predictor
+from vitrail.processes.launch import Launch
 from vitrail.settings import typed
 from vitrail.weights.answers import finite
 from vitrail.weights.bundle import Bundle
@@ -204,7 +205,7 @@ def _in_memory(job: _Job, chosen: Int64[np.ndarray, " n"] | None = None) -> Kept
 
 def _exchanged(job: _Job) -> Kept:
     """Return all features, of which each rank computes consecutive batches."""
-    ranks, gather = job.how.ranks, job.how.gather
+    ranks, gather = job.how.processes.place, job.how.gather
     precision, batch_size = gather((job.precision, job.batch_size))[0]  # machines can differ in both
     job = replace(job, precision=precision, batch_size=batch_size)
     batches = math.ceil(len(job.source) / job.batch_size)
@@ -244,7 +245,7 @@ def _from_cache(job: _Job, cache: Path) -> tuple[_Job, Kept | None]:
 def _computed(job: _Job, entry: Entry) -> Kept | None:
     """Return the features of an entry after computing the missing ones. Return None if the file system has no
     locks."""
-    note, ranks = job.how.note, job.how.ranks
+    note, ranks = job.how.note, job.how.processes.place
     with entry.locked() as lock:
         if lock is None:
             note(f"features are computed but not kept, because the disk of {entry.cache} does not support locks")
@@ -258,11 +259,11 @@ def _computed(job: _Job, entry: Entry) -> Kept | None:
         )
         if (kept := entry.adopt()) is not None:
             return kept
-        _fill(job, entry, Ranks())
+        _fill(job, entry, Launch())
         return entry.finish(job.reason)
 
 
-def _fill(job: _Job, entry: Entry, ranks: Ranks) -> None:
+def _fill(job: _Job, entry: Entry, ranks: Launch) -> None:
     """Compute the missing rows in the batches of one rank. With n ranks, each rank has every n-th batch."""
     with contextlib.closing(entry.filling()) as partial:
         done, size = partial.done() > 0, job.batch_size
