@@ -186,8 +186,6 @@ def main(call: Call) -> int:
         places = {Path(each.path).parent for each in given}
         if any(place.resolve().is_relative_to(path.resolve()) for place in places):
             raise DestinationError(f"{path} holds images that are predicted; choose another folder for {flag(option)}")
-    thresholds = (options.threshold, bundle.score_threshold, USUAL_THRESHOLD)
-    threshold = next(one for one in thresholds if one is not None)
     top = _top(options, bundle)
     chosen: list[str] = []
     bundle = with_engine(bundle, options.engine, precision=options.precision, images=len(pictures), note=chosen.append)
@@ -211,7 +209,7 @@ def main(call: Call) -> int:
                 if options.coco is not None:
                     named = {"file_name": picture.name, "image_id": picture.number}
                     objects += [named | row for row in result.coco(bundle.class_ids)]
-                result = result.above(threshold)
+                result = bundle.shown(result, options.threshold)
             if is_shown:
                 show.add(picture, result)
             if isinstance(result, UndecodableImage):

@@ -40,8 +40,47 @@ ResNetUnit = Literal["bottleneck", "basic"]
 3 x 3 convolutions (1512.03385, figure 5), which train faster in narrow networks."""
 
 
+class Stages:
+    """The sizes that follow from the stem, the units and the stages, for a ResNet and for the root of a hybrid."""
+
+    depths: tuple[int, ...]
+    width: int
+    stem: Stem
+    pools: bool
+
+    @property
+    def unit(self) -> ResNetUnit:
+        """Residual unit."""
+        return "basic" if self.stem == "3x3" else "bottleneck"
+
+    @property
+    def expansion(self) -> int:
+        """Ratio of the channels after the first stage to `width`."""
+        return BASIC_EXPANSION if self.unit == "basic" else EXPANSION
+
+    @property
+    def stem_stride(self) -> int:
+        """Pixels between neighbouring cells of the stem's feature map."""
+        return {"7x7+pool": 4, "3x3+3x3": 2, "3x3": 1}[self.stem]
+
+    @property
+    def first_stride(self) -> int:
+        """Stride of the first stage: 2 after a stem of stride 1."""
+        return 2 if self.stem == "3x3" else 1
+
+    @property
+    def stride(self) -> int:
+        """Pixels between neighbouring cells of the last feature map."""
+        return self.stem_stride * self.first_stride * 2 ** max(0, len(self.depths) - 1)
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the last feature map."""
+        return self.width * self.expansion * 2 ** (len(self.depths) - 1) if self.depths else self.width
+
+
 @dataclass(frozen=True, kw_only=True)
-class RootConfig:
+class RootConfig(Stages):
     """The config of the ResNet below a hybrid. The defaults are those of the original code. Raises `ConfigError` for
     values that do not fit."""
 
@@ -85,40 +124,10 @@ class RootConfig:
             weight_eps_on=self.weight_eps_on,
         )  # fmt: skip
 
-    @property
-    def unit(self) -> ResNetUnit:
-        """Residual unit."""
-        return "basic" if self.is_small else "bottleneck"
-
-    @property
-    def expansion(self) -> int:
-        """Ratio of the channels after the first stage to `width`."""
-        return BASIC_EXPANSION if self.is_small else EXPANSION
-
-    @property
-    def first_stride(self) -> int:
-        """Stride of the first stage."""
-        return 2 if self.is_small else 1
-
-    @property
-    def stem_stride(self) -> int:
-        """Pixels between neighbouring cells of the stem's feature map."""
-        return {"7x7+pool": 4, "3x3+3x3": 2, "3x3": 1}[self.stem]
-
-    @property
-    def stride(self) -> int:
-        """Pixels between neighbouring cells of the last feature map."""
-        return self.stem_stride * self.first_stride * 2 ** max(0, len(self.depths) - 1)
-
-    @property
-    def out_channels(self) -> int:
-        """Channels of the feature map."""
-        return self.width * self.expansion * 2 ** (len(self.depths) - 1) if self.depths else self.width
-
 
 @refuse_assignment
 @dataclass(frozen=True, kw_only=True)
-class ResNetConfig(NetworkConfig):
+class ResNetConfig(Stages, NetworkConfig):
     """The config of a BiT ResNet. The defaults are BiT-R50x1. Raises `ConfigError` for values that do not fit.
 
     `stem="3x3"`, `unit="basic"` and `norm_groups=1` make a small ResNet for small images, such as BiT-Pico.
@@ -172,24 +181,9 @@ class ResNetConfig(NetworkConfig):
             raise ConfigError(f"pools=True needs the unit 'basic', and the unit is {self.unit!r}")
 
     @property
-    def stem_stride(self) -> int:
-        """Pixels between neighbouring cells of the stem's feature map."""
-        return 4 if self.stem == "7x7+pool" else 1
-
-    @property
-    def first_stride(self) -> int:
-        """Stride of the first stage: 2 after a stem of stride 1."""
-        return 1 if self.stem == "7x7+pool" else 2
-
-    @property
-    def expansion(self) -> int:
-        """Ratio of the channels after the first stage to `width`."""
-        return EXPANSION if self.unit == "bottleneck" else BASIC_EXPANSION
-
-    @property
     def embed_width(self) -> int:
         """Channels of the last feature map."""
-        return self.width * self.expansion * 2 ** (len(self.depths) - 1)
+        return self.out_channels
 
     @property
     def summary(self) -> str:
@@ -225,18 +219,14 @@ class ResNetConfig(NetworkConfig):
         """Return rows and columns of the last feature map. Raise `ConfigError` for an image without pixels."""
         if min(height, width) < 1:
             raise ConfigError(f"an image of {height} x {width} has no pixels; both sides must be at least 1")
-        stride = self.stem_stride * self.first_stride * 2 ** (len(self.depths) - 1)
-        return math.ceil(height / stride), math.ceil(width / stride)
+        return cells((height, width), self.stride)
 
     def parameters(self) -> int:
-        convolved = sum(unit.parameters(bit=True) for unit in units(self, self.image_size))
-        stem = _stem_kernel(self) ** 2 * self.channels * self.width
-        return stem + convolved + 2 * self.embed_width + self.num_classes * (self.embed_width + 1)
+        return root_parameters(self, self.channels) + self.num_classes * (self.embed_width + 1)
 
     def macs(self, image_size: tuple[int, int] | None = None) -> int:
-        size = image_size or self.image_size
-        convolved = sum(unit.macs for unit in units(self, size))
-        return _first_macs(self, size) + convolved + self.num_classes * self.embed_width
+        convolved = root_macs(self, self.channels, image_size or self.image_size)
+        return convolved + self.num_classes * self.embed_width
 
     def inference_flops(self, image_size: tuple[int, int] | None = None) -> int:
         return 2 * self.macs(image_size)
@@ -246,7 +236,7 @@ class ResNetConfig(NetworkConfig):
         default all blocks are trained, otherwise the last `trained_blocks` with the layers after them, or only the head
         (0). The layers below have no backward pass."""
         size = image_size or self.image_size
-        forward, first = self.macs(size), _first_macs(self, size)
+        forward, first = self.macs(size), root_first_macs(self, self.channels, size)
         if trained_blocks is None:
             return 2 * (3 * forward - first)
         if not trained_blocks:  # the head, whose input has no gradient
@@ -274,7 +264,7 @@ def _misfits(depths: tuple[int, ...], width: int, groups: int) -> Iterator[str]:
 
 
 class Convolution(NamedTuple):
-    """A convolution of a unit, with the cells of its input and output."""
+    """A convolution of a stem or a unit, with the cells of its input and output."""
 
     inputs: int
     outputs: int
@@ -285,6 +275,10 @@ class Convolution(NamedTuple):
     @property
     def weights(self) -> int:
         return self.inputs * self.outputs * self.kernel**2
+
+    @property
+    def macs(self) -> int:
+        return self.weights * self.cells_out
 
 
 @dataclass(frozen=True)
@@ -331,7 +325,7 @@ class Unit:
     @property
     def macs(self) -> int:
         shortcut = self.before * self.after * self.cells_out * self.has_shortcut
-        return shortcut + sum(one.weights * one.cells_out for one in self.convolutions)
+        return shortcut + sum(one.macs for one in self.convolutions)
 
     def parameters(self, *, bit: bool) -> int:
         """Return the number of weights. BiT's norms are before each convolution; others are after it."""
@@ -379,34 +373,34 @@ def predicting_bytes(shape: ResNetConfig | RootConfig, size: tuple[int, int], pr
     return int((1 + GAPS) * bytes_each(precision) * max(stem, *held, 0))
 
 
-def root_parameters(root: RootConfig, channels: int) -> int:
-    """Return the number of weights of a hybrid's root."""
-    if root.is_small:
-        return root.small(channels).parameters()
-    convolved = sum(unit.parameters(bit=False) for unit in units(root, (224, 224)))
-    half = root.width // 2
-    before = 9 * channels * half + 2 * half + 9 * half * root.width
-    return (49 * channels * root.width if root.stem == "7x7+pool" else before) + 2 * root.width + convolved
+def stem_convolutions(shape: ResNetConfig | RootConfig, channels: int, size: tuple[int, int]) -> list[Convolution]:
+    """Return the convolutions below the units, for images of this number of channels."""
+    whole, half, narrow = math.prod(size), math.prod(cells(size, 2)), shape.width // 2
+    if shape.stem == "7x7+pool":
+        return [Convolution(channels, shape.width, 7, whole, half)]
+    if shape.stem == "3x3":
+        return [Convolution(channels, shape.width, 3, whole, whole)]
+    return [Convolution(channels, narrow, 3, whole, whole), Convolution(narrow, shape.width, 3, whole, half)]
 
 
-def root_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
-    """Return the multiply-accumulates of a hybrid's root for one image."""
-    if root.is_small:
-        return root.small(channels).macs(size)
-    half = math.prod(cells(size, 2))
-    stem = root_first_macs(root, channels, size)
-    if root.stem == "3x3+3x3":
-        stem += half * 9 * (root.width // 2) * root.width
-    return stem + sum(unit.macs for unit in units(root, size))
+def root_parameters(shape: ResNetConfig | RootConfig, channels: int) -> int:
+    """Return the number of weights of a hybrid's root, or of a ResNet without its head."""
+    is_bit = isinstance(shape, ResNetConfig) or shape.is_small
+    stem = stem_convolutions(shape, channels, (224, 224))
+    normed = shape.out_channels if is_bit else sum(one.outputs for one in stem)
+    convolved = sum(unit.parameters(bit=is_bit) for unit in units(shape, (224, 224)))
+    return sum(one.weights for one in stem) + 2 * normed + convolved
 
 
-def root_first_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
-    """Return the multiply-accumulates of the root's first convolution, whose input needs no gradient."""
-    if root.is_small:
-        return _first_macs(root.small(channels), size)
-    if root.stem == "3x3+3x3":
-        return math.prod(size) * 9 * channels * (root.width // 2)
-    return math.prod(cells(size, 2)) * 49 * channels * root.width
+def root_macs(shape: ResNetConfig | RootConfig, channels: int, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of a hybrid's root, or of a ResNet without its head, for one image."""
+    stem = sum(one.macs for one in stem_convolutions(shape, channels, size))
+    return stem + sum(unit.macs for unit in units(shape, size))
+
+
+def root_first_macs(shape: ResNetConfig | RootConfig, channels: int, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of the first convolution, whose input needs no gradient."""
+    return stem_convolutions(shape, channels, size)[0].macs
 
 
 def root_bytes(
@@ -437,15 +431,6 @@ def standardised_bytes(precision: FootprintPrecision) -> int:
 def filter_bytes(shape: ResNetConfig | RootConfig) -> int:
     """Return the bytes of the five temporary tensors in the backward pass of the largest standardised filters."""
     return 4 * 5 * max((9 * unit.middle**2 for unit in units(shape, (224, 224))), default=0)
-
-
-def _first_macs(config: ResNetConfig, size: tuple[int, int]) -> int:
-    stride = min(2, config.stem_stride)
-    return math.prod(cells(size, stride)) * _stem_kernel(config) ** 2 * config.channels * config.width
-
-
-def _stem_kernel(config: ResNetConfig) -> int:
-    return 7 if config.stem == "7x7+pool" else 3
 
 
 def _kept(config: ResNetConfig, size: tuple[int, int]) -> int:

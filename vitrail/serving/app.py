@@ -63,15 +63,16 @@ class Operation:
 
     path: str
     summary: str
-    answer: Callable[[Request], Awaitable[Response]]
+    answer: Callable[[Request, Service], Awaitable[Response]]
     method: str = "GET"
     query: tuple[str, ...] = ()
     """Names that the query of the address may have."""
     body: tuple[str, ...] = ()
     """Media types of the body."""
 
-    def route(self) -> Route:
-        """Return the route, which refuses unknown and repeated names in the query of a request with a body."""
+    def route(self, service: Service) -> Route:
+        """Return the route for a service. It refuses unknown and repeated names in the query of a request with a
+        body."""
 
         async def checked(request: Request) -> Response:
             if self.method == "POST":  # tools add their own names to other addresses, to get around caches
@@ -79,7 +80,7 @@ class Operation:
                 names = [name for name, _ in request.query_params.multi_items()]
                 if repeated := next((name for name in names if names.count(name) > 1), None):
                     raise Refused(400, f"{repeated}: the address gives it more than once; give one value")
-            return await self.answer(request)
+            return await self.answer(request, service)
 
         return Route(self.path, checked, methods=[self.method])
 
@@ -118,9 +119,8 @@ def make_app(service: Service, watch: Callable[[], Coroutine[Any, Any, None]] | 
         await service.stop()
 
     handlers: Any = {Refused: _refused, HTTPException: _not_found, Exception: _crashed}
-    routes = [operation.route() for operation in _operations(service)]
+    routes = [operation.route(service) for operation in _operations(service)]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    app.state.service = service
     guard = Guard(app, service)
     origins = service.settings.allow_origin
     if not origins:
@@ -134,7 +134,7 @@ def _operations(service: Service) -> list[Operation]:
     """Return all paths of the server of a service. `?model=NAME` chooses the model of an image, and the field `model`
     that of embeddings."""
 
-    async def describe(request: Request) -> Response:
+    async def describe(request: Request, service: Service) -> Response:
         return JSONResponse(_openapi(operations))
 
     operations = [
@@ -206,15 +206,14 @@ def _page_route() -> Any:
         "Referrer-Policy": "no-referrer",
     }
 
-    async def page(request: Request) -> Response:
+    async def page(request: Request, service: Service) -> Response:
         return HTMLResponse(text, headers=headers)
 
     return page
 
 
-async def _models(request: Request) -> Response:
+async def _models(request: Request, service: Service) -> Response:
     """Describe all models, for the page."""
-    service = service_of(request)
     cards = [{**_card(model), "no_overlays": service.overlay_refusal(model)} for model in service.models.values()]
     index = None
     if service.index is not None:
@@ -242,12 +241,12 @@ def _card(model: ServedModel) -> dict[str, Any]:
     }
 
 
-async def _model_list(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_listed(model) for model in service_of(request).models.values()]})
+async def _model_list(request: Request, service: Service) -> Response:
+    return JSONResponse({"object": "list", "data": [_listed(model) for model in service.models.values()]})
 
 
-async def _model_card(request: Request) -> Response:
-    return JSONResponse(_listed(service_of(request).model(request.path_params["name"])))
+async def _model_card(request: Request, service: Service) -> Response:
+    return JSONResponse(_listed(service.model(request.path_params["name"])))
 
 
 def _listed(model: ServedModel) -> dict[str, Any]:
@@ -255,14 +254,14 @@ def _listed(model: ServedModel) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": 0, "owned_by": "vitrail"}
 
 
-async def _metrics(request: Request) -> Response:
-    return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4")
+async def _metrics(request: Request, service: Service) -> Response:
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-async def _probe(request: Request) -> Response:
+async def _probe(request: Request, service: Service) -> Response:
     """Answer a probe. The server listens after its models are loaded, so `live` and `startup` are always true. A path
     without the name of a probe asks if the server is ready."""
-    service, probe = service_of(request), request.url.path.rsplit("/", 1)[1]
+    probe = request.url.path.rsplit("/", 1)[1]
     is_fine = probe in ("live", "startup") or (service.is_ready and not service.is_draining)
     return JSONResponse({probe: is_fine}, 200 if is_fine else 503)
 
@@ -302,10 +301,10 @@ FUNCTIONS = ("softmax", "sigmoid", "none")
 """Functions that turn logits into scores, by Hugging Face's names."""
 
 
-async def _hugging_face(request: Request) -> Response:
+async def _hugging_face(request: Request, service: Service) -> Response:
     """Answer in the shape of Hugging Face's inference API: image classification, object detection, image segmentation,
     or feature extraction for a model without classes."""
-    service, body = service_of(request), await request.body()
+    body = await request.body()
     model = service.model(request.query_params.get("model"))
     image, asked, kind = body, _Asked(), request.headers.get("content-type", "").lower()
     if kind.startswith(JSON):
@@ -326,9 +325,8 @@ async def _hugging_face(request: Request) -> Response:
     return JSONResponse(made, headers=model_headers(model))
 
 
-async def _upload(request: Request) -> Response:
+async def _upload(request: Request, service: Service) -> Response:
     """Answer the files of a form. Each file has a result of its own. The status is 422 only if all files fail."""
-    service = service_of(request)
     model = service.model(request.query_params.get("model"))
     asked = _asked_in_address(request, model)
     files = await _form_files(request, service.settings.max_images)
@@ -350,10 +348,9 @@ async def _upload(request: Request) -> Response:
     return JSONResponse(whole, status, model_headers(model))
 
 
-async def _embeddings(request: Request) -> Response:
+async def _embeddings(request: Request, service: Service) -> Response:
     """Answer in the shape of OpenAI's embeddings. Images are data URIs, and for a model that reads texts all other
     inputs are texts. Such a model answers with embeddings of length 1, whose products are cosines."""
-    service = service_of(request)
     name, given, encoding, dimensions = await service.parse(_parse_embeddings, await request.body())
     model = service.model(name)
     reads_texts = model.bundle.words is not None
@@ -570,9 +567,8 @@ def _ranking(model: ServedModel, row: Mapping[str, np.ndarray], top: int) -> lis
 # --- the path that shows which parts of a picture support a class
 
 
-async def _explain(request: Request) -> Response:
+async def _explain(request: Request, service: Service) -> Response:
     """Answer the bytes of an image with an overlay, as a data URI. `?label=CLASS` chooses the class."""
-    service = service_of(request)
     model = service.model(request.query_params.get("model"))
     target = _target(model, request.query_params.get("label"))
     content = await service.overlay(model, await request.body(), target)
@@ -610,10 +606,10 @@ THUMBNAIL = 512
 """Longest side of the picture of a stored image, in pixels."""
 
 
-async def _search(request: Request) -> Response:
+async def _search(request: Request, service: Service) -> Response:
     """Answer with the nearest images, their cosines and labels, and the paths of their pictures. The body is an image,
     or JSON with a text: `{"text": "a red car", "top": 5}`."""
-    service, body = service_of(request), await request.body()
+    body = await request.body()
     model, top = service.searched_by(), parse_top(request.query_params.get("top", TOP), what="images")
     if request.headers.get("content-type", "").lower().startswith(JSON):
         text, stated = await service.parse(_parse_search, body)
@@ -643,9 +639,8 @@ def _parse_search(body: bytes) -> tuple[str, int | None]:
     return text, None if content.get("top") is None else parse_top(content["top"], what="images")
 
 
-async def _picture(request: Request) -> Response:
+async def _picture(request: Request, service: Service) -> Response:
     """Answer with a JPEG picture of a stored image that is a file."""
-    service = service_of(request)
     service.searched_by()
     index, row = service.index, request.path_params["row"]
     if index is None or not (row.isascii() and row.isdecimal() and int(row) < len(index)):
@@ -674,12 +669,12 @@ def _thumbnail(path: Path, most: int) -> bytes:
 # --- paths of the Open Inference Protocol v2
 
 
-async def _server(request: Request) -> Response:
+async def _server(request: Request, service: Service) -> Response:
     return JSONResponse({"name": "vitrail", "version": __version__, "extensions": ["binary_tensor_data"]})
 
 
-async def _metadata(request: Request) -> Response:
-    model = _model(request)
+async def _metadata(request: Request, service: Service) -> Response:
+    model = _model(request, service)
     preprocess = model.bundle.preprocess
     taken = [-1, *preprocess.image_size, preprocess.channels]
     outputs = [one for task in model.tasks for one in model.outputs[task].items()]
@@ -696,13 +691,13 @@ async def _metadata(request: Request) -> Response:
     )
 
 
-async def _ready(request: Request) -> Response:
-    is_ready = service_of(request).is_ready
-    return JSONResponse({"name": _model(request).name, "ready": is_ready}, 200 if is_ready else 503)
+async def _ready(request: Request, service: Service) -> Response:
+    is_ready = service.is_ready
+    return JSONResponse({"name": _model(request, service).name, "ready": is_ready}, 200 if is_ready else 503)
 
 
-async def _infer(request: Request) -> Response:
-    service, model = service_of(request), _model(request)
+async def _infer(request: Request, service: Service) -> Response:
+    model = _model(request, service)
     body, header = await request.body(), request.headers.get(HEADER)
     asked = await service.parse(parse_request, body, header)
     tasks = _tasks(model, asked)
@@ -719,8 +714,8 @@ async def _infer(request: Request) -> Response:
     return Response(content, media_type=BYTES, headers={**headers, HEADER: str(length)})
 
 
-def _model(request: Request) -> ServedModel:
-    model = service_of(request).model(request.path_params["name"])
+def _model(request: Request, service: Service) -> ServedModel:
+    model = service.model(request.path_params["name"])
     version = request.path_params.get("version", model.sha256)
     if version != model.sha256:
         raise Refused(404, f"model {model.name!r} has no version {version!r} here; its version is {model.sha256}")
@@ -755,12 +750,6 @@ def _datatype(model: ServedModel) -> str:
 
 
 # --- reading of requests
-
-
-def service_of(request: Request) -> Service:
-    """Return the service that answers a request."""
-    service: Service = request.app.state.service
-    return service
 
 
 def model_headers(model: ServedModel) -> dict[str, str]:

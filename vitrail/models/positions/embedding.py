@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -10,16 +11,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.models.network import FootprintPrecision
+from vitrail.models.network import FootprintPrecision, bytes_each
 from vitrail.models.reduction import Removal
 
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig as ViTConfig
 else:
     ViTConfig = Any  # the config names these classes
-import math
-
-from vitrail.models.network import bytes_each
 
 PositionResize = Literal[
     "linear-corners", "bilinear", "bicubic", "bicubic-offset", "bicubic-corners", "bicubic-antialias"
@@ -140,7 +138,7 @@ class Positions(nn.Module):
 
     Subclasses change the tokens before a block, or the block's attention. If only some patches are kept,
     `kept[image, i]` is the index in the grid, in row-major order, of the i-th patch token. To add a position embedding,
-    write a class like the ones in `added.py` or `inside.py`, and add it to `POSITIONS`.
+    write a class like the ones below, and add it to `POSITIONS`.
     """
 
     inside_attention: ClassVar[Literal["none", "bias", "keys", "rotation"]] = "none"
