@@ -18,9 +18,10 @@ from PIL import Image
 import vitrail
 from tests.cli.conftest import Cli
 from tests.listening import Display
+from vitrail.cli.finetune import _plan
 from vitrail.cli.run_options import say_chosen
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import Stopped
+from vitrail.errors import ConfigError, Stopped
 from vitrail.training import after_step
 from vitrail.training.after_step import Run
 from vitrail.training.log import Log
@@ -195,6 +196,15 @@ def _stop_at(step: int, usual: Callable[[Run, TrainState], None]) -> Callable[[R
             run.stop.is_asked = True
 
     return report
+
+
+@pytest.mark.usefixtures("here")
+def test_the_metric_of_select_chooses_between_learning_rates(model: Path, badges: Path) -> None:
+    given = {"model": str(model), "data": str(badges), "protocol": "paper", "select": "cross_entropy"}
+    chosen, _, _ = _plan(given, Log())
+    assert chosen.rates and chosen.config.run.keep == "last" and chosen.config.task.select == "cross_entropy"
+    with pytest.raises(ConfigError, match="--select: it has an effect only with --keep best or --patience"):
+        _plan({**given, "learning_rate": 0.01}, Log())
 
 
 @pytest.mark.slow

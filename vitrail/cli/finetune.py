@@ -257,7 +257,10 @@ def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData,
     chosen = plan(initial, data, base, method)
     # The speed of the machine can decide about these two, and no command fails because of it.
     of_speed = {"evaluations": base.run.evaluations, "train_blocks": base.start.train_blocks}
-    check_effects(given, chosen.config.override(**of_speed))
+    # The metric of --select also chooses between trials, after which the final run keeps its last weights.
+    tries = bool(chosen.rates) or chosen.search is not None
+    used = {name: value for name, value in given.items() if name != "select" or not tries}
+    check_effects(used, chosen.config.override(**of_speed))
     say_chosen(log, given, chosen.reasons)
     return chosen, data, initial
 
