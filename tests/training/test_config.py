@@ -242,3 +242,9 @@ def test_a_task_that_a_resumed_run_would_not_find_is_refused(
         TrainConfig().override(task="mine")
     with pytest.raises(ConfigError, match="the task Mine is not "):
         TrainConfig(task=mine())
+
+
+def test_a_task_that_is_in_no_table_can_be_trained() -> None:
+    """It has a name of its own, under which no other task continues the run."""
+    mine = type("Mine", (Classification,), {"name": "mine"})()
+    assert TrainConfig(task=mine).override(steps=2).task is mine

@@ -462,9 +462,10 @@ class TrainConfig(Checked):
 
     def _problems(self) -> Iterator[str]:
         """Yield a message for each contradiction between the sections."""
-        if TASKS.get(self.task.name) is not type(self.task):
+        found, own = TASKS.get(self.task.name), type(self.task)
+        if found is not own and (found is not None or own in TASKS.values()):
             yield (
-                f"the task {type(self.task).__name__} is not TASKS[{self.task.name!r}], which continues a run of this "
+                f"the task {own.__name__} is not TASKS[{self.task.name!r}], which continues a run of this "
                 "name; give the class the name under which you add it to TASKS"
             )
         if self.start.init is not None:
