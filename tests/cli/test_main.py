@@ -149,3 +149,11 @@ def test_a_path_that_the_system_refuses_is_named(words: str, capsys: pytest.Capt
 def test_a_terminal_of_no_columns_has_the_usual_width(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setenv("COLUMNS", "0")
     assert "fashion-mnist" in cli.shows("recipes")
+
+
+def test_a_command_of_one_process_needs_no_number_of_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch scripts export WORLD_SIZE for the commands that srun starts."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("RANK", raising=False)
+    assert "leave WORLD_SIZE out" in cli.refuses("train")
+    assert "demo" in cli.shows("recipes")

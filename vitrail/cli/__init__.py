@@ -177,6 +177,8 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
             print(help_page(command, given, everything="--help-all" in arguments), end="")
             return 0
         command.check_required(given)
+        if name not in SEVERAL and not os.environ.get("RANK"):
+            os.environ.pop("WORLD_SIZE", None)  # batch scripts export it for other commands
         if name not in SEVERAL and (place := launch()).world > 1:
             error = ConfigError(
                 f"vitrail {name} runs in one process, but {place.world} were started; start it without torchrun or srun"
