@@ -212,8 +212,8 @@ def missing_shards(names: Iterable[str]) -> Iterator[str]:
             group = f"{folder}{slash}{match['split']}-", match["count"], len(match["number"])
             shards.setdefault(group, set()).add(int(match["number"]))
     for (stem, total, digits), present in shards.items():
-        first = min({*range(len(present) + 1)} - present)
-        if first < int(total):
+        if len(present) < int(total):  # some programs number files from 1
+            first = min({*range(int(total) in present, int(total) + 1)} - present)
             missing = f"{stem}{first:0{digits}}-of-*"
             yield f"{len(present)} of {int(total)} files {stem}*. The first missing file is {missing}"
 
