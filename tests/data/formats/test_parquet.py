@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from tests.make import encode, targets_of
 from vitrail.data.formats import parquet
-from vitrail.data.formats.parquet import looks_like_parquet, open_parquet
+from vitrail.data.formats.parquet import ParquetFile, looks_like_parquet, open_parquet
 from vitrail.data.source import Source, target_kind
 from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits, choice_in
@@ -434,6 +434,13 @@ def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path)
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("more", [{}, {"write_statistics": False}])
+def test_images_of_a_file_without_statistics_or_one_image_stay_unpacked(tmp_path: Path, more: dict[str, bool]) -> None:
+    rows = [{"bytes": picture, "path": f"once/{place}.png"} for place, picture in enumerate(PICTURES[:3])]
+    path = write(tmp_path / "a.parquet", {"image": pa.array([*rows, None], IMAGE), "label": [0, 1, 1, 0]}, **more)
+    assert ParquetFile("a.parquet", path, "").files_beside("image") == ""  # as in a cache of an earlier version
+
+
 def test_a_changed_file_beside_is_read_again(tmp_path: Path) -> None:
     rows = [{"bytes": PICTURES[0], "path": "a.png"}, {"bytes": None, "path": "b.png"}, None]
     (tmp_path / "b.png").write_bytes(PICTURES[1])
@@ -596,7 +603,7 @@ def test_memory_is_bounded_by_the_row_groups(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 import pyarrow.compute, pyarrow.parquet
-from vitrail.data.formats.parquet import open_parquet
+from vitrail.data.formats.parquet import ParquetFile, open_parquet
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) // 1024
 before = peak()
