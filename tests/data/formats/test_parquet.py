@@ -603,7 +603,7 @@ def test_memory_is_bounded_by_the_row_groups(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 import pyarrow.compute, pyarrow.parquet
-from vitrail.data.formats.parquet import ParquetFile, open_parquet
+from vitrail.data.formats.parquet import open_parquet
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) // 1024
 before = peak()
