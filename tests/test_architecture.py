@@ -128,7 +128,7 @@ from vitrail.recipes import RECIPES
 command, _ = command_of("train")
 RECIPES["demo"]().override(**{name: value for name, value in command.parse(["--steps", "2"]).items()})
 other = (
-    r"vitrail\\.(tasks\\.(masked_patches|dino|contrast|tokenizer|distillation)|weights\\.layouts\\.\\w+"
+    r"vitrail\\.(tasks\\.(mae|dino|contrast|vqvae|distillation)|weights\\.layouts\\.\\w+"
     r"|data\\.formats\\.(tar|hub|parquet|table)|models\\.attention\\.(lsh|linformer|sparse)"
     r"|recipes\\.self_supervised|analysis|transfer|evaluation\\.(frozen|classifiers))"
 )

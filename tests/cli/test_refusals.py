@@ -516,7 +516,7 @@ EVALUATE = {
     "evaluate no/model --suite offline --data no/data": "--data: 'no/data' is not a folder; with --suite, name",
     f"{NOTHING} --reduce-tokens -1": "--reduce-tokens: -1 is less than 0; 0 keeps all tokens",
     f"{NOTHING} --reduce-by prune": "--reduce-by: it has an effect only with --reduce-tokens",
-    f"{NOTHING} --bootstrap -1": "--bootstrap: -1 is less than 0; 0 computes no intervals",
+    f"{NOTHING} --bootstrap -1": "--bootstrap: -1 is not in",
     f"{NOTHING} --by knn --k 0": "--k: 0 is less than 1",
     f"{NOTHING} --by knn --temperature 0": "--temperature: 0.0 is not above 0",
     f"{NOTHING} --by ''": "--by is empty",

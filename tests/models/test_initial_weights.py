@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.variants import create
-from vitrail.tasks.masked_patches import Mae, MaeDecoder
+from vitrail.tasks.mae import Mae, MaeDecoder
 
 WIDTH, MLP, PIXELS, CUT = 96, 160, 3 * 8 * 12, 0.02 * math.sqrt(1 - 2 * 0.24197072451914337 / 0.6826894921370859)
 """CUT is the standard deviation of a normal distribution of 0.02 that is cut at one standard deviation."""

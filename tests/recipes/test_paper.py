@@ -14,7 +14,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, create
 from vitrail.recipes import PAPER_RECIPES
 from vitrail.tasks import segmentation
-from vitrail.tasks.masked_patches import MaeObjective, MaskedPatchesObjective
+from vitrail.tasks.mae import MaeObjective
+from vitrail.tasks.masked_patches import MaskedPatchesObjective
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import read_journal
 from vitrail.training.optimizer import make_optimizer

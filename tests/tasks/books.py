@@ -8,7 +8,8 @@ from tests.tasks.images import Pictures
 from tests.tasks.objectives import small_network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
-from vitrail.tasks.tokenizer import Codebook, Tokenizer, VqVae
+from vitrail.tasks.tokenizer import Codebook, Tokenizer
+from vitrail.tasks.vqvae import VqVae
 
 
 def make(size: int, width: int, *, whole: bool = False) -> Codebook:

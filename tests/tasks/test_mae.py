@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.tasks.images import batch_of, images_of
 from tests.tasks.objectives import check_parts, pixels_of, small_network
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.tasks.masked_patches import Mae, MaeObjective, patch_pixels
+from vitrail.tasks.mae import Mae, MaeObjective, patch_pixels
 from vitrail.tasks.unlabelled import draw_order
 
 SEED = 3

@@ -18,8 +18,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.tokens import PatchEmbedding, cut_patches
 from vitrail.models.variants import variant_config
+from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import (
-    Mae,
     MaskedPatches,
     colour_classes,
     colours,

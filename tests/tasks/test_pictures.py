@@ -15,7 +15,8 @@ from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.models.tokens import cut_patches
 from vitrail.tasks.contrast import SimClr
-from vitrail.tasks.masked_patches import Mae, MaskedPatches, colour_classes, colour_levels
+from vitrail.tasks.mae import Mae
+from vitrail.tasks.masked_patches import MaskedPatches, colour_classes, colour_levels
 from vitrail.tasks.pictures import ROWS, neighbour_table, paste_patches
 from vitrail.tasks.unlabelled import PatchTask
 

@@ -21,9 +21,10 @@ from vitrail.models.cost import tensor_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.tasks.contrast import MoCo, SimClr
 from vitrail.tasks.dino import Dino
-from vitrail.tasks.masked_patches import Mae, MaskedPatches
+from vitrail.tasks.mae import Mae
+from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.tasks.task import Task
-from vitrail.tasks.tokenizer import VqVae
+from vitrail.tasks.vqvae import VqVae
 
 Precision = Literal["float32", "bf16"]
 

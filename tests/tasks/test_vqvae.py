@@ -16,7 +16,8 @@ from vitrail.data.splits import Splits
 from vitrail.evaluation.outputs import Outputs
 from vitrail.processes.group import Processes
 from vitrail.tasks.task import Position
-from vitrail.tasks.tokenizer import Tokenizer, VqVae, VqVaeObjective, join_patches
+from vitrail.tasks.tokenizer import Tokenizer, join_patches
+from vitrail.tasks.vqvae import VqVae, VqVaeObjective
 
 SETTINGS: dict[str, Any] = {"codes": 24, "code_width": 5, "decoder_width": 8, "decoder_depth": 1}
 SPLITS = Splits(Pictures(9), Pictures(5), None)

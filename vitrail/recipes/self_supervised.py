@@ -14,8 +14,9 @@ from vitrail.recipes import PaperRecipe
 from vitrail.recipes.papers import DATA, HELD_OUT, IMAGENET_MEAN, IMAGENET_STD
 from vitrail.tasks.contrast import MoCo, SimClr
 from vitrail.tasks.dino import Dino
-from vitrail.tasks.masked_patches import Mae, MaskedPatches
-from vitrail.tasks.tokenizer import VqVae
+from vitrail.tasks.mae import Mae
+from vitrail.tasks.masked_patches import MaskedPatches
+from vitrail.tasks.vqvae import VqVae
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimizer import OptimizerConfig
 
