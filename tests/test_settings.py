@@ -19,7 +19,17 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.vit_config import ViTConfig
 from vitrail.serving.settings import ServeSettings
-from vitrail.settings import Effect, bare_names, byte_count, facts, from_plain, setting, to_plain, without_none
+from vitrail.settings import (
+    Effect,
+    bare_names,
+    byte_count,
+    facts,
+    from_plain,
+    problem_of,
+    setting,
+    to_plain,
+    without_none,
+)
 from vitrail.tasks import TASKS
 from vitrail.training.config import FaultConfig, RunConfig, StartConfig
 from vitrail.training.optimizer import OptimizerConfig
@@ -177,3 +187,9 @@ def test_settings_that_exclude_or_need_others() -> None:
     assert command.parse(["--strict", "--suite", "x"]) == {"strict": True, "suite": "x"}
     with pytest.raises(ConfigError, match=r"^--strict: only tasks can be skipped; name a suite$"):
         command.parse(["--strict"])
+
+
+def test_each_number_of_a_list_is_checked_as_that_of_a_tuple() -> None:
+    for value, wrong in (((1, 5), (1, 0)), ([1, 5], [1, 0]), (range(1, 3), range(2))):
+        assert not problem_of("k", value, tuple[int, ...], {"least": 1})
+        assert problem_of("k", wrong, tuple[int, ...], {"least": 1}) == "k=0 is less than 1"

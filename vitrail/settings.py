@@ -152,7 +152,7 @@ def problem_of(name: str, value: Any, kind: Any, metadata: Mapping[str, Any]) ->
         if not (isinstance(value, Sequence) and len(value) == 2 and all(isinstance(one, Integral) for one in value)):
             return f"{name}={value!r} is not {NOUNS[kind][0]}"
         rule = _broken(min(value), metadata)
-    elif isinstance(value, tuple):
+    elif isinstance(value, Sequence) and not isinstance(value, str):
         if metadata.get("distinct") and (twice := [one for one in value if value.count(one) > 1]):
             return f"{name}: {twice[0]} is given twice; give each value once"
         value, rule = next(((one, text) for one in value if (text := _broken(one, metadata))), (value, ""))

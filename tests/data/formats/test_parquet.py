@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from tests.make import encode, targets_of
 from vitrail.data.formats import parquet
-from vitrail.data.formats.parquet import looks_like_parquet, open_parquet
+from vitrail.data.formats.parquet import ParquetFile, looks_like_parquet, open_parquet
 from vitrail.data.source import Source, target_kind
 from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits, choice_in
@@ -432,6 +432,13 @@ def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path)
         sizes.add(path.stat().st_size)
         assert [sample.image for sample in map(opened(path, None).train.__getitem__, range(2))] == pieces
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"write_statistics": False}])
+def test_images_of_a_file_without_statistics_or_one_image_stay_unpacked(tmp_path: Path, more: dict[str, bool]) -> None:
+    rows = [{"bytes": picture, "path": f"once/{place}.png"} for place, picture in enumerate(PICTURES[:3])]
+    path = write(tmp_path / "a.parquet", {"image": pa.array([*rows, None], IMAGE), "label": [0, 1, 1, 0]}, **more)
+    assert ParquetFile("a.parquet", path, "").files_beside("image") == ""  # as in a cache of an earlier version
 
 
 def test_a_changed_file_beside_is_read_again(tmp_path: Path) -> None:

@@ -71,6 +71,15 @@ def test_labels_are_a_data_set(labels: Callable[..., str], colour_folder: Path) 
     check_source(source)
 
 
+def test_classes_of_one_name_are_no_changed_labels(labels: Callable[..., str]) -> None:
+    counts = [
+        ClassCounts(label="crane", predicted=predicted, confident=2, different=2, chosen=chosen)
+        for predicted, chosen in ((9, 2), (27, 4))
+    ]
+    source: Any = open_data(labels(counts=tuple(counts)), validation_share=0.0).train
+    np.testing.assert_array_equal(soft_target_of(source, 0), np.array([0.9, 0.1], np.float32))
+
+
 @pytest.mark.parametrize(
     "choice", [{"validation_share": 0.5}, {"validation_share": 0.5, "cut_method": "threshold"}]
     + [{"validation": text, "validation_share": 0.0} for text in ("train[0:2]", "train[2:4]")],

@@ -212,8 +212,8 @@ def missing_shards(names: Iterable[str]) -> Iterator[str]:
             group = f"{folder}{slash}{match['split']}-", match["count"], len(match["number"])
             shards.setdefault(group, set()).add(int(match["number"]))
     for (stem, total, digits), present in shards.items():
-        first = min({*range(len(present) + 1)} - present)
-        if first < int(total):
+        if len(present) < int(total):  # some programs number files from 1
+            first = min({*range(int(total) in present, int(total) + 1)} - present)
             missing = f"{stem}{first:0{digits}}-of-*"
             yield f"{len(present)} of {int(total)} files {stem}*. The first missing file is {missing}"
 
@@ -651,7 +651,11 @@ class ParquetFile:
                     row += 1
 
     def files_beside(self, column: str) -> str:
-        """Return a text that changes with the files that rows without an image name. It is "" if all rows have one."""
+        """Return a text that changes with the files that rows without an image name. It is "" if all rows have one.
+
+        Without statistics, and beside a row without an image, the names of all rows count whose files exist. Most files
+        have names that images once had elsewhere.
+        """
         with self._file() as file:
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             lacking = [
@@ -663,10 +667,11 @@ class ParquetFile:
             ]
             if not lacking or self.types[column].get_field_index("path") < 0:
                 return ""
-            rows = file.read_row_groups(lacking, [f"{column}.path"], use_threads=False).column(column).to_pylist()
-        names = sorted({row["path"] for row in rows if row is not None} - {None})
+            rows = file.read_row_groups(lacking, [f"{column}.path"], use_threads=False).column(column)
+        names = sorted({*pyarrow().compute.struct_field(rows, "path").to_pylist()} - {None})
         files = Files(self.path.parent, names, ())
-        return "".join(f"\0{name} {files.stamp(place)}" for place, name in enumerate(names))
+        stamps = ((name, files.stamp(place)) for place, name in enumerate(names))
+        return "".join(f"\0{name} {stamp}" for name, stamp in stamps if stamp[0].isdigit())  # not of missing files
 
     def _beside(self, path: str, row: int) -> bytes:
         folder = self.path.parent.resolve()

@@ -223,8 +223,11 @@ def _read_rows(folder: Path, info: PseudoLabelInfo) -> LabelledRows:
             f"{folder} is damaged: the positions in {TABLE} must rise, below {info.images:,}, as they do when the file "
             "is written, because the other files have the same order; label the images again"
         )
-    changed = np.zeros(0) if probabilities is None else np.flatnonzero(probabilities.argmax(axis=1) != rows.labels)
-    if len(changed):
+    written = np.array([numbers[name] for name in info.classes])  # classes of one name are written alike
+    changed = (
+        () if probabilities is None else np.flatnonzero(written[probabilities.argmax(axis=1)] != rows.labels).tolist()
+    )
+    if changed:
         raise DataError(
             f"{path}, row {changed[0] + 1}: the label is not the most likely class in {PROBABILITIES}, whose "
             "probabilities are learned, so a changed label has no effect; label the images with --pseudo-labels hard "
