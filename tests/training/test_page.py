@@ -31,9 +31,9 @@ def test_the_page_grows_with_the_run(small: Make, tmp_path: Path, monkeypatch: p
     run, versions = tmp_path / "a <run>", []
     plain = ProgressPage.write
 
-    def kept(self: ProgressPage) -> Path:
-        versions.append(plain(self).read_text(encoding="utf-8"))
-        return run / "progress.html"
+    def kept(self: ProgressPage) -> None:
+        plain(self)
+        versions.append((run / "progress.html").read_text(encoding="utf-8"))
 
     monkeypatch.setattr(ProgressPage, "write", kept)
     monkeypatch.setattr(progress, "SECONDS", 0.0)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vitrail.data import formats
 from vitrail.data.faults import TABLES, has_predictions, is_own_output, refuse
@@ -291,8 +291,7 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
 def _open(request: Request) -> Splits:
     """Open data by the first format that recognises it."""
     for one in FORMATS:
-        found = one.recognises(request)
-        if not found:
+        if not one.recognises(request):
             continue
         if unused := request.choice.unused(*one.uses):
             raise DataError(f"{' and '.join(unused)} has no effect on {request.title}; leave it out")
@@ -302,7 +301,7 @@ def _open(request: Request) -> Splits:
                 f"tables ({', '.join(TABLES)}), Parquet files, data sets of the hub and shards packed from them can "
                 "have columns"
             )
-        splits = one.open(request, found)
+        splits = one.open(request)
         if splits.target_kind in ("numbers", "texts") and (idle := request.choice.unused(*OF_ALL_TARGETS)):
             note = f"{request.title}: {' and '.join(idle)} has no effect, because {splits.target_kind} are read"
             splits = replace(splits, notes=(*splits.notes, note))
@@ -342,14 +341,14 @@ def _has_coco(root: Path) -> bool:
     return bool(formats.coco.annotation_files(path for path in files if not formats.coco.OTHERS.match(path.name)))
 
 
-def _open_class_folders(request: Request, _: object) -> Splits:
+def _open_class_folders(request: Request) -> Splits:
     splits = formats.folder.open_folders(request)
     inner = formats.folder.class_folders(request.path)
     places = [request.path, *(place for place in inner if split_of(place.name, request.choice.splits))]
     return replace(splits, notes=(*splits.notes, *(note for place in places for note in _beside(place))))
 
 
-def _open_table_file(request: Request, _: object) -> Splits:
+def _open_table_file(request: Request) -> Splits:
     if has_predictions(request.path):
         raise DataError(
             f"{request.title} holds predictions of a model, which are not labels; name the images themselves, or let "
@@ -358,7 +357,8 @@ def _open_table_file(request: Request, _: object) -> Splits:
     return formats.table.open_table(request, [request.path])
 
 
-def _open_table_folder(request: Request, tables: list[Path]) -> Splits:
+def _open_table_folder(request: Request) -> Splits:
+    tables = _tables_in(request)
     splits = formats.table.open_table(request, tables)
     return replace(splits, notes=(*splits.notes, *_beside(request.path, tables)))
 
@@ -369,13 +369,15 @@ def _tables_in(request: Request) -> list[Path]:
     return formats.table.tables_in(request.path, request.choice.splits)
 
 
-def _open_inner(request: Request, inner: Path) -> Splits:
+def _open_inner(request: Request) -> Splits:
+    inner = wrapped(request.path)
+    assert inner is not None
     splits = _open(replace(request, location=str(inner)))
     note = f"{request.path}: reading {inner.name}/, the only folder in it"
     return replace(splits, notes=(note, *splits.notes))
 
 
-def _refuse_own_output(request: Request, _: object) -> Splits:
+def _refuse_own_output(request: Request) -> Splits:
     raise DataError(
         f"{request.title} is a folder that Vitrail wrote, such as a run or a report, and not data; name a folder of "
         "images"
@@ -407,9 +409,9 @@ def _foreign(request: Request) -> str:
     return formats.annotated.foreign_annotations(request.path) if is_read else ""
 
 
-def _refuse_foreign(request: Request, annotation: str) -> Splits:
+def _refuse_foreign(request: Request) -> Splits:
     raise DataError(
-        f"{request.title}: {annotation}; export the annotations as COCO, YOLO or Pascal VOC, or put the images "
+        f"{request.title}: {_foreign(request)}; export the annotations as COCO, YOLO or Pascal VOC, or put the images "
         "of each class into a folder of its own"
     )
 
@@ -418,8 +420,9 @@ def _has_masks(request: Request) -> bool:
     return request.is_folder and request.choice.splits != {} and formats.masks.holds_masks(request.path)
 
 
-def _open_boxes(request: Request, found: list[tuple[str, Opener]]) -> Splits:
+def _open_boxes(request: Request) -> Splits:
     """Open data with boxes, with notes on other data in the folder. A task without labels gets the images alone."""
+    found = _boxes(request)
     if len(found) > 1:
         raise DataError(
             f"{request.title} has annotations in several formats: {listed([name for name, _ in found])}; name the file "
@@ -438,7 +441,7 @@ def _open_boxes(request: Request, found: list[tuple[str, Opener]]) -> Splits:
     return replace(splits, notes=(*splits.notes, *notes, *beside))
 
 
-def _open_masks(request: Request, _: object) -> Splits:
+def _open_masks(request: Request) -> Splits:
     if request.unlabelled:
         return formats.annotated.open_images_alone(request, formats.masks.open_masks)
     splits = formats.masks.open_masks(request)
@@ -453,33 +456,31 @@ OF_ALL_TARGETS = ("splits", "image", "text")
 FORMATS = [
     Format(
         lambda request: request.location.startswith("hf:"),
-        lambda request, _: formats.hub.open_hub_data(
-            request.location, request.classes, request.numbers, request.choice
-        ),
+        lambda request: formats.hub.open_hub_data(request.location, request.classes, request.numbers, request.choice),
         OF_TABLES, has_numbers=True, name="hf:ORG/NAME",
     ),
     Format(_has_classes, _open_class_folders, ("splits",)),
     Format(
         lambda request: request.location == "bundled",
-        lambda request, _: formats.idx.open_idx(formats.idx.BUNDLED, formats.idx.FASHION_MNIST), name="bundled",
+        lambda request: formats.idx.open_idx(formats.idx.BUNDLED, formats.idx.FASHION_MNIST), name="bundled",
     ),
     Format(
         lambda request: request.location == "fashion-mnist",
-        lambda request, _: formats.idx.open_idx(formats.idx.locate_fashion_mnist(), formats.idx.FASHION_MNIST),
+        lambda request: formats.idx.open_idx(formats.idx.locate_fashion_mnist(), formats.idx.FASHION_MNIST),
         name="fashion-mnist",
     ),
     Format(
         lambda request: request.location.startswith("fractals:"),
-        lambda request, _: Splits(formats.fractals.open_fractals(request.location), None, None),
+        lambda request: Splits(formats.fractals.open_fractals(request.location), None, None),
         name="fractals:CLASSES:SAMPLES",
     ),
     Format(
         lambda request: request.location.startswith("scenes:"),
-        lambda request, _: formats.scenes.open_scenes(request.location), name="scenes:SAMPLES",
+        lambda request: formats.scenes.open_scenes(request.location), name="scenes:SAMPLES",
     ),
     Format(
         lambda request: formats.tar.looks_like_shards(_place(request), request.choice.splits),
-        lambda request, _: formats.tar.open_shards(
+        lambda request: formats.tar.open_shards(
             _place(request), request.classes, request.numbers, request.choice.splits,
             texts=request.choice.text is not None,
         ),
@@ -487,14 +488,14 @@ FORMATS = [
     ),
     Format(
         lambda request: formats.pseudo_labels.looks_like_pseudo_labels(request.path),
-        lambda request, _: formats.pseudo_labels.open_pseudo_labels(request.path, request.classes, open_pool),
+        lambda request: formats.pseudo_labels.open_pseudo_labels(request.path, request.classes, open_pool),
     ),
     Format(lambda request: request.is_folder and is_own_output(request.path), _refuse_own_output, ALL_CHOICES,
            has_numbers=True),
     Format(_boxes, _open_boxes, ("splits",)),
     Format(
         lambda request: not request.is_url and formats.parquet.looks_like_parquet(request.path),
-        lambda request, _: formats.parquet.open_parquet(request.path, request.classes, request.numbers, request.choice),
+        lambda request: formats.parquet.open_parquet(request.path, request.classes, request.numbers, request.choice),
         OF_TABLES, has_numbers=True,
     ),
     Format(
@@ -509,12 +510,12 @@ FORMATS = [
     ),
     Format(
         lambda request: request.is_folder and formats.idx.has_idx(request.path),
-        lambda request, _: formats.idx.open_idx(request.path, known=request.classes),
+        lambda request: formats.idx.open_idx(request.path, known=request.classes),
     ),
     Format(_foreign, _refuse_foreign, ALL_CHOICES, has_numbers=True),
     Format(
         lambda request: request.is_folder,
-        lambda request, _: formats.folder.open_folders(request),
+        lambda request: formats.folder.open_folders(request),
         ("splits",),
     ),
 ]  # fmt: skip
@@ -578,8 +579,8 @@ def _without_unlabelled(splits: Splits) -> Splits:
         source = getattr(splits, name)
         if source is not None and not samples_of(source).targets.known.any():
             note = f"the {name} split is skipped, because none of its images has a label"
-            changes: dict[str, Any] = {name: None, "notes": (*splits.notes, note)}
-            splits = replace(splits, **changes)
+            splits = replace(splits, notes=(*splits.notes, note))
+            splits = replace(splits, validation=None) if name == "validation" else replace(splits, test=None)
     return splits
 
 

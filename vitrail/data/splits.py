@@ -856,9 +856,9 @@ class Format:
     """A format of data."""
 
     recognises: Callable[[Request], object]
-    """Returns a true value for data of this format, such as the files to read."""
-    open: Callable[[Request, Any], Splits]
-    """Opens the data. Its second argument is what `recognises` returned. Raises `DataError`."""
+    """Returns a true value for data of this format."""
+    open: Callable[[Request], Splits]
+    """Opens the data. Raises `DataError`."""
     uses: tuple[str, ...] = ()
     """The fields of `Choice` on which the format acts. A choice of others is refused."""
     has_numbers: bool = False
