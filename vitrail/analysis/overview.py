@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitrail.analysis.faithfulness import SaliencySummary, summarise_saliency
 from vitrail.analysis.features import (
+    BATCH,
     Filters,
     LayerProbe,
     PatchColours,
@@ -383,9 +384,6 @@ def _thumbnail(image: bytes | np.ndarray) -> bytes:
 
 # Images of a data set as inputs of a network, and a model's answers about them with the relevance of each pixel.
 
-
-BATCH = 16
-"""Number of images whose features are computed at once."""
 
 RECEPTIVE_IMAGES = 8
 """Number of images over which the effective receptive field of a network without attention maps is averaged."""

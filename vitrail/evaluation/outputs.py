@@ -107,7 +107,7 @@ class Answered(NamedTuple):
     indices: list[int]
     """Indices in the source of the images that can be used."""
     judged: list[Any]
-    """What an evaluator has made of the target and of the answer of each of these images."""
+    """For each of these images, the value that an evaluator computed from its target and the model's answer."""
     is_finite: bool
     """False if an output of the model is not finite. The lists are then empty."""
 

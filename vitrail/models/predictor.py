@@ -124,7 +124,7 @@ class Engine:
     """Function that computes this output from normalised images. Threads may call it at the same time."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Become None when a bundle is copied or pickled. The copy has another network, which PyTorch computes."""
+        """Make a copied or pickled bundle have None in this place: PyTorch computes the network of the copy."""
         return type(None), ()
 
     @property

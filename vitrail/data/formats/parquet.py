@@ -651,10 +651,11 @@ class ParquetFile:
                     row += 1
 
     def files_beside(self, column: str) -> str:
-        """Return a text that changes with the files that rows without an image name. It is "" if all rows have one.
+        """Return a text that changes when an image file changes that a row names in place of holding an image. It is ""
+        if every row holds an image.
 
-        Without statistics, and beside a row without an image, the names of all rows count whose files exist. Most files
-        have names that images once had elsewhere.
+        If the statistics do not say so, or a row has no image, every existing file counts that a row names. Most rows
+        that hold an image also have a name, which the image once had elsewhere.
         """
         with self._file() as file:
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))

@@ -53,4 +53,4 @@ POSITIONS: dict[str, type[Positions]] = {
 """All position embeddings, by the name that `ViTConfig.positions` uses."""
 
 WITHOUT_WEIGHTS = ("none", "sincos-2d", "sincos-2d-mae", "rotary-2d")
-"""Those that learn nothing. A user's own are taken to have weights."""
+"""Names of the position embeddings without weights. An embedding that a user adds counts as one with weights."""
