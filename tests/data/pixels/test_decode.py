@@ -235,6 +235,7 @@ def outcome(read: Callable[[], Any]) -> Any:
     number=st.integers(1, 8),
     damage=st.none() | st.tuples(st.floats(0.1, 1), st.integers(0, 255)),
     wanted=st.sampled_from([1, 3]),
+    most=st.sampled_from([1.0, 2.0, 4.0, 8.0]),
 )
 def test_both_decoders_of_jpeg_give_the_same_pixels_and_errors(
     size: tuple[int, int],
@@ -243,7 +244,12 @@ def test_both_decoders_of_jpeg_give_the_same_pixels_and_errors(
     number: int,
     damage: tuple[float, int] | None,
     wanted: int,
+    most: float,
 ) -> None:
+    def read(method: str) -> Any:
+        opened = open_image(data)
+        return getattr(opened, method)(wanted, opened.shrink_for(most))
+
     pixels = np.random.default_rng(sum(size)).integers(256, size=(*size, channels), dtype=np.uint8)
     stored = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
     options |= {"keep_rgb": True} if options["subsampling"] == 0 else {}
@@ -251,7 +257,7 @@ def test_both_decoders_of_jpeg_give_the_same_pixels_and_errors(
     if damage is not None:
         place = min(int(damage[0] * len(data)), len(data) - 1)
         data = data[:place] + (bytes([damage[1]]) + data[place + 1 :] if damage[1] % 2 else b"")
-    by_pillow, found = outcome(lambda: to_pil(data, wanted)), outcome(lambda: decode(data, wanted))
+    by_pillow, found = outcome(lambda: read("load")), outcome(lambda: read("pixels"))
     if isinstance(found, str):
         assert found == by_pillow
     else:

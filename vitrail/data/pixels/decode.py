@@ -349,9 +349,6 @@ JPEGS = ("JPEG", "MPO")
 LAYOUTS = {("RGB", 3): "RGB", ("L", 1): "GRAY"}
 """simplejpeg's name of the layout of pixels, by Pillow's name of a file's layout and the number of channels."""
 
-SHRINKS = (8, 4, 2)
-"""Factors by which decoding can shrink each side of a JPEG to save time."""
-
 WIDTH, HEIGHT, PHOTOMETRIC, ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 256, 257, 262, 274, 322, 323
 """Tags of EXIF and TIFF."""
 
@@ -393,6 +390,12 @@ to find it."""
 QUIET: Any = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 
+def shrink_for(most: float) -> int:
+    """Return the largest of the factors 8, 4, 2 and 1 by which decoding can shrink each side of a JPEG, at most
+    `most`."""
+    return next((shrink for shrink in (8, 4, 2) if shrink <= most), 1)
+
+
 @dataclass(frozen=True)
 class Opened:
     """An image whose header was read. The size is known, but the pixels are not decoded yet."""
@@ -406,11 +409,10 @@ class Opened:
     """The encoded file, or nothing for a picture that the caller opened."""
 
     def shrink_for(self, most: float) -> int:
-        """Return the largest of the factors 8, 4 and 2 that is at most `most`, or 1 if there is none or the image is
-        not a JPEG. The decoder of a Pillow image from the caller may not be changed, either."""
+        """Return the factor of `shrink_for` that is at most `most`, or 1 if the image is not a JPEG. The decoder of a
+        Pillow image from the caller may not be changed, either."""
         is_jpeg = bool(self.file) and self.picture.format in JPEGS
-        most = min(most, *self.size) if is_jpeg else 1
-        return next((shrink for shrink in SHRINKS if shrink <= most), 1)
+        return shrink_for(float(min(most, *self.size))) if is_jpeg else 1
 
     def begin(self, shrink: int) -> tuple[float, float]:
         """Return the row and the column at which the content of the shrunk upright picture begins, in its pixels.
@@ -421,26 +423,35 @@ class Opened:
         height, width = (-size % shrink / shrink for size in self.size)
         return height * (self.orientation in FROM_BELOW), width * (self.orientation in FROM_RIGHT)
 
-    def pixels(self, channels: int) -> UInt8[np.ndarray, "h w c"]:
+    def pixels(self, channels: int, shrink: int = 1) -> UInt8[np.ndarray, "h w c"]:
         """Return the pixels of `load` as an array. simplejpeg decodes a JPEG file if this gives the same pixels."""
-        found = self._by_simplejpeg(channels)
+        found = self._by_simplejpeg(channels, shrink)
         if found is None:
-            picture = self.load(channels)
+            picture = self.load(channels, shrink)
             found = np.asarray(picture).reshape(picture.height, picture.width, channels)
         return found
 
-    def _by_simplejpeg(self, channels: int) -> UInt8[np.ndarray, "h w c"] | None:
+    def _by_simplejpeg(self, channels: int, shrink: int) -> UInt8[np.ndarray, "h w c"] | None:
         """Return the upright pixels of an undamaged JPEG file, or None for a file that Pillow has to decode."""
         layout = LAYOUTS.get((self.picture.mode, channels))
         if not self.file or self.picture.format not in JPEGS or layout is None or (decoder := _simplejpeg()) is None:
             return None
+        size = -(-self.size[0] // shrink), -(-self.size[1] // shrink)
+        least = {}
+        if shrink > 1:
+            # simplejpeg takes the smallest of eight factors that gives these sides. In tiny images, several do.
+            if max(self.size) < 8:
+                return None
+            least = dict(
+                zip(("min_height", "min_width"), size[:: -1 if self.orientation in TURNED else 1], strict=True)
+            )
         try:
-            found = decoder(self.file, layout)
+            found = decoder(self.file, layout, **least)
         except ValueError:  # Pillow tolerates some faults
             return None
         found = found.transpose(1, 0, 2) if self.orientation in TURNED else found
         found = found[:: -1 if self.orientation in FROM_BELOW else 1, :: -1 if self.orientation in FROM_RIGHT else 1]
-        return np.ascontiguousarray(found) if found.shape[:2] == self.size else None
+        return np.ascontiguousarray(found) if found.shape[:2] == size else None
 
     def load(self, channels: int, shrink: int = 1) -> Image.Image:
         """Return the upright pixels in mode L (`channels` 1) or RGB (3). `shrink` comes from `shrink_for`.
@@ -460,12 +471,12 @@ class Opened:
 
 
 @functools.cache
-def _simplejpeg() -> Callable[[bytes, str], np.ndarray] | None:
+def _simplejpeg() -> Callable[..., np.ndarray] | None:
     """Return the decoder of simplejpeg, which takes a quarter less time because Pillow stores a fourth byte for each
     pixel. Return None if it is not installed, or if noise in any sampling of the colours gives other pixels: each has
     a libjpeg-turbo of its own."""
     try:
-        decoder: Callable[[bytes, str], np.ndarray] = importlib.import_module("simplejpeg").decode_jpeg
+        decoder: Callable[..., np.ndarray] = importlib.import_module("simplejpeg").decode_jpeg
     except ImportError:
         return None
     noise = np.random.default_rng(0).integers(256, size=(37, 45, 3), dtype=np.uint8)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Float32, Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
-from vitrail.data.pixels.decode import Opened, decode, open_image, pixel_limit
+from vitrail.data.pixels.decode import Opened, decode, open_image, pixel_limit, shrink_for
 from vitrail.data.pixels.geometry import (
     Box,
     Jitter,
@@ -64,7 +64,7 @@ FILTERS: dict[Interpolation, Image.Resampling] = {
     "area": Image.Resampling.BOX,
 }
 
-Part = tuple[float, float, float, float]
+Region = tuple[float, float, float, float]
 """Top, left, height and width of a region of a picture, in pixels, not necessarily whole."""
 
 SPARE = 2
@@ -192,8 +192,9 @@ class Preprocess:
         """Return the placement of an image of this height and width.
 
         If `box` is given, that box of the image is scaled to the network's size, or the whole image as the jitter says,
-        and `resize` and `crop_share` are ignored. Training draws both at random. Raise `ConfigError` if `box` does not
-        lie in the image.
+        and `resize` and `crop_share` are ignored. Training draws both at random. If a shrunk JPEG is scaled by PyTorch,
+        whose filter knows no parts of pixels, up to half a pixel of the result is taken off each side of the box. Raise
+        `ConfigError` if `box` does not lie in the image.
         """
         if isinstance(box, Jitter):
             return place_jittered(size, self.image_size, box)
@@ -206,6 +207,8 @@ class Preprocess:
                 f"box={box} (top, left, height, width) is not a part of an image of {size[0]} x {size[1]} (height, "
                 "width)"
             )
+        if self.scaled_decode and self.resampler == "torch":
+            box = _in_whole_pixels(box, self.image_size)
         return Placement(size, box, self.image_size, self.image_size)
 
     def normalise(self, images: UInt8[Tensor, "b c h w"] | Float32[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
@@ -236,24 +239,19 @@ class Preprocess:
         begin = placement.top, placement.left  # of the window in the scaled picture, which it can extend beyond
         sides = zip(begin, self.image_size, placement.scaled, strict=True)
         rows, columns = (slice(max(start, 0), min(start + size, scaled)) for start, size, scaled in sides)
-        is_box = box is not None and not isinstance(box, Jitter)
+        down, right = opened.begin(shrink)
         # PyTorch and the code of TensorFlow's rule take arrays. Otherwise, Pillow scales its own pictures.
         takes_arrays = self.resampler != "pillow" or not (self.antialias or self.interpolation == "nearest")
-        if takes_arrays and shrink == 1:
-            array = opened.pixels(self.channels)
-            array = array[top : top + taken[0], left : left + taken[1]] if is_box else array
+        if takes_arrays and not any(number % shrink for number in (down, right, *placement.box)):
+            first, last = (top // shrink, left // shrink), ((top + taken[0]) // shrink, (left + taken[1]) // shrink)
+            array = opened.pixels(self.channels, shrink)[first[0] : last[0], first[1] : last[1]]
             if self.resampler not in WHOLE:
                 levels = self._like_tensorflow(array, placement.scaled, (rows, columns))
             else:
                 levels = _scaled_by_torch(array, placement.scaled, self.interpolation, self.antialias)[rows, columns]
         else:
-            picture, part = opened.load(self.channels, shrink), None
-            if shrink > 1:
-                down, right = opened.begin(shrink)
-                part = down + top / shrink, right + left / shrink, taken[0] / shrink, taken[1] / shrink
-            elif is_box:
-                picture = picture.crop((left, top, left + taken[1], top + taken[0]))
-            levels = self._scaled_by_pillow(picture, part, placement.scaled)[rows, columns]
+            region = down + top / shrink, right + left / shrink, taken[0] / shrink, taken[1] / shrink
+            levels = self._scaled_by_pillow(opened.load(self.channels, shrink), region, placement.scaled)[rows, columns]
         if levels.shape[:2] == self.image_size:
             return levels
         canvas = np.empty((*self.image_size, self.channels), levels.dtype)
@@ -272,21 +270,25 @@ class Preprocess:
         return levels.clip(0, 255).astype(np.uint8) if self.resampler == "tensorflow-uint8" else levels
 
     def _scaled_by_pillow(
-        self, picture: Image.Image, part: Part | None, size: tuple[int, int]
+        self, picture: Image.Image, region: Region, size: tuple[int, int]
     ) -> UInt8[np.ndarray, "h w c"]:
-        """Return the picture, or the region `part` of it, scaled to a height and width."""
-        height, width = size
-        if part is None:
-            return self._array(picture.resize((width, height), FILTERS[self.interpolation]))
+        """Return the region of the picture, scaled to a height and width."""
+        top, left, height, width = region
+        right, bottom = left + width, top + height
         # Pixels outside the region must not count, so they are cut off first.
-        top, left, bottom, right = part[0], part[1], part[0] + part[2], part[1] + part[3]
-        first = math.floor(left), math.floor(top)
-        inside = picture.crop((*first, math.ceil(right), math.ceil(bottom)))
-        within = left - first[0], top - first[1], right - first[0], bottom - first[1]
-        return self._array(inside.resize((width, height), FILTERS[self.interpolation], box=within))
+        around = math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
+        inside = picture if around == (0, 0, *picture.size) else picture.crop(around)
+        within = left - around[0], top - around[1], right - around[0], bottom - around[1]
+        scaled = inside.resize(size[::-1], FILTERS[self.interpolation], box=within)
+        return np.asarray(scaled).reshape(*size, self.channels)
 
-    def _array(self, picture: Image.Image) -> UInt8[np.ndarray, "h w c"]:
-        return np.asarray(picture).reshape(picture.height, picture.width, self.channels)
+
+def _in_whole_pixels(box: Box, size: tuple[int, int]) -> Box:
+    """Return the largest part of the box that has whole pixels in a JPEG that is shrunk for this height and width."""
+    shrink = shrink_for(min(side / new for side, new in zip(box[2:], size, strict=True)) / SPARE)
+    top, left = (-(-start // shrink) * shrink for start in box[:2])
+    bottom, right = ((start + side) // shrink * shrink for start, side in zip(box[:2], box[2:], strict=True))
+    return top, left, bottom - top, right - left
 
 
 def _scaled_by_torch(
