@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from vitrail.models.attention import AttentionLayer, AttentionPositions
-from vitrail.models.linear.dense import Linear, fuses
+from vitrail.models.linear.dense import Linear
 from vitrail.models.reduction import Removal, size_bias
 from vitrail.models.shortcuts import has_hooks, is_plain, skippable
 from vitrail.models.vit_config import Activation, ViTConfig
@@ -52,16 +52,7 @@ class Mlp(nn.Module):
         self.down = Linear(hidden, width, bias=bias)
 
     def forward(self, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
-        hidden = self.up(x)
-        if (
-            fuses(hidden)
-            and is_plain(self.down, Linear)
-            and is_plain(self.activation, nn.GELU)
-            and is_plain(self.dropout, nn.Dropout)
-            and not (self.dropout.training and self.dropout.p)
-        ):
-            return self.down.after_gelu(hidden, "tanh" if self.activation.approximate == "tanh" else "none")
-        return self.dropout(self.down(self.dropout(self.activation(hidden))))
+        return self.dropout(self.down(self.dropout(self.activation(self.up(x)))))
 
     @torch.no_grad()
     def initialise(self) -> None:

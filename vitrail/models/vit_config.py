@@ -16,7 +16,7 @@ from vitrail.models.attention import ATTENTION, AttentionKind
 from vitrail.models.attention.base import attention_name
 from vitrail.models.heads import HEADS, DenseHead
 from vitrail.models.initial_weights import InitialWeights
-from vitrail.models.linear.dense import ONEDNN, Linear
+from vitrail.models.linear.dense import Linear
 from vitrail.models.network import (
     Footprint,
     FootprintPrecision,
@@ -647,9 +647,7 @@ def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
         kept += config.position_embedding.bytes_of_kept(config, patches, precision)
     if config.pool == "map":
         kept += each * (3 * n * width + (n * config.heads if precision == "bf16" else 0))
-        makes_gelu_again = precision == "bf16" and ONEDNN
-        hidden = _kept_of_hidden(config, makes_gelu_again)
-        kept += 4 * width + each * (3 * width + hidden * config.mlp_width)
+        kept += 4 * width + each * (3 * width + _kept_of_hidden(config) * config.mlp_width)
     if config.root:
         # if a patch is one cell, the map is the input, which the last ReLU keeps too unless patches are selected
         shared = stem if config.patch_size == (1, 1) and not config.patch_dropout else 0
@@ -659,12 +657,10 @@ def _activations(config: ViTConfig, precision: FootprintPrecision) -> int:
 
 def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: FootprintPrecision) -> int:
     """Return the bytes that a block keeps for n tokens if only the first `read` output tokens are computed."""
-    bf16 = precision == "bf16"
     all_tokens, results, hidden = n * config.width, read * config.width, read * config.mlp_width
     exact = all_tokens + 2 * n + results + 2 * read  # inputs of the two norms, with their means and deviations
     kept = all_tokens + results  # outputs of the two norms
-    makes_gelu_again = bf16 and ONEDNN and not config.dropout
-    kept += _kept_of_hidden(config, makes_gelu_again) * hidden
+    kept += _kept_of_hidden(config) * hidden
     if config.layer_scale:
         kept += 2 * results
     if config.dropout:
@@ -672,24 +668,21 @@ def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: Fo
     return 4 * exact + bytes_each(precision) * kept + config.attention_in(block).kept_bytes(n, read, precision)
 
 
-def _kept_of_hidden(config: ViTConfig, makes_gelu_again: bool) -> int:
+def _kept_of_hidden(config: ViTConfig) -> int:
     """Return the number of tensors of the size of the MLP's hidden units that the backward pass reads."""
-    return {"swiglu": 4, "quick-gelu": 3}.get(config.activation, 1 if makes_gelu_again else 2)
+    return {"swiglu": 4, "quick-gelu": 3}.get(config.activation, 2)
 
 
 def _passing_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:
     """Return the peak extra bytes per image during the backward pass, beyond the kept activations.
 
-    The peak is in the last block that computes all tokens. For short sequences, the peak is in the MLP, where memory
-    holds the recomputed GELU and the gradients of GELU's output and input. For long sequences, the peak is in
-    attention.
+    The peak is in the last block that computes all tokens. For short sequences, the peak is in the MLP, where the
+    gradient of GELU's input takes more memory than GELU's output did. For long sequences, the peak is in attention.
     """
-    bf16 = precision == "bf16"
     n, width = config.kept_of(math.prod(config.grid)) + config.prefix, config.width
     each = bytes_each(precision)
-    stream = n * width * (4 + 2 * bf16)  # the gradient, and its copy in the format of matrix products
-    hidden = 4 if config.activation == "swiglu" else 3 if bf16 and ONEDNN and not config.dropout else 1
-    mlp = each * hidden * n * config.mlp_width
+    stream = n * width * (4 + 2 * (precision == "bf16"))  # the gradient, and its copy in the format of matrix products
+    mlp = each * (4 if config.activation == "swiglu" else 1) * n * config.mlp_width
     attention = config.attention_kind.backward_bytes(n, precision)
     if attention:  # the tensors that the MLP kept are freed by then
         attention -= each * n * config.mlp_width + 6 * n * width

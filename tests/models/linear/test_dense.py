@@ -3,7 +3,6 @@ fused kernels with bounded errors."""
 
 from __future__ import annotations
 
-from typing import Literal
 
 import pytest
 import torch
@@ -46,7 +45,6 @@ def test_a_product_can_be_exchanged() -> None:
     made, x = layer(), torch.randn(2, 5)
     made.product = lambda x, weight, bias: F.linear(x, weight, bias) + 1
     assert torch.equal(made(x), F.linear(x, made.weight, made.bias) + 1)
-    assert torch.equal(made.after_gelu(x, "none"), made(F.gelu(x))), "the fused kernel is of the layer's own product"
 
 
 def test_a_frozen_weight_is_the_one_that_products_take() -> None:
@@ -125,40 +123,6 @@ def test_a_dense_layer_agrees_with_the_plain_one(
 
 
 @needs_onednn
-@pytest.mark.parametrize("gelu", ["none", "tanh"])
-@pytest.mark.parametrize("shape", [(5, 17, 48), (1, 1, 48), (3, 48), (0, 4, 48)])
-def test_gelu_in_front_of_a_dense_layer(gelu: Literal["none", "tanh"], shape: tuple[int, ...]) -> None:
-    torch.manual_seed(1)
-    layer = Linear(48, 20)
-    hidden = (2 * torch.randn(shape)).bfloat16().float().requires_grad_()
-    upstream = torch.randn(*shape[:-1], 20).bfloat16()
-    with autocast():
-        found = layer.after_gelu(hidden, gelu)
-    plain = layer(F.gelu(hidden, approximate=gelu))
-    torch.testing.assert_close(found.float(), plain, rtol=0.02, atol=0.03)
-    targets = [hidden, layer.weight, layer.bias]
-    ours = torch.autograd.grad(found, targets, upstream)
-    exact = torch.autograd.grad(plain, targets, upstream.float())
-    for mine, theirs in zip(ours, exact, strict=True):
-        assert relative(mine, theirs) < 0.01
-
-
-@needs_onednn
-def test_gelu_keeps_one_wide_tensor_only() -> None:
-    layer, hidden = Linear(64, 16), torch.randn(7, 64, requires_grad=True)
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer.after_gelu(hidden.bfloat16(), "none")
-    assert [tuple(tensor.shape) for tensor in kept] == [(7, 64), (16, 64)]
-    assert all(tensor.dtype == torch.bfloat16 for tensor in kept)
-
-
-@needs_onednn
 @settings(max_examples=10, deadline=None)
 @given(
     batch=st.integers(1, 4), tokens=st.integers(1, 40), heads=st.integers(1, 5), d=st.integers(1, 33),
@@ -186,12 +150,12 @@ def test_without_gradients_the_results_are_the_same_numbers() -> None:
     torch.manual_seed(0)
     layer, x, qkv = Linear(24, 40), torch.randn(3, 5, 24), torch.randn(2, 13, 72).bfloat16()
     with autocast():
-        trained = layer(x), layer.after_gelu(x, "none"), attend_fused(qkv, 4)
+        trained = layer(x), attend_fused(qkv, 4)
         with torch.no_grad():
-            served = layer(x), layer.after_gelu(x, "none"), attend_fused(qkv, 4)
+            served = layer(x), attend_fused(qkv, 4)
         with torch.inference_mode():
             layer.freeze(torch.bfloat16)
-            frozen = layer(x), layer.after_gelu(x, "none"), attend_fused(qkv, 4)
+            frozen = layer(x), attend_fused(qkv, 4)
     for one, two, three in zip(trained, served, frozen, strict=True):
         assert torch.equal(one, two) and torch.equal(one, three)
 

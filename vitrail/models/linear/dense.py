@@ -9,7 +9,7 @@ speeds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,6 @@ from torch.autograd.function import once_differentiable
 from vitrail.errors import ConfigError
 from vitrail.models.linear.float32 import float32_linear, has_onednn, uses_onednn
 from vitrail.models.shortcuts import can_fuse, has_plain_type, is_plain, skippable
-
-Gelu = Literal["none", "tanh"]
-"""PyTorch's names for the exact GELU and for its approximation."""
 
 ONEDNN = has_onednn(torch.bfloat16)
 """True if oneDNN's dense layer with bias can compute in bfloat16 here."""
@@ -60,46 +57,37 @@ def linear(
             f"{str(x.device)!r}; move the network to that device, or load its weights if the device is 'meta'"
         )
     if fuses(x, weight, bias):
-        return _linear(x, weight, bias, None)
+        return _linear(x, weight, bias)
     return float32_linear(x, weight, bias) if uses_onednn(x, weight, bias) else F.linear(x, weight, bias)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: Gelu | None) -> Tensor:
-    """Return `x weight^T + bias`, or `gelu(x) weight^T + bias` without keeping GELU's output, which the backward pass
-    computes again. `docs/performance.md` reports the saved memory and the added time."""
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if torch.is_grad_enabled():
-        return _Linear.apply(x, weight, bias, gelu)  # type: ignore[no-untyped-call]
-    return _product(x.to(torch.bfloat16), weight.to(torch.bfloat16), bias, gelu)
+        return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return _product(x.to(torch.bfloat16), weight.to(torch.bfloat16), bias)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: Gelu | None) -> Tensor:
-    x = x if gelu is None else F.gelu(x, approximate=gelu)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.to(torch.bfloat16).contiguous()  # oneDNN ignores the strides of a bias
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: Gelu | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
         ctx.save_for_backward(x, weight)
-        ctx.gelu = gelu
-        return _product(x, weight, bias, gelu)
+        return _product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])
-        to_x, to_weight, to_bias, _ = ctx.needs_input_grad
-        seen = x if ctx.gelu is None else F.gelu(x, approximate=ctx.gelu)
-        x_gradient = None
-        if to_x:
-            x_gradient = (rows @ weight).view(x.shape)
-            if ctx.gelu is not None:
-                x_gradient = torch.ops.aten.gelu_backward(x_gradient, x, approximate=ctx.gelu)
-        weight_gradient = rows.t() @ seen.reshape(-1, weight.shape[1]) if to_weight else None
-        return x_gradient, weight_gradient, rows.sum(0) if to_bias else None, None
+        to_x, to_weight, to_bias = ctx.needs_input_grad
+        x_gradient = (rows @ weight).view(x.shape) if to_x else None
+        weight_gradient = rows.t() @ x.reshape(-1, weight.shape[1]) if to_weight else None
+        return x_gradient, weight_gradient, rows.sum(0) if to_bias else None
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -130,14 +118,6 @@ class Linear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         return self.product(x, self.operand, self.bias)
-
-    def after_gelu(self, hidden: Float[Tensor, "*batch inputs"], approximate: Gelu) -> Float[Tensor, "*batch outputs"]:
-        """Return `layer(gelu(hidden))`, computed by the fused kernel if the layer has no other kernel and the tensors
-        allow it. `is_plain(layer, Linear)` must be true."""
-        operand = self.operand
-        if self.product is linear and fuses(hidden, operand, self.bias):
-            return _linear(hidden, operand, self.bias, approximate)
-        return self.product(F.gelu(hidden, approximate=approximate), operand, self.bias)
 
     def by_rows(self, *inputs: tuple[Float[Tensor, " ..."], int]) -> tuple[Tensor, ...]:
         """Return the products of several inputs with consecutive rows of the weight.
