@@ -247,6 +247,16 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
+def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a JSON object, as the `object_pairs_hook` of `json.loads`. Raise `ValueError` if two fields
+    have the same name, of which Python would take the last one."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return fields
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file as hexadecimal digits."""
     with path.open("rb") as file:

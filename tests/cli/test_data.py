@@ -174,7 +174,7 @@ def test_a_folder_is_packed_and_said_to_be(folder: Callable[[int], Path], tmp_pa
     assert "1 of the images cannot be read and were copied as they are:\n  rose/bad.jpg: is not an image" in shown
     assert f"The shards are in {out}. Train on them: vitrail train --data {out}" in shown
     assert len(open_shards(str(out), None).train) == 7
-    assert cli.shows(*words) == shown
+    assert cli.shows(*words).endswith(shown)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, page, text_line
 from vitrail.data.config import DataConfig
 from vitrail.data.formats.convert import AnnotationFormat, convert
-from vitrail.data.formats.pack import Manifest, pack
+from vitrail.data.formats.pack import FILE, Manifest, pack
 from vitrail.data.source import has_soft_targets
 from vitrail.data.sources import KINDS, open_data
 from vitrail.data.splits import SLICE, Splits
@@ -274,6 +274,9 @@ def run_pack(call: Call) -> None:
         raise ConfigError(
             f"{splits.title} has {KINDS[splits.target_kind]}, which shards cannot hold; choose a format with --to"
         )
+    if (options.destination / FILE).is_file():
+        note = "has complete shards, which are kept: changes of the images since then are not in them"
+        print_notes(console, f"{options.destination} {note}")
     manifest = _pack(splits, options, shard_size, console, call.arguments)
     _report(manifest, options, console)
 

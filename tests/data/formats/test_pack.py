@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.make import MemorySource, encode, orientation, targets_of, write_tar
-from vitrail.data.formats.pack import FILE, UNFINISHED, pack, packed_before, parse
+from vitrail.data.formats.pack import FILE, IMAGES, UNFINISHED, pack, packed_before, parse
 from vitrail.data.formats.tar import looks_like_shards, open_shards
 from vitrail.data.pixels.decode import decode
 from vitrail.data.source import Sample, fingerprint
@@ -200,6 +200,20 @@ def test_a_pack_that_was_stopped_goes_on_after_its_whole_shards(folder: Path, tm
     assert all((out / name).stat().st_mtime_ns == changed for name, changed in times.items())
 
 
+def test_a_pack_does_not_go_on_with_images_that_changed(folder: Path, tmp_path: Path) -> None:
+    out, seen = tmp_path / "out", []
+    with pytest.raises(Stopped):
+        pack(opened(folder), out, shard_size=9_000, progress=seen.append, stop=lambda: len(seen) == 9)
+    image = folder / "train/rose/é/0.a.jpg"
+    image.write_bytes(image.read_bytes() + b"!")
+    with pytest.raises(ConfigError, match="shards of images that have changed since"):
+        pack(opened(folder), out, shard_size=9_000)
+    for path in out.iterdir():
+        path.unlink()
+    pack(opened(folder), out, shard_size=9_000)
+    assert not (out / IMAGES).exists()
+
+
 def test_the_description_of_finished_shards_stays_until_it_is_written_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,7 +317,7 @@ def test_a_full_disk_is_an_error_after_which_it_goes_on(folder: Path, tmp_path: 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, usual)
-    assert [path.name for path in out.iterdir()] == [UNFINISHED]
+    assert {path.name for path in out.iterdir()} == {UNFINISHED, IMAGES}
     pack(opened(folder), out, shard_size=40_000)
     assert files_of(out) == files_of(tmp_path / "straight")
 

@@ -99,6 +99,12 @@ def test_an_empty_or_missing_label_is_none(table: Callable[..., Path]) -> None:
     assert source.classes == ("x", "y") and [target for _, target in rows_of(source)] == [(0,), (), (0, 1)]
 
 
+def test_a_field_that_occurs_twice_in_a_line_is_refused(table: Callable[..., Path]) -> None:
+    path = table('{"path": "4.jpg", "label": "x"}', '{"path": "a/1.jpg", "label": "x", "label": "y"}', name="l.jsonl")
+    with pytest.raises(DataError, match=r"l\.jsonl, line 2: .*'label' occurs twice"):
+        opened(path)
+
+
 def test_json_lines_have_one_label_or_a_list(table: Callable[..., Path]) -> None:
     one = [{"file_name": "a/1.jpg", "label": 3, "text": "x"}, {"label": 12, "file_name": "4.jpg"}]
     source = opened(table(*map(json.dumps, one), name="metadata.jsonl"))

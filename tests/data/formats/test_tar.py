@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import tarfile
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from vitrail.data.formats import tar as shards_module
 from vitrail.data.formats import tar_index
 from vitrail.data.formats.tar import locate, looks_like_shards, open_shards
 from vitrail.data.formats.tar_index import members, open_shard
-from vitrail.data.source import Source
+from vitrail.data.source import Source, samples_of
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError
 
@@ -131,6 +132,28 @@ def test_a_cls_goes_before_a_json_whichever_comes_first(tmp_path: Path) -> None:
     splits = open_shards(write(tmp_path / "x.tar", [*files, *same]), None)
     assert targets_of(splits.train) == [1, 0, 1] and splits.classes == ("0", "1")
     assert any("2 images with another label in the .json file" in note for note in splits.notes)
+
+
+def test_several_labels_in_a_json_are_noted_and_a_field_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    files = [("1.jpg", b""), ("1.json", b'{"class": "b", "label": 1}'), ("2.jpg", b""), ("2.json", b'{"cls": 0}')]
+    splits = open_shards(write(tmp_path / "x.tar", files), None)
+    assert targets_of(splits.train) == [1, 0]
+    assert any("1 image with another label" in note for note in splits.notes)
+    files[-1] = ("2.json", b'{"label": 0, "label": 1}')
+    with pytest.raises(DataError, match=r"2\.json.* 'label' occurs twice"):
+        open_shards(write(tmp_path / "y.tar", files), None)
+
+
+def test_a_shard_of_the_same_size_and_time_is_another_one(tmp_path: Path) -> None:
+    location = write(tmp_path / "x.tar", labelled("1:rose", "2:daisy"))
+    before = open_shards(location, None).train
+    times = Path(location).stat().st_mtime_ns
+    time.sleep(0.01)
+    write(tmp_path / "x.tar", labelled("1:daisy", "2:rose"))
+    os.utime(location, ns=(times, times))
+    after = open_shards(location, None).train
+    assert targets_of(before) == [1, 0] and targets_of(after) == [0, 1]
+    assert samples_of(before).stamp(0) != samples_of(after).stamp(0)
 
 
 def test_classes_of_a_model_are_matched_by_name(tmp_path: Path) -> None:

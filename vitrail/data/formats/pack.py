@@ -10,7 +10,7 @@ import math
 import os
 import tarfile
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,16 +20,19 @@ import numpy as np
 from PIL import Image
 
 from vitrail.data.pixels.decode import SUFFIXES, format_of, open_file, to_pil
-from vitrail.data.source import Sample, Source, fingerprint
+from vitrail.data.source import Sample, Source, fingerprint, samples_of
 from vitrail.data.splits import SPLITS, Splits
 from vitrail.data.targets import Target, is_texts
 from vitrail.errors import ConfigError, DataError, Stopped, UndecodableImage, listed
-from vitrail.files import check_parent, only_writer, saving, write_json
+from vitrail.files import check_parent, only_writer, saving, write_json, write_whole
 from vitrail.settings import from_plain
 
 FILE = "dataset.json"
 UNFINISHED = "dataset.unfinished.json"
 """Name of the manifest until all shards are complete. It is then renamed to `FILE`."""
+
+IMAGES = "dataset.images.sha256"
+"""File with a hash of the identities of the images, until all shards are complete."""
 
 FORMAT = "vitrail shards 1"
 
@@ -154,7 +157,7 @@ def pack(
     samples = {split: len(source) for split, source in sources.items()}
     state = Manifest(splits.classes, samples, packing, dict.fromkeys(sources, ()))
     with contextlib.ExitStack() as stack:
-        state = replace(state, shards=_begin(destination, state, stack))
+        state = replace(state, shards=_begin(destination, state, _identities(sources), stack))
         done = packed_before(state)
         for split, source in sources.items():
             start = sum(record.samples for record in state.shards[split])
@@ -174,7 +177,17 @@ def pack(
                             )
         with saving("the description of the shards", destination / FILE):
             (destination / UNFINISHED).replace(destination / FILE)
+            (destination / IMAGES).unlink(missing_ok=True)
     return state
+
+
+def _identities(sources: Mapping[str, Source]) -> str:
+    """Return a hash that changes if an image changes, as far as its source knows the sizes and times of its files."""
+    digest = hashlib.sha256()
+    for source in map(samples_of, sources.values()):
+        for index in range(len(source)):
+            digest.update(os.fsencode(f"{source.stamp(index)}\n"))
+    return digest.hexdigest()
 
 
 def packed_before(manifest: Manifest) -> int:
@@ -182,12 +195,14 @@ def packed_before(manifest: Manifest) -> int:
     return sum(record.samples for records in manifest.shards.values() for record in records)
 
 
-def _begin(destination: Path, state: Manifest, stack: contextlib.ExitStack) -> dict[str, tuple[ShardRecord, ...]]:
+def _begin(
+    destination: Path, state: Manifest, images: str, stack: contextlib.ExitStack
+) -> dict[str, tuple[ShardRecord, ...]]:
     """Make the folder, lock it until the stack is closed, and return the complete shards in it, up to the first
     incomplete one.
 
-    Raises `ConfigError` if the folder holds other files, and `DestinationError` if it cannot be made, or if another
-    process writes it.
+    Raises `ConfigError` if the folder holds other files, or shards of images that have changed (`_identities`), and
+    `DestinationError` if it cannot be made, or if another process writes it.
     """
     shards: dict[str, tuple[ShardRecord, ...]] = dict(state.shards)
     for name in (FILE, UNFINISHED):
@@ -199,6 +214,11 @@ def _begin(destination: Path, state: Manifest, stack: contextlib.ExitStack) -> d
             raise ConfigError(
                 f"{destination} has shards of other data or with other options: {_difference(before, state)}; "
                 "choose another folder"
+            )
+        if name == UNFINISHED and (place := destination / IMAGES).is_file() and place.read_text() != images:
+            raise ConfigError(
+                f"{destination} has shards of images that have changed since, and the other shards would have the new "
+                "ones; choose another folder"
             )
         for split in shards:
             shards[split] = _whole(destination, before.shards.get(split, ()))
@@ -215,6 +235,7 @@ def _begin(destination: Path, state: Manifest, stack: contextlib.ExitStack) -> d
         stack.enter_context(only_writer(destination, destination))
     _save(destination, replace(state, shards=shards))  # first, so that there always is a description
     with saving("the description of the shards", destination):
+        write_whole(destination / IMAGES, images.encode())
         (destination / FILE).unlink(missing_ok=True)
     return shards
 

@@ -62,6 +62,7 @@ from vitrail.data.targets import (
 )
 from vitrail.data.texts import TEXTS, TextReader, without_texts
 from vitrail.errors import DataError, listed, nearest, plural
+from vitrail.files import named_once
 
 
 def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
@@ -548,7 +549,7 @@ def _json_cells(table: Path, file: Iterable[str]) -> _Cells:
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
+            fields = json.loads(line, object_pairs_hook=named_once)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{table}, line {number}: the line is not valid JSON ({error})") from None
         if not isinstance(fields, dict):

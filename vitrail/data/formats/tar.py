@@ -105,8 +105,8 @@ def open_shards(
             )
         if (doubtful := sum(shard.index.doubtful for shard in opened[split])) and not are_texts:
             notes.append(
-                f"{location}, {split}: {plural(doubtful, 'image')} with another label in the .json file than in the "
-                ".cls file, which is used"
+                f"{location}, {split}: {plural(doubtful, 'image')} with another label in the .json file than the one "
+                "that is used, which is that of the .cls file, or of the first of the fields label, cls and class"
             )
         if (missing := int((~found.known).sum())) and not are_texts:
             notes.append(f"{location}, {split}: {missing:,} of {plural(len(found), 'image')} without a label")
@@ -245,7 +245,7 @@ class ShardImages:
     def stamp(self, place: int) -> str:
         """Return the shard's path and version, and the offset of the image in it."""
         path, version = self.shards[self._places[place]]
-        return f"{path} {version.size} {version.tag} {self._offsets[place]}"
+        return f"{path} {version.size} {version.tag} {version.changed} {self._offsets[place]}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_descriptor"}
@@ -271,7 +271,7 @@ class _Descriptor:
 
     def __init__(self, path: str, version: Version) -> None:
         self.number = os.open(path, os.O_RDONLY)
-        if version_of(self.number) != version:
+        if version_of(self.number)[:2] != version[:2]:  # a new name or mode also sets the inode change time
             raise DataError(f"shard {path} was changed after it was opened; run the command again")
 
     def __del__(self) -> None:

@@ -27,7 +27,7 @@ from vitrail.data.formats.pack import NUMBERS
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.texts import TEXTS, TextReader, TextTable
 from vitrail.errors import DataError
-from vitrail.files import cache_folder, replacing_file
+from vitrail.files import cache_folder, named_once, replacing_file
 
 RawLabel = int | str | tuple[int | str, ...] | tuple[float | None, ...]
 """A label as stored in a shard: the number or name of a class, a tuple of class numbers or names, or a tuple of numbers
@@ -76,7 +76,8 @@ class ShardIndex:
     ignored: int
     """Number of tar members that are neither images nor labels or texts of images."""
     doubtful: int
-    """Number of images whose .json file has another label than the .cls file, which is used."""
+    """Number of images whose .json file has another label than the .cls file, which is used, or several labels, of
+    which the first one of `LABELS` is used."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -95,6 +96,8 @@ class Version(NamedTuple):
     size: int
     tag: str
     """Modification time of a local file, or the version that the server states for a remote file ("" if none)."""
+    changed: int = 0
+    """Inode change time of a local file, which programs that copy or unpack files cannot set."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def version_of(shard: str | int) -> Version:
     if isinstance(shard, str) and remote.is_remote(shard):
         return Version(*remote.describe(shard))
     status = os.stat(shard)  # noqa: PTH116 (an open file is no Path)
-    return Version(status.st_size, f"changed at {status.st_mtime_ns}")
+    return Version(status.st_size, f"changed at {status.st_mtime_ns}", status.st_ctime_ns)
 
 
 @contextlib.contextmanager
@@ -175,7 +178,7 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
     texts: dict[int, tuple[str, ...]] = {}
     reader = TextReader()
     seen: set[tuple[int, str]] = set()
-    ignored = 0
+    ignored = doubtful = 0
     for member, key, suffix in _parts(shard, read, size, rows):
         if key is None:
             ignored += 1
@@ -200,7 +203,8 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
         if suffix == "txt":
             texts[row] = reader(data.decode("utf-8-sig", "replace"))
             continue
-        label, name, cell = _label(shard, member.name, data)
+        label, name, cell, has_others = _label(shard, member.name, data)
+        doubtful += has_others
         if cell is not None and (row, "txt") not in seen:
             texts[row] = reader(cell)
         if name is not None:
@@ -229,7 +233,7 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
         texts=TextTable.of(text for some in of_images for text in some),
         unread=(reader.empty, reader.broken),
         ignored=ignored,
-        doubtful=sum(str(stated["json"].get(row, used[row])) != str(used[row]) for row in codes),
+        doubtful=doubtful + sum(str(stated["json"].get(row, used[row])) != str(used[row]) for row in codes),
     )
 
 
@@ -260,19 +264,20 @@ def _is_part(suffix: str) -> bool:
     return f".{suffix}" in SUFFIXES or suffix in ("cls", "json", "txt")
 
 
-def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | None, Any]:
-    """Return the label in the .cls or .json file of a sample, and the key and the texts in the .json file. Raises
-    `DataError`."""
+def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | None, Any, bool]:
+    """Return the label in the .cls or .json file of a sample, the key and the texts in the .json file, and True if
+    this file also has other labels. Raises `DataError`."""
     try:
         if not name.lower().endswith(".json"):
             text = data.decode().strip()
             if not text or "\n" in text:
                 raise ValueError(f"it holds {text[:40]!r}")
-            return (int(text) if re.fullmatch("[+-]?[0-9]+", text) else text), None, None
-        values = json.loads(data)
+            return (int(text) if re.fullmatch("[+-]?[0-9]+", text) else text), None, None, False
+        values = json.loads(data, object_pairs_hook=named_once)
         if not isinstance(values, dict):
-            return None, None, None
-        found = next((values[field] for field in LABELS if values.get(field) is not None), None)
+            return None, None, None, False
+        stated = [values[field] for field in LABELS if values.get(field) is not None]
+        found, has_others = next(iter(stated), None), len(set(map(str, stated))) > 1
         label: RawLabel | None
         if isinstance(values.get(NUMBERS), list) and values[NUMBERS]:
             numbers = tuple(map(_number, values[NUMBERS]))
@@ -282,9 +287,9 @@ def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | N
         cell = next((values[field] for field in TEXTS if values.get(field) is not None), None)
         key = values.get(KEY)
         if not isinstance(key, str) or not key:
-            return label, None, cell
+            return label, None, cell, has_others
         os.fsencode(key)  # not every JSON string can be encoded
-        return label, key, cell
+        return label, key, cell, has_others
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{shard}: the label in {name!r} cannot be read ({error}); a label is the number or name of a class, or a "
