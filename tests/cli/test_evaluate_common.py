@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,15 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint, key_hash
 from vitrail.data.sources import open_data, open_whole
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.measured_images import CommonImages, common_images, open_images, overlap_note
+from vitrail.evaluation.measured_images import (
+    CommonImages,
+    common_images,
+    doubt_about,
+    is_data_of,
+    open_images,
+    overlap_note,
+    place_hash,
+)
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 
@@ -102,6 +112,28 @@ def test_data_that_was_moved_is_recognised(birds: str, tmp_path: Path) -> None:
     moved = str(Path(birds).rename(tmp_path / "renamed"))
     common = common_images({"a": known, "b": bundle_of()}, moved, "held-out", None)
     assert common.keys == held_out(moved, 0.3)
+
+
+def test_data_is_recognised_by_its_place(birds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    known = trained_on("birds", 0.3, places={"birds": place_hash("birds[:50%]")})
+    opened = open_whole(birds)
+    monkeypatch.chdir("/")
+    assert is_data_of(known.provenance, opened), "from another working directory"
+    shutil.copytree(birds, tmp_path / "other" / "birds")
+    monkeypatch.chdir(tmp_path / "other")
+    opened = open_whole("birds")
+    assert not is_data_of(known.provenance, opened), "another folder of the same name"
+    note = overlap_note(known, opened, opened.splits(validation_share=0.3).validation or opened.whole.train)
+    assert note is not None and "in another folder" in note
+    mixed = bundle_of(data="elsewhere", mix=["0.5:birds"], places={"birds": place_hash(birds)})
+    assert doubt_about(mixed, opened) is None and doubt_about(mixed, open_whole(birds)) is not None
+
+
+def test_data_of_the_hub_is_recognised_with_another_choice_of_columns(birds: str) -> None:
+    opened = replace(open_whole(birds), spec="hf:org/birds?label=fine")
+    assert is_data_of({"data": "hf:org/birds[:10%]"}, opened) and is_data_of({"data": "hf:org/birds?label=a"}, opened)
+    assert not is_data_of({"data": "hf:org/bees?label=fine"}, opened)
 
 
 def test_the_cut_of_the_model_that_a_model_was_fine_tuned_from_counts_too(birds: str) -> None:

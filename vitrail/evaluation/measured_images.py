@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -119,7 +121,7 @@ def cut_of(known: Mapping[str, Any], opened: OpenedData, *, share: float | None 
 def doubt_about(bundle: Bundle, opened: OpenedData) -> str | None:
     """Return why images that are held out of this data now may be among those that a model learned from, or None."""
     for known in _trainings(bundle):
-        if any(_is_same_place(str(text).partition(":")[2], opened.spec) for text in known.get("mix", ())):
+        if any(_is_same_place(known, str(text).partition(":")[2], opened.spec) for text in known.get("mix", ())):
             return f"the model learned from all of {opened.spec!r}, which was mixed into its training images"
         recorded = known.get("validation_keys")
         # A cut by a hash of the names holds out the same images whatever is added.
@@ -144,6 +146,11 @@ def overlap_note(bundle: Bundle, opened: OpenedData, held_out: Source) -> str | 
         return f"the measured images may have trained this model; those that it held out are not known: {error}"
     measured = _keys(held_out)
     learned = len(measured) - len(measured.intersection(*cuts))
+    if not learned and not cuts and any(known.get("data") == opened.spec for known in _trainings(bundle)):
+        return (
+            f"the model was trained on data that was also called {opened.spec!r}, in another folder; if this is that "
+            "data, moved and changed, the measured images may be among those that it learned from"
+        )
     if not learned:
         return None
     return (
@@ -155,12 +162,12 @@ def overlap_note(bundle: Bundle, opened: OpenedData, held_out: Source) -> str | 
 def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
     """Return True if a training with the provenance `known` learned from this data, or from a part of it.
 
-    The data is recognised by its path or name, and by the hash of its samples if the folder was moved.
+    The data is recognised by its place or name, and by the hash of its samples if the folder was moved.
     """
     trained_on = str(known.get("data", ""))
     if not trained_on:
         return False
-    if _is_same_place(trained_on, opened.spec):
+    if _is_same_place(known, trained_on, opened.spec):
         return True
     if (recorded := known.get("data_fingerprint")) is None:
         return False
@@ -200,9 +207,19 @@ def _keys(source: Source) -> frozenset[str]:
     return frozenset(source.key(index) for index in range(len(source)))
 
 
-def _is_same_place(one: str, other: str) -> bool:
-    """Return True if two data specifications name the same place, whatever the amount."""
-    first, second = _location(one), _location(other)
+def place_hash(spec: str) -> str:
+    """Return a hash of the absolute path of data, or an empty text if the data is not on the disk. A model records the
+    hash, because the path itself can hold names that are not to be published."""
+    path = expanded(_location(spec)).resolve()
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16] if path.exists() else ""
+
+
+def _is_same_place(known: Mapping[str, Any], recorded: str, spec: str) -> bool:
+    """Return True if data that a training with the provenance `known` records is in the same place as `spec`, whatever
+    the amount. A training of an earlier version records no places, and its paths are those of the current folder."""
+    if place := known.get("places", {}).get(recorded):
+        return bool(place == place_hash(spec))
+    first, second = _location(recorded), _location(spec)
     return first == second or expanded(first).resolve() == expanded(second).resolve()
 
 
@@ -211,7 +228,7 @@ def _location(spec: str) -> str:
     is_amount = spec.endswith("]") and "[:" in spec and not expanded(spec).exists()
     whole = spec[: spec.rindex("[:")] if is_amount else spec
     base, mark, _ = whole.rpartition("?")
-    is_choice = mark and expanded(base).exists() and not expanded(whole).exists()
+    is_choice = mark and (base.startswith("hf:") or (expanded(base).exists() and not expanded(whole).exists()))
     return base if is_choice else whole
 
 

@@ -27,6 +27,7 @@ from vitrail.data.batch import Rows
 from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.source import Samples, key_hash, truth_of
 from vitrail.errors import ConfigError
+from vitrail.evaluation.measured_images import place_hash
 from vitrail.evaluation.metrics.numbers import merit
 from vitrail.machine import available_memory
 from vitrail.models.compiled import compile_blocks
@@ -512,6 +513,8 @@ def make_bundle(job: Job, objective: Objective) -> Bundle:
     }
     if config.data.mix:
         provenance["mix"] = list(config.data.mix)
+    specs = [config.data.spec, *(text.partition(":")[2] for text in config.data.mix)]
+    provenance["places"] = {spec: place for spec in specs if (place := place_hash(spec))}
     if splits.validation is not None:
         provenance["validation_keys"] = key_hash(splits.validation)
     if isinstance(splits.train, Samples) and splits.train.targets.ids:
