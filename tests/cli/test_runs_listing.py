@@ -39,6 +39,14 @@ def runs(trained_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "runs"
 
 
+def test_runs_that_are_too_deep_are_noted(tmp_path: Path, cli: Cli) -> None:
+    for name in ("a", "b/c/d/e"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "run.json").write_text('{"format": 99}')
+    printed = cli.call("runs", str(tmp_path))
+    assert "not listed: 1 run deeper" in printed.out + printed.err and "b/c/d/e" in printed.out + printed.err
+
+
 @pytest.mark.slow
 def test_the_list_shows_what_differs(runs: Path, cli: Cli) -> None:
     text = cli.shows("runs")

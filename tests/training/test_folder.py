@@ -39,6 +39,23 @@ def test_a_folder_in_which_no_run_was_recorded_is_new(left: tuple[str, ...], tmp
         new_folder(config)
 
 
+def test_an_overwritten_run_that_is_deleted_only_in_part_is_still_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    for name in (f"{INSIDE}/a.svg", "model/model.json", "run.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    config = RECIPES["demo"]().override(run=str(tmp_path), overwrite=True)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("shutil.rmtree", killed)
+        new_folder(config)
+    assert (tmp_path / "run.json").is_file()
+    assert list(new_folder(config).iterdir()) == []
+
+
 LINK = '<p id="inside"><a href="inside/report.html">Look inside the model</a>: '
 
 

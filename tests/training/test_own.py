@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import vitrail
-from tests.make import make_masks_folder, make_voc_folder
+from tests.make import make_masks_folder, make_voc_folder, wait_for
 from tests.training.jobs import Make, train_until
 from vitrail.data.source import Sample, target_kind
 from vitrail.data.sources import open_data
@@ -29,7 +29,9 @@ from vitrail.errors import BundleError, ConfigError, DataError, DestinationError
 from vitrail.tasks.own_model import OwnModel
 from vitrail.testing import check_source as checked
 from vitrail.training.config import TrainConfig
+from vitrail.training.folder import summarise
 from vitrail.training.job import Probe, check_source
+from vitrail.training.log import Log
 from vitrail.training.run import resume, train
 from vitrail.weights.bundle import Bundle
 
@@ -303,6 +305,31 @@ def test_runs_in_threads_train_one_after_the_other(config: Make, tmp_path: Path)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(run, (1, 2)))
     assert sum(one != other for one, other in pairwise(steps)) == 1
+
+
+def test_a_run_that_waits_for_another_says_so(config: Make, tmp_path: Path) -> None:
+    notes, log = list[str](), Log(lambda event: notes.append(event["text"]) if event["event"] == "note" else None)
+
+    def wait(event: Any) -> None:  # a listener of a run in this thread, while the other thread begins
+        if event["event"] == "started":
+            other = threads.submit(train, config(steps=1, run=str(tmp_path / "b"), **SIZES), data=Stripes(), log=log)
+            futures.append(other)
+            wait_for(lambda: any("waits until" in note for note in notes), 20)
+
+    futures: list[Any] = []
+    with ThreadPoolExecutor(1) as threads:
+        train(config(steps=1, **SIZES), data=Stripes(), log=Log(wait))
+        assert futures[0].result().summary["steps"] == 1
+
+
+def test_a_signal_after_the_end_leaves_a_complete_run(config: Make) -> None:
+    def interrupt(event: Any) -> None:
+        if event["event"] == "finished":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config(steps=1, **SIZES), data=Stripes(), log=Log(interrupt))
+    assert summarise(Path(str(config().run.folder))).state == "finished"
 
 
 def test_another_default_number_format_is_refused(config: Make) -> None:

@@ -80,7 +80,7 @@ COMMAND = Command(
 
 def main(call: Call) -> None:
     options = Runs(**call.options)
-    folders = _folders(options.folder)
+    folders = _folders(options.folder, is_json=options.json)
     shown = [folder for folder in folders if options.trials or not is_trial(folder)]
     if len(shown) < len(folders):
         print_notes(message_console(options.json), f"{plural(len(folders) - len(shown), 'trial')} not shown (--trials)")
@@ -102,11 +102,19 @@ def main(call: Call) -> None:
     print_notes(console, *notes_on_data(found))
 
 
-def _folders(folder: Path) -> list[Path]:
-    """Return the folders of the runs in a folder. Raise `ConfigError` if it does not exist or holds no run."""
+def _folders(folder: Path, *, is_json: bool) -> list[Path]:
+    """Return the folders of the runs in a folder, and print a note on deeper ones. Raise `ConfigError` if the folder
+    does not exist or holds no run."""
     if not folder.is_dir():
         raise ConfigError(f"folder={str(folder)!r} is not a folder; give the folder that holds your runs")
-    if not (found := list(find_runs(folder))):
+    found = list(find_runs(folder))
+    if deeper := [one for one in find_runs(folder, 2 * DEPTH) if one not in found]:
+        print_notes(
+            message_console(is_json),
+            f"not listed: {plural(len(deeper), 'run')} deeper than {DEPTH} levels, such as {deeper[0]}; give a folder "
+            "nearer to them",
+        )
+    if not found:
         raise ConfigError(
             f"folder={str(folder)!r} holds no run: no folder in it, down to {DEPTH} levels, has a run.json"
         )

@@ -226,7 +226,9 @@ def new_folder(config: TrainConfig) -> Path:
     folder = place_of(config)
     check_place(folder, config)
     if (folder / "run.json").is_file():
-        shutil.rmtree(folder)
+        with saving("the run", folder):
+            for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == "run.json"):  # last: it names the run
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     with saving("the run", folder):
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -122,7 +122,7 @@ def train(
             processes=processes,
         )  # fmt: skip
         memory = check_run_memory(job.config, job.network, job.device, processes)
-        with _same_arithmetic(job):
+        with _same_arithmetic(job, log):
             torch.manual_seed(config.run.seed)
             on_progress = log.extracting if log is not None and processes.is_first else None
             trained, job, notes = make_network(job, model, on_progress)
@@ -198,7 +198,7 @@ def resume(
         processes.on_first(lambda: recover_folder(folder / "model"))
         from vitrail.tasks.pairs import saved_words
 
-        with _same_arithmetic(job):
+        with _same_arithmetic(job, log):
             torch.manual_seed(record.config.run.seed)
             trained, job, notes = make_network(replace(job, words=saved_words(folder)), model)
             if differences:
@@ -260,10 +260,17 @@ run in another thread waits."""
 
 
 @contextmanager
-def _same_arithmetic(job: Job) -> Iterator[None]:
+def _same_arithmetic(job: Job, log: Log | None) -> Iterator[None]:
     """Compute inside the `with` block with the settings of a checked config, so that a resumed run computes the same
-    bits, and with gradients. The caller's random state stays as it was."""
+    bits, and with gradients. The caller's random state stays as it was. `log` is the caller's."""
     share_cores()
+    if ONE_RUN.acquire(blocking=False):
+        ONE_RUN.release()
+    elif log is not None:
+        log.note(
+            "another thread of this process trains a run, so this run waits until that one ends; if an evaluator or a "
+            "hook of that run waits for this thread, neither ends"
+        )
     config = job.config
     with (
         ONE_RUN,
@@ -448,10 +455,14 @@ def _complete(run: Run, state: TrainState) -> RunResult:
             with interrupted_by_signals():
                 if any(job.processes.gather(run.stop.is_asked)):  # too late for the last step to see it
                     raise KeyboardInterrupt
-                return finish(run, state)
+                result = finish(run, state)
         except KeyboardInterrupt:
             log.tell("stopped", step=state.step)
             raise Stopped("stopped before the finished model was measured and saved", run.folder) from None
+        # Outside of the `with` block, so that a signal does not record a complete run as stopped.
+        metrics, examples = result.metrics, {"examples": result.examples}
+        log.tell("finished", examples, step=state.step, metrics=metrics, **result.summary)
+        return result
 
 
 def _train(run: Run, state: TrainState) -> None:
@@ -628,7 +639,6 @@ def finish(run: Run, state: TrainState) -> RunResult:
     source = held_out[1] if held_out else job.splits.train
     examples = processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
     processes.on_first(lambda: _write_pictures(run, bundle, state.kept, source))
-    run.log.tell("finished", {"examples": examples}, step=state.step, metrics=bundle.metrics, **summary)
     bundle.network.eval()  # as the model that `load` returns
     return RunResult(folder, bundle, bundle.metrics, summary, examples, job.config.task, predictions)
 

@@ -25,6 +25,7 @@ from vitrail.evaluation.features import feature_files
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.features.feature_files import load_features, save_features, save_parquet
 from vitrail.evaluation.features.index import FeatureIndex
+from vitrail.files import partial_path
 
 CLASSES = ("rose", "daisy", "oak")
 
@@ -122,6 +123,8 @@ def test_parquet_has_keys_labels_and_vectors(rows: int, tmp_path: Path, monkeypa
     monkeypatch.setattr(feature_files, "PARQUET_ROWS", rows)
     features = make([0, 2, -1, 1, 0])
     object.__setattr__(features, "keys", (os.fsdecode(b"\xff.png"), *features.keys[1:]))
+    (tmp_path / "new").mkdir()
+    partial_path(tmp_path / "new" / "train.parquet").write_bytes(b"left by a killed process")
     save_parquet(features, tmp_path / "new" / "train.parquet")
     table = pyarrow.parquet.read_table(tmp_path / "new" / "train.parquet")
     assert table["key"].to_pylist() == ["\\udcff.png", *features.keys[1:]]

@@ -17,7 +17,7 @@ from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError
 from vitrail.evaluation.features.cache import map_features
 from vitrail.evaluation.features.extract import FeatureSet
-from vitrail.files import check_new_folder, replacing_file, replacing_folder, saving
+from vitrail.files import check_new_folder, only_writer, partial_path, replacing_folder, saving
 from vitrail.settings import from_plain, to_plain
 
 FORMAT = 2
@@ -140,20 +140,25 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
         "feature": arrow.list_(arrow.float32(), features.width),
     }
     schema = arrow.schema(list(kinds.items()), metadata={"classes": json.dumps(features.classes)})
-    with (
-        saving("features", path),
-        replacing_file(path) as partial,
-        arrow.parquet.ParquetWriter(partial, schema, use_dictionary=False) as file,
-    ):
-        for first in range(0, len(features), PARQUET_ROWS):
-            rows = range(first, min(first + PARQUET_ROWS, len(features)))
-            numbers = arrow.array(np.ascontiguousarray(features.features[rows.start : rows.stop]).reshape(-1))
-            columns = [
-                arrow.array([printable_key(features.keys[row]) for row in rows], kinds["key"]),
-                arrow.array([truth.plain(row) for row in rows], value_types[truth.kind]),
-                arrow.FixedSizeListArray.from_arrays(numbers, features.width),
-            ]
-            file.write_table(arrow.table(columns, schema=schema))
+    partial = partial_path(path)  # always the same, so that the next command replaces what a killed one left
+    with saving("features", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    with saving("features", path), only_writer(path, partial):
+        try:
+            with arrow.parquet.ParquetWriter(partial, schema, use_dictionary=False) as file:
+                for first in range(0, len(features), PARQUET_ROWS):
+                    rows = range(first, min(first + PARQUET_ROWS, len(features)))
+                    numbers = arrow.array(np.ascontiguousarray(features.features[rows.start : rows.stop]).reshape(-1))
+                    columns = [
+                        arrow.array([printable_key(features.keys[row]) for row in rows], kinds["key"]),
+                        arrow.array([truth.plain(row) for row in rows], value_types[truth.kind]),
+                        arrow.FixedSizeListArray.from_arrays(numbers, features.width),
+                    ]
+                    file.write_table(arrow.table(columns, schema=schema))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _name_of(kind: TargetKind) -> str:
