@@ -26,6 +26,7 @@ from typing import (
     TypeVar,
     Union,
     Unpack,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -130,9 +131,12 @@ def problems(settings: Any, *names: str) -> Iterator[str]:
 
 class Checked:
     """Base class of settings dataclasses that check themselves: the constructor raises `ConfigError` if settings have
-    invalid values. The message names all of them."""
+    values of another type, or invalid values. The message names all of these."""
 
     def __post_init__(self) -> None:
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(cast(Any, self))}
+        for name, value in typed_fields(type(self), values).items():
+            object.__setattr__(self, name, value)
         raise_problems(self._problems())
 
     def _problems(self) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -270,3 +271,18 @@ def test_settings_are_taken_as_files_give_them() -> None:
     found = evaluators_of("fewshot, knn", {"fewshot": {"l2": 4, "shots": [2, 3]}, "knn": {"temperature": 1}})
     assert found == {"fewshot": ByFewShot((2, 3), l2=4.0), "knn": ByNeighbours(temperature=1.0)}
     assert evaluators_of("fewshot", {"fewshot": {"l2": "loo"}}) == {"fewshot": ByFewShot(l2="loo")}
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ByFewShot(l2="foo"), "l2='foo' is not a number or one of 'loo'"),  # type: ignore[arg-type]
+        (lambda: ByFewShot(allow_fewer="no"), "allow_fewer='no' is not true or false"),  # type: ignore[arg-type]
+        (lambda: ByNeighbours("5"), "k='5' is not a list of whole numbers"),  # type: ignore[arg-type]
+        (lambda: ByLinear(penalties=1.0), "penalties=1.0 is not a list of numbers"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_of_another_type_are_refused_at_once(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -12,7 +12,7 @@ from vitrail.data.source import Source
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.outputs import Outputs
 from vitrail.registry import SETTINGS, Registry
-from vitrail.settings import from_plain, problems, raise_problems, setting
+from vitrail.settings import Checked, from_plain, setting
 from vitrail.weights.answers import OutputKind
 
 
@@ -29,14 +29,6 @@ class Evaluator(Protocol):
     """
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]: ...
-
-
-@dataclass(frozen=True)
-class Checked:
-    """An evaluator whose settings have to be in the ranges that its fields state."""
-
-    def __post_init__(self) -> None:
-        raise_problems(problems(self))
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.linear import check_counts, draw_shots, few_shot, linear_probe
 from vitrail.evaluation.classifiers.nearest import knn
-from vitrail.evaluation.evaluators import Checked
 from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
-from vitrail.settings import Effect, setting
+from vitrail.settings import Checked, Effect, setting
 
 SHOTS = (1, 5, 10, 25)
 """Numbers of shots that are measured by default. A number is used only if every class has that many images."""

@@ -28,12 +28,12 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset, target_kind, typical_size
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, plural
-from vitrail.evaluation.evaluators import Bootstrapped, Checked
+from vitrail.evaluation.evaluators import Bootstrapped
 from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import setting
+from vitrail.settings import Checked, setting
 from vitrail.weights.answers import AnyPrediction, MaskPrediction
 
 LOOKED_AT = 50
