@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.analysis.networks import images_of, make
+from tests.make import dense_bundle
+from vitrail.analysis.faithfulness import saliency_curves
+from vitrail.analysis.features import token_norms
+from vitrail.analysis.heads import effective_receptive_field
 from vitrail.analysis.saliency import attention_rollout, class_relevance, relevance, rollout
 from vitrail.analysis.tracing import trace
 from vitrail.errors import ConfigError
@@ -126,3 +130,37 @@ def test_what_is_refused() -> None:
         attention_rollout(make(), images_of(), fusion="sum")
     with pytest.raises(ConfigError, match="form='lrp' is not one of 'attention-gradient', 'gradient'"):
         class_relevance(make(), images_of(), form="lrp")
+
+
+@pytest.mark.parametrize("name", ["boxes", "class token", "attention"])
+def test_maps_are_the_same_in_inference_mode(name: str) -> None:
+    network = dense_bundle("patches").network if name == "boxes" else make(**POOLS[name])
+    size = network.config.image_size
+    maps = class_relevance(network, images_of(size=size), torch.tensor([0, 1, 0]))
+    reach = effective_receptive_field(network, images_of(size=size))
+    assert reach.images == 3
+    with torch.inference_mode():
+        images, targets = images_of(size=size), torch.tensor([0, 1, 0])
+        np.testing.assert_array_equal(class_relevance(network, images, targets).values, maps.values)
+        np.testing.assert_array_equal(effective_receptive_field(network, images).values, reach.values)
+        attention_rollout(network, images, targets)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_targets_and_batches_out_of_range_are_refused() -> None:
+    network = dense_bundle("patches").network
+    images = images_of(size=network.config.image_size)
+    for target in (-1, 10**6):
+        targets = torch.tensor([0, target, 0])
+        for call in (class_relevance, attention_rollout):
+            with pytest.raises(ConfigError, match=f"targets={target} is not a class of this network"):
+                call(network, images, targets)
+        with pytest.raises(ConfigError, match=f"targets={target} is not a class of this network"):
+            saliency_curves(network, images, {}, targets)
+    for size in (0, -1, 1.5):
+        for refuse in (
+            lambda size=size: token_norms(network, images, batch_size=size),
+            lambda size=size: saliency_curves(network, images, {}, batch_size=size),
+        ):
+            with pytest.raises(ConfigError, match=f"batch_size={size} is"):
+                refuse()

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.make import make_idx_folder, tiny_config
+from vitrail.cli.runs import write_overlay
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
 
@@ -37,6 +38,14 @@ def runs(trained_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (trial.parents[1] / "damaged").mkdir()
     (trial.parents[1] / "damaged/run.json").write_text('{"format": 99}')
     return tmp_path / "runs"
+
+
+def test_the_axis_of_a_fraction_ends_at_1(tmp_path: Path) -> None:
+    events = [{"event": "evaluation", "step": step, "accuracy": value} for step, value in ((1, 1.0), (2, 1.0))]
+    (tmp_path / "journal.jsonl").write_text("\n".join(map(json.dumps, events)))
+    for is_fraction in (True, False):
+        write_overlay(tmp_path / "page.html", [tmp_path], metrics={"accuracy": is_fraction})
+        assert (">1.10<" not in (tmp_path / "page.html").read_text()) == is_fraction
 
 
 def test_runs_that_are_too_deep_are_noted(tmp_path: Path, cli: Cli) -> None:

@@ -29,6 +29,7 @@ from torch.nn.utils import prune
 import vitrail
 from tests.make import assert_close, assert_same, dense_bundle, encode, make_bundle
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
+from vitrail.export.export import check_export
 from vitrail.models.variants import build
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.answers import NumberPrediction, Prediction, rank
@@ -602,3 +603,16 @@ def test_blocks_that_share_weights_are_saved(tmp_path: Path) -> None:
     bundle = make_bundle(depth=2)
     bundle.network.blocks[1] = bundle.network.blocks[0]
     assert_close(bundle, load_bundle(bundle.save(tmp_path / "model")), atol=0, rtol=0)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_text_is_not_permission_to_overwrite(tmp_path: Path) -> None:
+    bundle = make_bundle()
+    bundle.save(tmp_path / "model")
+    for write in (
+        lambda: bundle.save(tmp_path / "model", overwrite="no"),  # type: ignore[arg-type]
+        lambda: convert(tmp_path / "model", tmp_path / "new", "vitrail", overwrite="no"),  # type: ignore[arg-type]
+        lambda: check_export(tmp_path / "new.onnx", "onnx", overwrite="no"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match="overwrite='no' is not true or false"):
+            write()

@@ -19,7 +19,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor, nn
 
 from vitrail.analysis.saliency import SaliencyMaps, attention_rollout, class_relevance
-from vitrail.analysis.tracing import checked_targets, transformer_of
+from vitrail.analysis.tracing import check_range, checked_batch_size, checked_targets, transformer_of
 from vitrail.errors import ConfigError
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.models.predictor import Predictor
@@ -133,7 +133,7 @@ class _Hiding:
         self.images = images
         self.output = output
         self.fill = fill
-        self.batch_size = batch_size
+        self.batch_size = checked_batch_size(batch_size)
         self.grid = config.grid_of(images.shape[2], images.shape[3])
         self.count = self.grid[0] * self.grid[1]
         self.patch = config.patch_size[0] * stride, config.patch_size[1] * stride
@@ -161,6 +161,7 @@ class _Hiding:
             mask = _pixel_mask(hidden.reshape(-1, *self.grid), self.patch, self.images.shape[2:])
             hidden_images = self.images.masked_fill(mask.to(self.images.device)[:, None], self.fill)
             probabilities = self._probabilities(hidden_images)
+            check_range(self.targets, probabilities.shape[1])
             chosen = probabilities.gather(1, self.targets[:, None])[:, 0]
             found.append(chosen.double().cpu().numpy())
         return np.stack(found, axis=1)

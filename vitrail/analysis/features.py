@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor, nn
 
-from vitrail.analysis.tracing import chosen_blocks, transformer_of
+from vitrail.analysis.tracing import checked_batch_size, chosen_blocks, transformer_of
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import linear_probe
@@ -168,7 +168,7 @@ def _features(
 ) -> Iterator[tuple[Features, ...]]:
     """Yield the tokens of the layers for each batch, or the tokens after the final norm if `layers` is None."""
     predictor = Predictor(network)
-    for batch in torch.split(images, batch_size):
+    for batch in torch.split(images, checked_batch_size(batch_size)):
         yield (predictor.features(batch),) if layers is None else predictor.features(batch, layers)
 
 

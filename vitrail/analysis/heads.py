@@ -127,6 +127,8 @@ class ReceptiveField:
     distance."""
     centre: Float64[np.ndarray, "layers 2"]
     """Row and column of the centre of each map, in pixels."""
+    images: int
+    """Number of images."""
 
     @property
     def by_layer(self) -> list[tuple[int, float]]:
@@ -134,6 +136,7 @@ class ReceptiveField:
         return list(zip(self.layers, self.distance.tolist(), strict=True))
 
 
+@torch.inference_mode(False)
 def effective_receptive_field(
     network: nn.Module, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
 ) -> ReceptiveField:
@@ -162,5 +165,6 @@ def effective_receptive_field(
     between = torch.hypot(down[None, :, None] - centres[:, :1, None], across[None, None] - centres[:, 1:, None])
     distance = (maps * between).sum(dim=(1, 2))
     return ReceptiveField(
-        "effective receptive field", "pixels", tuple(chosen), maps.numpy(), distance.numpy(), centres.numpy()
-    )
+        "effective receptive field", "pixels", tuple(chosen), maps.numpy(), distance.numpy(), centres.numpy(),
+        len(images),
+    )  # fmt: skip

@@ -202,7 +202,7 @@ def _dense_reading(vit: VisionTransformer, piece: Trace) -> Float[Tensor, "b n"]
     last, first = piece.outputs[:, -1], int(piece.has_class_token)
     reads_middle = isinstance(vit.head, DenseHead) and vit.head.reads_middle
     middle = piece.outputs[:, vit.config.middle_block, piece.prefix :] if reads_middle else None
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         tokens = (vit.norm(last) if vit.config.final_norm == "tokens" else last).detach().requires_grad_()
         cls = tokens[:, 0] if first else None
         features = Features(cls, tokens[:, first : piece.prefix], tokens[:, piece.prefix :], piece.grid, middle=middle)

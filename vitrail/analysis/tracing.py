@@ -24,7 +24,7 @@ from vitrail.models.network import block_numbers, shared_copy
 from vitrail.models.positions.embedding import AttentionPositions
 from vitrail.models.variants import transformer
 from vitrail.models.vit import VisionTransformer
-from vitrail.settings import typed
+from vitrail.settings import problem_of, raise_problems, typed
 from vitrail.weights.exported import ExportedNetwork
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -67,7 +67,7 @@ class GradientPass:
 
     def __call__(self, images: Tensor, targets: Tensor) -> Float[Tensor, "b layers heads n n"]:
         """Return the gradients of one of the `explainable` outputs of each image."""
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             logits = explainable(self.network, self.network(images))
             chosen = logits.gather(1, targets[:, None]).float().sum()
             maps = [self.dense[layer].map for layer in self.layers]
@@ -199,6 +199,7 @@ def trace(
     return replace(first, **joined)
 
 
+@torch.inference_mode(False)
 def traces(
     network: nn.Module,
     images: Float[Tensor, "b c h w"],
@@ -218,8 +219,6 @@ def traces(
     vit = transformer_of(network)
     if len(images) == 0:
         raise ConfigError("images is empty; give at least one image")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} is less than 1")
     for one in keep:
         typed(Kept, one, "keep")
     for field, numbers in (("layers", layers), ("heads", heads)):
@@ -227,7 +226,14 @@ def traces(
             raise ConfigError(f"{field} is empty; name at least one, or leave it out to trace all of them")
     chosen = chosen_blocks(vit, layers)
     tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
-    return _all_pieces(tracer, images, checked_targets(vit, images, targets), batch_size)
+    images = images.clone() if images.is_inference() else images  # no gradient passes through a tensor of this mode
+    return _all_pieces(tracer, images, checked_targets(vit, images, targets), checked_batch_size(batch_size))
+
+
+def checked_batch_size(batch_size: int) -> int:
+    """Return the number of images in a forward pass. Raise `ConfigError` unless it is a whole number above 0."""
+    raise_problems([problem_of("batch_size", typed(int, batch_size, "batch_size"), int, {"least": 1})])
+    return batch_size
 
 
 def checked_targets(network: VisionTransformer, images: Tensor, targets: Any) -> Int64[Tensor, " b"] | None:
@@ -241,10 +247,16 @@ def checked_targets(network: VisionTransformer, images: Tensor, targets: Any) ->
             f"targets of shape {tuple(found.shape)} and type {found.dtype} are not one whole number for each of "
             f"{len(images)} images"
         )
-    classes = network.config.num_classes
-    if network.config.dense_head is None and (wrong := found[(found < 0) | (found >= classes)]).numel():
+    if network.config.dense_head is None:
+        check_range(found, network.config.num_classes)
+    return found.clone().long()
+
+
+def check_range(targets: Tensor, classes: int) -> None:
+    """Raise `ConfigError` unless all targets are among the classes of a network, or among the classes of all rows of a
+    head of boxes or masks."""
+    if (wrong := targets[(targets < 0) | (targets >= classes)]).numel():
         raise ConfigError(f"targets={int(wrong[0])} is not a class of this network; choose from 0 to {classes - 1}")
-    return found.long()
 
 
 def transformer_of(network: nn.Module) -> VisionTransformer:
@@ -354,17 +366,19 @@ class _Tracer:
     def pieces(self, images: Tensor, targets: Tensor | None) -> Iterator[Trace]:
         """Yield the traces of one batch."""
         config = self.network.config
-        with torch.no_grad(), autocast(self.precision, self.device):
+        with torch.inference_mode(False), torch.no_grad(), autocast(self.precision, self.device):
             logits = self.network(images)
             if self.predicting is not self.network:
                 logits = self.predicting(images)
+            answers = explainable(self.network, logits)
+            chosen = answers.argmax(dim=1) if targets is None else targets
+            check_range(chosen, answers.shape[1])
         grid = config.grid_of(images.shape[2], images.shape[3])
-        chosen = explainable(self.network, logits).argmax(dim=1) if targets is None else targets
         size = self._piece_size(grid)
         stride = config.root.stride if config.root else 1
         for start in range(0, len(images), size):
             part = slice(start, start + size)
-            with torch.no_grad(), autocast(self.precision, self.device):
+            with torch.inference_mode(False), torch.no_grad(), autocast(self.precision, self.device):
                 found = self._found(part)
             if self._gradients is not None:
                 with autocast(self.precision, self.device):

@@ -24,7 +24,7 @@ from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, RunError, plural
 from vitrail.evaluation.metrics.numbers import merit
 from vitrail.files import check_new_file, saving
-from vitrail.report.charts import Series
+from vitrail.report.charts import UNBOUNDED, Series
 from vitrail.report.page import write_page
 from vitrail.settings import setting
 from vitrail.training.folder import (
@@ -241,8 +241,8 @@ def run_compare(call: Call) -> None:
             raise RunError(run.problem)
     if options.page is not None:
         check_new_file(options.page, overwrite=options.overwrite)
-        metrics = (metric.name for run in found if run.config is not None for metric in run.config.task.metrics)
-        write_overlay(options.page, options.runs, metrics=list(dict.fromkeys(metrics)))
+        metrics = (metric for run in found if run.config is not None for metric in run.config.task.metrics)
+        write_overlay(options.page, options.runs, metrics={metric.name: metric.is_fraction for metric in metrics})
     beside = settings_beside([run.config for run in found if run.config is not None])
     names = [name for name in beside[0] if len({repr(one[name]) for one in beside}) > 1]
     settings = [{name: one[name] for name in names} for one in beside]
@@ -296,11 +296,15 @@ CURVES = {
 """Numbers of the events `step` that are drawn, with the names of their axes."""
 
 
-def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Sequence[str]) -> None:
-    """Write a page with these validation metrics and the training curves of all runs. Raises `SaveError`."""
+def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Mapping[str, bool]) -> None:
+    """Write a page with these validation metrics and the training curves of all runs. The axis of a metric that is a
+    fraction (True) ends at 0 and 1. Raises `SaveError`."""
     journals = {str(folder): read_journal(folder / "journal.jsonl") for folder in folders}
-    drawn = {f"validation {name.replace('_', ' ')}": ("evaluation", name) for name in metrics}
-    drawn |= {name: ("step", field) for field, name in CURVES.items()}
+    drawn = {
+        f"validation {name.replace('_', ' ')}": ("evaluation", name, (0.0, 1.0) if is_fraction else UNBOUNDED)
+        for name, is_fraction in metrics.items()
+    }
+    drawn |= {name: ("step", field, UNBOUNDED) for field, name in CURVES.items()}
     with saving("the page", path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_page(
@@ -309,11 +313,13 @@ def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Sequence[str]
         "cli/curves.html",
         title="Curves of " + ", ".join(journals),
         style=Markup(STYLE),
-        charts={name: _chart(journals, name, kind, field) for name, (kind, field) in drawn.items()},
+        charts={name: _chart(journals, name, *details) for name, details in drawn.items()},
     )
 
 
-def _chart(journals: Mapping[str, Sequence[dict[str, Any]]], name: str, kind: str, field: str) -> Markup:
+def _chart(
+    journals: Mapping[str, Sequence[dict[str, Any]]], name: str, kind: str, field: str, bounds: tuple[float, float]
+) -> Markup:
     """Return a chart of a number of the events of a kind, with a line for each run, or "" if no run has the number.
     Evaluations are those on the validation split, without that of the finished model."""
     lines = []
@@ -325,4 +331,4 @@ def _chart(journals: Mapping[str, Sequence[dict[str, Any]]], name: str, kind: st
             if event.get(field) is not None
         ]
         lines.append(Series(run, averaged(points)[0]))
-    return series_chart(lines, label=f"{name} of each run over steps", x_name="step", y_name=name)
+    return series_chart(lines, label=f"{name} of each run over steps", x_name="step", y_name=name, bounds=bounds)

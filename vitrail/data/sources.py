@@ -155,7 +155,7 @@ def open_whole(
     is true, data can have no training images; `train` is then empty. With `texts`, texts are the targets of data that
     has both texts and labels.
     """
-    spec = str(typed(str, spec, "data"))
+    spec, unlabelled = str(typed(str, spec, "data")), typed(bool, unlabelled, "unlabelled")
     if not spec.strip():
         raise DataError(f"data {spec!r} names nothing; name a folder, a file or a data set")
     if classes is not None and numbers:

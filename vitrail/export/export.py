@@ -32,7 +32,7 @@ from vitrail.export.parity import (
 )
 from vitrail.export.program import describe, trace
 from vitrail.files import check_new_file, check_new_folder, partial_path, replacing_folder, saving
-from vitrail.settings import problem_of, raise_problems
+from vitrail.settings import problem_of, raise_problems, typed
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents, ExportedNetwork, load_exported, tokenizer_file
 
@@ -105,7 +105,7 @@ def check_export(
     if opset not in OPSETS:
         raise ConfigError(f"opset={opset} is not one of {', '.join(map(str, OPSETS))}")
     check_precision(precision)
-    chosen = FORMATS[to]
+    chosen, overwrite = FORMATS[to], typed(bool, overwrite, "overwrite")
     if precision == "int8" and chosen.int8_needs is None:
         able = [name for name, each in FORMATS.items() if each.int8_needs is not None]
         raise ConfigError(

@@ -15,6 +15,7 @@ from vitrail.errors import BundleError, ConfigError
 from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
+from vitrail.settings import typed
 from vitrail.weights.bundle import Bundle, Images, load_bundle, write_bundle
 from vitrail.weights.saved import PRODUCER, WEIGHTS, StoredFormat, save_safetensors
 from vitrail.weights.tensors import open_tensors
@@ -54,7 +55,9 @@ class OwnModel(Bundle):
                 f"stored={stored!r}: the weights of a network of your own class are saved in the number formats that "
                 "they have; convert the network instead"
             )
-        check_new_folder(path := Path(path), (WEIGHTS,), overwrite=overwrite, recognise=_is_ours)
+        check_new_folder(
+            path := Path(path), (WEIGHTS,), overwrite=typed(bool, overwrite, "overwrite"), recognise=_is_ours
+        )
         write_weights(self, path)
         return path
 

@@ -207,7 +207,7 @@ def prepare(
         config=config,
         device=device,
         compile=compiled,
-        splits=splits if measure_test else replace(splits, test=None),
+        splits=splits if typed(bool, measure_test, "measure_test") else replace(splits, test=None),
         fingerprint=found,
         steps=steps,
         origin=origin,

@@ -157,7 +157,7 @@ def convert(
     `options` are the options of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the
     layout cannot store an option that changes what the model computes.
     """
-    destination = expanded(destination)
+    destination, overwrite = expanded(destination), typed(bool, overwrite, "overwrite")
     if to != "vitrail" and to not in LAYOUTS:
         raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
     if to == "vitrail":

@@ -29,6 +29,7 @@ from torch import Tensor
 from vitrail.data.texts import FILES
 from vitrail.errors import BundleError
 from vitrail.files import check_new_folder, disk_problem, replacing_folder, sha256, write_json
+from vitrail.settings import typed
 
 FORMAT = 2
 PRODUCER = "vitrail"
@@ -66,7 +67,7 @@ def tokenizer_file(path: Path) -> Path | None:
 def check_model_folder(path: Path, *, overwrite: bool) -> None:
     """Raise `DestinationError` unless a model may be saved at `path`, by the rules of
     `vitrail.files.check_new_folder`."""
-    check_new_folder(path, NAMES, overwrite=overwrite, recognise=is_bundle)
+    check_new_folder(path, NAMES, overwrite=typed(bool, overwrite, "overwrite"), recognise=is_bundle)
 
 
 def write_folder(

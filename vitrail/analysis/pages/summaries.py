@@ -155,9 +155,9 @@ def _patches(found: ColouredPatches) -> list[tuple[Image.Image, Image.Image]]:
 def _layer_charts(found: Overview, drawn: dict[str, Markup]) -> list[tuple[Markup, str]]:
     """Return the charts of the layers with their captions."""
     reach, over = found.layers.reach, f"over {plural(found.layers.images, 'image')}"
-    each = "each layer and head" if isinstance(reach, HeadStatistic) else "each layer"
+    each = "layer and head" if isinstance(reach, HeadStatistic) else f"layer on the first {reach.images} images"
     captions = {
-        "distance": f"{reach.name.capitalize()} of {each}: the distance over which it mixes information.",
+        "distance": f"{reach.name.capitalize()} of each {each}: the distance over which it mixes information.",
         "entropy": "Entropy of the attention of each head: small if a token attends to few others.",
         "similarity": f"Similarity of the features of every two layers (CKA, unbiased, {over}).",
         "norms": "Norms of tokens. Patch tokens with large norms often serve the network as memory.",
@@ -454,7 +454,7 @@ def _write_comparison_page(found: ModelComparison, drawn: dict[str, Markup], pat
         distances=drawn["distance.svg"],
         reaches=" ".join(
             f"{one.name}: {one.reach.name}, mean over "
-            + (f"heads and {one.reach.images} images." if isinstance(one.reach, HeadStatistic) else "images.")
+            + f"{'heads and' if isinstance(one.reach, HeadStatistic) else 'the first'} {one.reach.images} images."
             for one in found.models
         ),
         class_heads=("class", "images", first.name, second.name, "difference, points"),
