@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.make import MemorySource, mix_in
-from vitrail.data import source
+from vitrail.data import source, sources
 from vitrail.data.formats.fractals import FractalSource
 from vitrail.data.formats.pack import pack
 from vitrail.data.source import mixed, samples_of, shared_images, subset
@@ -40,7 +40,7 @@ def test_a_mixture_with_held_out_images_is_refused(photos: Path) -> None:
     assert len(mix_in(open_data(str(photos), validation_share=0.0), (f"0.3:{photos}",)).train) == 80
 
 
-@pytest.mark.parametrize("how", ["copy", "symlink", "hard link"])
+@pytest.mark.parametrize("how", ["copy", "renamed copy", "symlink", "hard link"])
 def test_files_are_found_under_other_folders_and_links_under_any_name(photos: Path, tmp_path: Path, how: str) -> None:
     splits = open_data(str(photos), validation_share=0.25)
     original = photos / splits.validation.key(3)
@@ -50,10 +50,24 @@ def test_files_are_found_under_other_folders_and_links_under_any_name(photos: Pa
     target = tmp_path / "more" / "fir" / (original.name if how == "copy" else "other.png")
     if how == "copy":
         shutil.copy(original, target)
+    elif how == "renamed copy":
+        target.write_bytes(original.read_bytes())
     else:
         target.symlink_to(original) if how == "symlink" else target.hardlink_to(original)
     with pytest.raises(DataError, match=r"contains 1 image of the validation split of .*, such as "):
         mix_in(splits, (f"0.3:{tmp_path / 'more'}",))
+
+
+def test_a_mixture_of_very_many_images_is_compared_in_part(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = open_data(str(photos), validation_share=0.25)
+    for name in ("elm", "oak"):
+        (tmp_path / "more" / name).mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(tmp_path / "more" / name / "1.png")
+    monkeypatch.setattr(sources, "MOST_HASHED", 11)
+    (note,) = set(mix_in(splits, (f"0.3:{tmp_path / 'more'}",)).notes) - {*splits.notes}
+    assert "too many to find copies" in note
 
 
 def test_shards_and_subsets_know_where_their_images_are(photos: Path, tmp_path: Path) -> None:
@@ -77,7 +91,9 @@ def test_fractals_of_the_same_numbers_are_the_same() -> None:
 def test_arrays_are_compared_by_their_pixels_and_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [np.full((3, 2, 1), value, np.uint8) for value in range(30)]
     train, held_out = MemorySource(images, labels=[0] * 30), MemorySource(images[:3] + images[:27], labels=[0] * 30)
-    assert shared_images(train, held_out) == [0, 1, 2]
+    assert shared_images(train, held_out) == list(range(30))
+    monkeypatch.setattr(source, "MOST_HASHED", 59)
+    assert shared_images(train, held_out) == [0, 1, 2], "of images with the same name"
     assert shared_images(MemorySource([b""] * 3, labels=[0] * 3), MemorySource([b""] * 3, labels=[0] * 3)) == []
     monkeypatch.setattr(source, "MOST_READ", 2)
     assert shared_images(train, train) == [0, 29]

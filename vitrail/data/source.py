@@ -453,13 +453,16 @@ def inodes_in(folder: Path) -> dict[str, int]:
 MOST_READ = 1000
 """Largest number of pairs of images with the same file name that are read and compared."""
 
+MOST_HASHED = 10_000
+"""Largest number of images of two sources that are all read, so that copies under other names are found."""
+
 
 def shared_images(train: Source, held_out: Source) -> list[int]:
     """Return the indices of held-out images that the training data also contains.
 
     Two samples are the same image if both come from the same place, such as a file or a part of a file, even under
-    different names. Two images are also the same if they have the same file name and the same bytes or pixels. If more
-    than 1,000 pairs have the same file name, only 1,000 evenly spaced pairs are compared.
+    different names. Two images are also the same if they have the same bytes or pixels. If there are more than
+    `MOST_HASHED` images, only 1,000 evenly spaced pairs with the same file name are compared in this way.
     """
     if not len(train) or not len(held_out):
         return []
@@ -473,11 +476,14 @@ def shared_images(train: Source, held_out: Source) -> list[int]:
             # files on two disks can have the same inode, but hardly the same times as well
             if other is not None and (kind != "file" or own.stamp(index) == other_samples.stamp(other)):
                 same.add(other)
-    if kind != "fractal":
+    if kind != "fractal" and len(train) + len(held_out) <= MOST_HASHED:
+        known = {_digest(train, index) for index in range(len(train))} - {""}
+        same |= {index for index in range(len(held_out)) if _digest(held_out, index) in known}
+    elif kind != "fractal":
         same |= {
             other
             for one, other in _with_same_name(train, held_out)
-            if other not in same and _equal(train, held_out, one, other)
+            if other not in same and (digest := _digest(train, one)) and digest == _digest(held_out, other)
         }
     return sorted(same)
 
@@ -499,14 +505,15 @@ def _with_same_name(train: Source, held_out: Source) -> Iterator[tuple[int, int]
         yield index, names[train.key(index).rpartition("/")[2]][place - int(ends[index]) + counts[index]]
 
 
-def _equal(train: Source, held_out: Source, one: int, other: int) -> bool:
+def _digest(source: Source, index: int) -> str:
+    """Return a hash of the bytes or the pixels of an image. It is empty for an empty or broken image, which is no
+    copy."""
     try:
-        mine, theirs = train[one].image, held_out[other].image
+        image = source[index].image
     except DataError:  # training will skip the image and report it
-        return False
-    if isinstance(mine, bytes) and isinstance(theirs, bytes):
-        return mine == theirs != b""  # an empty file is a broken image, not a copy
-    return isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(mine, theirs)
+        return ""
+    data = image if isinstance(image, bytes) else f"{image.shape}".encode() + image.tobytes()
+    return hashlib.sha256(data).hexdigest() if data else ""
 
 
 # The true targets of samples: one class each, several classes each, or numbers.

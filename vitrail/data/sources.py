@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vitrail.data import formats
 from vitrail.data.faults import TABLES, has_predictions, is_own_output, refuse
-from vitrail.data.source import Source, mixed, samples_of, shared_files, shared_images, subset, target_kind
+from vitrail.data.source import MOST_HASHED, Source, mixed, samples_of, shared_files, shared_images, subset, target_kind
 from vitrail.data.splits import (
     CutMethod,
     Format,
@@ -267,6 +267,7 @@ def open_pool(pool: Pool) -> Source:
 def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
     """Return the splits with additional training data. Classes with the same name are merged, and new classes follow
     the classes of the splits. Raise `DataError` if the additional data contains held-out images."""
+    notes = [*splits.notes]
     for more in further:
         for split, held_out in (("validation", splits.validation), ("test", splits.test)):
             if held_out is not None and (shared := shared_images(more.source, held_out)):
@@ -274,6 +275,10 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
                     f"mix {more.text!r} contains {plural(len(shared), 'image')} of the {split} split of "
                     f"{splits.title}, such as {printable(held_out.key(shared[0]))}; training must not see held-out "
                     "images: remove them from the mixed data, or mix other data"
+                )
+            if held_out is not None and len(more.source) + len(held_out) > MOST_HASHED:
+                notes.append(
+                    f"mix {more.text!r}: its images are too many to find copies of the {split} split under other names"
                 )
     weights = [more.fraction for more in further]
     train = mixed([splits.train, *(more.source for more in further)], [1 - sum(weights), *weights])
@@ -284,8 +289,9 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
         return samples_of(source).renumbered(range(len(source.classes)), train.classes)
 
     faults = similar_names("the mixture", train.classes) if train.classes != splits.classes else ()
-    notes = (*splits.notes, *(fault.text for fault in faults))
-    return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test), notes=notes)
+    notes += [fault.text for fault in faults]
+    validation, test = widened(splits.validation), widened(splits.test)
+    return replace(splits, train=train, validation=validation, test=test, notes=tuple(notes))
 
 
 def _open(request: Request) -> Splits:

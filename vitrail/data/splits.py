@@ -276,7 +276,8 @@ def check_classes(splits: Splits) -> None:
         "has no labels; classification needs a label for each image: label them, or choose a task that needs no labels"
     )
     if problem := problems.get(splits.target_kind, "" if splits.classes else without_labels):
-        raise DataError(f"{splits.title} {problem}")
+        notes = splits.notes if splits.target_kind == "none" else ()  # they name the columns that could be labels
+        raise DataError("\n".join((f"{splits.title} {problem}", *notes)))
     if len(splits.classes) < 2:
         raise DataError(one_class(splits).text)
 

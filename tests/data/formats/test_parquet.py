@@ -291,6 +291,8 @@ def test_without_labels(tmp_path: Path) -> None:
     assert "has no column of labels" in splits.notes[0] and "category (string)" in splits.notes[0]
     check_source(splits.train)
     assert opened(f"{path}?label=category", None).classes == ("x", "y")
+    with pytest.raises(DataError, match=r"has no labels(.|\n)*category \(string\), add \?label="):
+        open_data(str(path), validation_share=0.0)
 
 
 @pytest.mark.parametrize(
