@@ -34,6 +34,13 @@ def test_means_since_the_last_reading() -> None:
     assert meter.read() == {"loss": 8.0, "accuracy": 0.5}
 
 
+def test_metrics_have_the_same_names_in_every_step() -> None:
+    meter = Meter()
+    meter.add(1, {"loss": torch.tensor(1.0), "a": torch.tensor(2.0)})
+    with pytest.raises(ConfigError, match="metrics of step 2 are loss, b, and those before loss, a"):
+        meter.add(2, {"loss": torch.tensor(1.0), "b": torch.tensor(2.0)})
+
+
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 def test_the_first_bad_step_is_named(value: float, shown: str) -> None:
     meter = Meter()

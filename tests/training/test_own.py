@@ -21,17 +21,20 @@ from torch import Tensor, nn
 import vitrail
 from tests.make import make_masks_folder, make_voc_folder, wait_for
 from tests.training.jobs import Make, train_until
+from vitrail.data.batch import Batch
 from vitrail.data.source import Sample, target_kind
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, RunError
+from vitrail.tasks.classification import ClassificationObjective
 from vitrail.tasks.own_model import OwnModel
+from vitrail.tasks.task import LossOutput, Objective
 from vitrail.testing import check_source as checked
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import summarise
 from vitrail.training.job import Probe, check_source
-from vitrail.training.log import Log
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
 from vitrail.weights.bundle import Bundle
 
@@ -258,6 +261,8 @@ BROKEN: list[tuple[Any, str]] = [
     (changed(key=lambda self, index: f"{index // 2}"), "two samples must not have the same key"),
     (changed(target=lambda self, index: 7), "target(0) is 7, but the targets of this source must be None or an index"),
     (changed(target=lambda self, index: (0, 2)), "target(0) is (0, 2), but the targets of this source must be None or"),
+    (changed(target=lambda self, index: np.int64(index % 2) if index == 4 else index % 2), "target(4) is np.int64(0)"),
+    (changed(target=lambda self, index: 1.5 if index == 31 else index % 2), "target(31) is 1.5, but the targets"),
     (changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)), "must have the key and the target"),
     (
         changed(__getitem__=lambda self, index: Sample(self.key(index), PICTURE.astype(np.float32), index % 2)),
@@ -270,6 +275,74 @@ BROKEN: list[tuple[Any, str]] = [
 def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match=rf"^data: \w+ breaks a rule of its contract: .*{re.escape(rule)}"):
         check_source(source)
+
+
+def test_splits_with_the_same_keys_are_noted(config: Make) -> None:
+    notes = list[str]()
+    log = Log(lambda event: notes.append(event["text"]) if event["event"] == "note" else None)
+    train(config(steps=1, **SIZES), data=Splits(Stripes(), Stripes(10), None), log=log)
+    assert any("10 samples of the validation split have keys of other splits" in note for note in notes)
+
+
+class Detached(Small):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).detach()
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda loss: (loss, {}), "must return a LossOutput of tensors"),
+        (lambda loss: LossOutput(loss, {"x": 1.0}), "must return a LossOutput of tensors"),
+        (lambda loss: LossOutput(loss.expand(3), {}), r"single numbers, but one has the shape \(3,\)"),
+        (lambda loss: LossOutput(loss, {"x": loss.expand(3)}), r"single numbers, but one has the shape \(3,\)"),
+        (lambda loss: LossOutput(loss, {"loss": loss.detach()}), "other names than 'loss'"),
+        (lambda loss: LossOutput(loss, {"step": loss}), "other names than 'step'"),
+        (lambda loss: LossOutput(loss.detach(), {}), "a weight that requires gradients"),
+    ],
+)
+def test_an_objective_must_return_a_loss_and_metrics(
+    change: Callable[[Tensor], Any], rule: str, config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(ClassificationObjective):
+        counted = Objective.counted
+
+        def forward(self, batch: Batch) -> LossOutput:
+            return change(super().forward(batch).loss)
+
+    monkeypatch.setattr("vitrail.tasks.classification.ClassificationObjective", Wrong)
+    with pytest.raises(ConfigError, match=rule):
+        train(config(steps=3, evaluations=1, **SIZES), data=Stripes())
+
+
+def test_a_network_without_gradients_is_refused_in_its_first_step(config: Make) -> None:
+    with pytest.raises(ConfigError, match="a weight that requires gradients"):
+        train(config(steps=1), data=Stripes(), network=Detached())
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("found", "rule"),
+    [
+        (None, "must return numbers by name, not None"),
+        ([1.0], "must return numbers by name"),
+        ({"a": "high"}, "must return numbers by name"),
+        ({"a": torch.ones(2)}, "must return numbers by name"),
+        ({"event": 1.0}, "cannot be called 'event'"),
+        ({"a": np.float32(0.5), "b": torch.tensor(2)}, ""),
+    ],
+)
+def test_what_a_probe_returns_is_checked(found: Any, rule: str, config: Make) -> None:
+    def run() -> Any:
+        return train(config(steps=1, **SIZES), data=Stripes(), probes=[Probe("mine", 1, lambda *given: found)])
+
+    if rule:
+        with pytest.raises(ConfigError, match=f"^mine: .*{rule}"):
+            run()
+        return
+    (event,) = [event for event in read_journal(run().folder / "journal.jsonl") if event["event"] == "probe"]
+    assert (event["a"], event["b"]) == (0.5, 2.0)
 
 
 @pytest.mark.parametrize("amounts", [[0.5], [1, -1], [float("nan"), 1], [float("inf"), 0], 1.0])
@@ -344,6 +417,11 @@ def test_another_default_number_format_is_refused(config: Make) -> None:
 def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match="config is a str; pass a TrainConfig"):
         train("demo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="log is a builtin_function_or_method; pass a Log"):
+        train(config(), data=Stripes(), log=print)  # type: ignore[arg-type]
+    for probes in (dict, [dict]):
+        with pytest.raises(ConfigError, match="must be a list of `Probe`"):
+            train(config(**SIZES), data=Stripes(), probes=probes)  # type: ignore[arg-type]
     for every in (0, 1.5):
         with pytest.raises(ConfigError, match=f"^every={every} is "):
             Probe("features", every, lambda outputs, known, asked: {})  # type: ignore[arg-type]
@@ -354,7 +432,7 @@ def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: Non
 @pytest.mark.parametrize("wrong", [(float("inf"),), (1.0, 2.0), ()])
 def test_numbers_that_cannot_be_learned_are_refused(wrong: Any, config: Make) -> None:
     source = changed(numbers=True, classes=("brightness",), target=lambda self, index: wrong if index == 3 else (1.5,))
-    with pytest.raises(DataError, match=r"target of row 3 is .* NaN stands for an unknown number"):
+    with pytest.raises((ConfigError, DataError), match=r"target(\(3\)| of row 3) is .*(floats|NaN stands for)"):
         train(config(task="regression", **SIZES), data=source)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -96,6 +96,26 @@ def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None =
     return result
 
 
+RESERVED = frozenset({"event", "time", "step", "split", "weights", "name", "best", "kept"})
+"""Names of other values of events in a run's journal, which cannot be names of metrics."""
+
+
+def checked_metrics(name: str, found: Any, needed: Iterable[str] = ()) -> dict[str, float]:
+    """Return what the evaluator `name` returned as Python's own numbers by name. Raise `ConfigError` for anything else,
+    for names that are `RESERVED`, and if one of the `needed` metrics is missing."""
+    try:
+        metrics = {str(metric): float(value) for metric, value in found.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{name}: an evaluator must return numbers by name, not {found!r:.100}") from None
+    if wrong := sorted(RESERVED & metrics.keys()):
+        raise ConfigError(f"{name}: a metric cannot be called {wrong[0]!r}, which the journal uses; rename it")
+    if lacking := [metric for metric in needed if metric not in metrics]:
+        raise ConfigError(
+            f"{name}: the evaluator returned no {lacking[0]!r}, but only {', '.join(metrics) or 'nothing'}"
+        )
+    return metrics
+
+
 def check_evaluators(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source, held_out: Source) -> None:
     """Raise the errors that evaluators find before anything is computed. An evaluator finds errors early if it has a
     method `check` with the parameters of its call. The method reads no image."""
@@ -110,7 +130,7 @@ def measure(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source
     """
     metrics: dict[str, float] = {}
     for name in sorted(evaluators, key=lambda name: name == "fewshot"):  # last: it can use the others' features
-        found = evaluators[name](outputs, train, held_out)
+        found = checked_metrics(name, evaluators[name](outputs, train, held_out))
         both = [one for one in found if one in metrics and one not in COUNTS]
         if twice := [one for one in both if not np.array_equal(metrics[one], found[one], equal_nan=True)]:
             raise ConfigError(

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import Readers, default_threads, skips_allowed
 from vitrail.data.source import Source
-from vitrail.errors import DataError, NonFiniteLoss, Stopped
+from vitrail.errors import ConfigError, DataError, NonFiniteLoss, Stopped
+from vitrail.evaluation.evaluators import checked_metrics
 from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import peak_memory
 from vitrail.models.attention.base import AttentionLayer
 from vitrail.processes.group import local, whole
 from vitrail.tasks.own_model import without_adapters
+from vitrail.tasks.task import Task
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import Timing
 from vitrail.training.folder import replace_config
@@ -109,10 +111,13 @@ def _collected_logits(module: nn.Module, found: list[Tensor]) -> Iterator[None]:
 # Losses and metrics of training steps, which stay on the device until they are read, and their means.
 
 
-def check_finite(result: dict[str, float], metric: str, step: int) -> None:
-    """Raise `NonFiniteLoss` if this metric of the evaluation after `step` is not finite."""
-    if not math.isfinite(value := result.get(metric, 0.0)):
-        raise NonFiniteLoss(f"the evaluation's {metric.replace('_', ' ')} is {value} at step {step}")
+def checked_result(task: Task, found: Any, step: int) -> dict[str, float]:
+    """Return what the task's evaluator found after `step`. Raise `NonFiniteLoss` if the metric of the loss is not
+    finite, and `ConfigError` if it or another metric that runs need is missing."""
+    result = checked_metrics(f"task {task.name}", found, (task.loss_metric, "images", "skipped"))
+    if not math.isfinite(value := result[task.loss_metric]):
+        raise NonFiniteLoss(f"the evaluation's {task.loss_metric.replace('_', ' ')} is {value} at step {step}")
+    return result
 
 
 class Meter:
@@ -127,6 +132,11 @@ class Meter:
         """Add the loss and metrics of a step."""
         if not self._rows:
             self._names = tuple(values)
+        if tuple(values) != self._names:
+            raise ConfigError(
+                f"the metrics of step {step} are {', '.join(values)}, and those before {', '.join(self._names)}; an "
+                "objective must return the same ones in every step"
+            )
         self._steps.append(step)
         self._rows.append(torch.stack([value.detach().float() for value in values.values()]))
 
@@ -421,10 +431,9 @@ def _measure(run: Run, state: TrainState, source: Source) -> dict[str, float]:
     """Return the metrics of the current weights. All processes get the same ones."""
     task = run.job.config.task
     outputs = run.outputs(state, make_bundle(run.job, state.whole_objective()), _on_skip(run))
-    result = task.evaluator(state.copy or state.objective)(outputs, run.job.splits.train, source)
+    found = task.evaluator(state.copy or state.objective)(outputs, run.job.splits.train, source)
     state.settle()
-    check_finite(result, task.loss_metric, state.step)
-    return result
+    return checked_result(task, found, state.step)
 
 
 def _on_skip(run: Run) -> Callable[[Skipped], None]:
@@ -459,7 +468,7 @@ def _probe(run: Run, state: TrainState, due: Sequence[Probe]) -> None:
         outputs = run.outputs(state, model, _on_skip(run))
         for probe in due:
             assert splits.validation is not None, "`prepare` requires a validation split"
-            metrics = probe.evaluator(outputs, splits.train, splits.validation)
+            metrics = checked_metrics(probe.name, probe.evaluator(outputs, splits.train, splits.validation))
             state.settle()
             values = {"name": probe.name, "weights": state.measured, **metrics}
             run.log.tell("probe", {"metrics": metrics}, step=state.step, **values)

@@ -355,6 +355,8 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
         raise ConfigError(
             f"probe={run.probe!r} is measured by labels, but the images of {splits.title} have none; leave --probe out"
         )
+    if not isinstance(further, Sequence) or not all(isinstance(one, Probe) for one in further):
+        raise ConfigError(f"probes={further!r:.60} must be a list of `Probe`")
     probes = tuple(further)
     if run.probe:
         every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
@@ -512,18 +514,22 @@ def named_splits(data: Any) -> Splits:
     Raises `ConfigError` with the broken rule if an object breaks the contract of `Source`.
     """
     splits = data if isinstance(data, Splits) else Splits(data, None, None)
-    for source in splits.sources.values():
+    keys: set[str] = set()
+    for name, source in splits.sources.items():
         check_source(source)
-    if splits.title == Splits.title:
-        return Splits(splits.train, splits.validation, splits.test, splits.notes, type(splits.train).__name__)
-    return splits
+        own = set() if isinstance(source, Samples) else {source.key(index) for index in range(len(source))}
+        if repeated := len(keys & own):
+            text = "have keys of other splits; if they are the same images, its metrics are too good"
+            splits = replace(splits, notes=(*splits.notes, f"{plural(repeated, 'sample')} of the {name} split {text}"))
+        keys |= own
+    return replace(splits, title=type(splits.train).__name__) if splits.title == Splits.title else splits
 
 
 def check_source(source: Any) -> None:
     """Raise `ConfigError` with the broken rule if an object breaks the contract of `Source`.
 
-    All keys are read, and up to 8 samples, spread evenly over the source. `vitrail.testing.check_source` checks the
-    whole contract.
+    All keys and targets are read, and up to 8 samples, spread evenly over the source. `vitrail.testing.check_source`
+    checks the whole contract.
     """
     if not isinstance(source, Source):
         lacking = [name for name in ("classes", "__len__", "__getitem__", "key", "target") if not hasattr(source, name)]
@@ -536,15 +542,18 @@ def check_source(source: Any) -> None:
     if not count:
         raise _broken(source, "a source must have at least one sample")
     kind = target_kind(source)
-    for index in np.unique(np.linspace(0, count - 1, min(count, EXAMPLES)).astype(np.int64)).tolist():
+    examples = np.unique(np.linspace(0, count - 1, min(count, EXAMPLES)).astype(np.int64)).tolist()
+    for index in examples if isinstance(source, Samples) else range(count):
         key, target = source.key(index), source.target(index)
         if not isinstance(key, str):
             raise _broken(source, f"key({index}) must be a name, not {key!r:.60}")
         if not target_fits(target, kind, len(classes)):
             raise _broken(source, f"target({index}) is {target!r:.60}, but {target_rule(kind, len(classes))}")
         try:
-            sample = source[index]
+            sample = source[index] if index in examples else None
         except UndecodableImage:
+            continue
+        if sample is None:
             continue
         if sample.key != key or str(sample.target) != str(target):
             raise _broken(
@@ -655,9 +664,10 @@ def target_rule(kind: TargetKind, count: int) -> str:
         "mask": f"a `Mask` with indices from -1 to {count - 1}",
         "texts": "tuples of strings",
         "numbers": f"tuples of {count} floats, one for each name in classes",
-        "classes": f"tuples of indices from 0 to {count - 1}",
+        "classes": f"tuples of indices from 0 to {count - 1}, or of {count} floats for regression",
     }
-    return f"the targets of this source must be None or {rules.get(kind, f'an index from 0 to {count - 1}')}"
+    rule = rules.get(kind, f"an index from 0 to {count - 1}")
+    return f"the targets of this source must be None or {rule}, with Python's own int and float"
 
 
 # Phases of a run: steps with the same image size, patch dropout and batch size.

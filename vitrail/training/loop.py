@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitrail.data.batch import Batch
+from vitrail.errors import ConfigError
+from vitrail.evaluation.evaluators import RESERVED
 from vitrail.machine import autocast
 from vitrail.processes.group import local, whole
-from vitrail.tasks.task import BatchObjective, LossOutput
+from vitrail.tasks.task import BatchObjective, LossOutput, Objective
 from vitrail.training.after_step import Run, after_step, begin_phase, leaves_out, measuring, recover
 from vitrail.training.job import Job, use_patch_dropout
 from vitrail.training.optimizer import ClipOf
@@ -108,6 +110,7 @@ def _losses(job: Job, state: TrainState, parts: list[Batch]) -> Iterator[tuple[T
     total = processes.sum(torch.cat(counted).sum(dim=0)).clamp(min=1) if is_divided else None
 
     def weighted(output: LossOutput, *counted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        _check_output(objective, output)
         values = {"loss": output.loss, **output.metrics}
         if total is not None:
             weight = torch.cat(counted).sum(dim=0) / total
@@ -142,6 +145,24 @@ def _losses(job: Job, state: TrainState, parts: list[Batch]) -> Iterator[tuple[T
     for number, again in enumerate(results(objective.features)):  # with the same random numbers
         products = [(again[name] * parts[number]).sum() for name, parts in gradients.items()]
         yield torch.stack(products).sum(), {}, number == len(parts) - 1
+
+
+def _check_output(objective: Any, output: Any) -> None:
+    """Raise `ConfigError` if an objective did not return a loss that can be minimised, and metrics beside it."""
+    rule = ""
+    values = (output.loss, *output.metrics.values()) if isinstance(output, LossOutput) else (output,)
+    if not isinstance(output, LossOutput) or not all(isinstance(value, Tensor) for value in values):
+        rule = f"a LossOutput of tensors, but it returned {output!r:.100}"
+    elif not output.loss.requires_grad:
+        rule = "a loss that depends on a weight that requires gradients; it was detached, or gradients are off"
+    elif (shapes := [tuple(value.shape) for value in values if value.ndim]) and type(
+        objective
+    ).counted is Objective.counted:
+        rule = f"means over the samples, which are single numbers, but one has the shape {shapes[0]}"
+    elif wrong := sorted(output.metrics.keys() & {"loss", "gradient_norm", *RESERVED}):
+        rule = f"metrics with other names than {wrong[0]!r}, which the journal uses"
+    if rule:
+        raise ConfigError(f"{type(objective).__name__} must return {rule}")
 
 
 def _joined(parts: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:

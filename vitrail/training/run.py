@@ -42,7 +42,7 @@ from vitrail.processes.group import Processes, join_processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.tasks.task import Objective, Task
-from vitrail.training.after_step import Run, before_first_step, check_finite, reader_trials
+from vitrail.training.after_step import Run, before_first_step, checked_result, reader_trials
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, Timing
 from vitrail.training.config import ALLOWED, LENGTHS, ON_RESUME, EarlyConfig, TrainConfig
@@ -101,6 +101,8 @@ def train(
     sharded weights, only the first process returns the weights of the model. Raises `ProcessError` if one of them ends
     or hangs.
     """
+    if log is not None and not isinstance(log, Log):
+        raise ConfigError(f"log is a {type(log).__name__}; pass a Log with your functions as listeners: Log(print)")
     if not isinstance(config, TrainConfig):
         raise ConfigError(
             f"config is a {type(config).__name__}; pass a TrainConfig, such as vitrail.RECIPES['demo']() or "
@@ -663,9 +665,9 @@ def _measure(run: Run, state: TrainState, bundle: Bundle) -> dict[str, Any]:
     evaluator = task.evaluator(state.copy or state.objective)
     for split, source in (("validation", splits.validation), ("test", splits.test)):
         if source is not None:
-            result = evaluator(outputs, splits.train, source)
+            found = evaluator(outputs, splits.train, source)
             state.settle()
-            check_finite(result, task.loss_metric, state.step)
+            result = checked_result(task, found, state.step)
             values = {"split": split, "weights": state.measured, "kept": True, **result}
             run.log.tell("evaluation", step=bundle.provenance["step"], **values)
             bundle.metrics |= {f"{split}_{name}": value for name, value in task.summary(result).items()}

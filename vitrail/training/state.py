@@ -432,7 +432,12 @@ def make_state(job: Job, network: nn.Module) -> TrainState:
     """Return the state before the first step."""
     config = job.config
     optimizer = config.optimizer.for_batch_size(config.run.batch_size)
-    objective = config.task.objective(network, job.splits)
+    objective: Any = config.task.objective(network, job.splits)
+    if not isinstance(objective, Objective) or not any(one.requires_grad for one in objective.parameters()):
+        raise ConfigError(
+            f"the objective of the task {config.task.name} must be an `Objective` with a parameter that requires "
+            f"gradients, but it is a {type(objective).__name__}" + " without one" * isinstance(objective, Objective)
+        )
     if job.words is not None:
         objective.receive(job.words)
     objective.to(job.first_device)
