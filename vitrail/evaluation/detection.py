@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Bool, Float64
 
 from vitrail.data.objects import Objects, Runs, overlaps_with
-from vitrail.data.source import Source, check_outlines, target_kind
+from vitrail.data.source import Source, check_outlines
 from vitrail.data.targets import Target
-from vitrail.errors import ConfigError, DataError, plural
-from vitrail.evaluation.evaluators import Bootstrapped
+from vitrail.errors import plural
+from vitrail.evaluation.evaluators import Bootstrapped, check_head
 from vitrail.evaluation.metrics.intervals import Metric, interval, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.heads.dense_head import MOST_BOXES
@@ -32,20 +32,13 @@ class ByDetection(Bootstrapped):
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` if the model does not predict boxes, and `DataError` if the data has none, has other
         classes, or lacks the outlines for a model that predicts masks."""
-        if target_kind(held_out) != "boxes":
-            raise DataError("detection needs boxes of objects, and this data has none; choose other data")
-        bundle = outputs.bundle
-        if bundle.output != "boxes":
-            raise ConfigError(
-                "detection measures boxes, and this model predicts none; fine-tune it on data with boxes "
-                "(vitrail finetune)"
-            )
-        if bundle.classes != tuple(held_out.classes):
-            raise DataError(
-                f"the model finds {', '.join(bundle.classes)}, but the objects of this data are "
-                f"{', '.join(held_out.classes)}; both must have the same names in the same order"
-            )
-        if bundle.finds_masks:
+        check_head(
+            "boxes", outputs.bundle, held_out,
+            lacks="detection needs boxes of objects, and this data has none; choose other data",
+            other="detection measures boxes, and this model predicts none; fine-tune it on data with boxes (vitrail "
+            "finetune)",
+        )  # fmt: skip
+        if outputs.bundle.finds_masks:
             check_outlines(held_out, "detection with a model of masks", "measure a model of boxes")
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:

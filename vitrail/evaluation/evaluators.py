@@ -8,12 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from vitrail.data.source import Source
-from vitrail.errors import ConfigError, nearest
+from vitrail.data.source import Source, target_kind
+from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evaluation.outputs import Outputs
 from vitrail.registry import SETTINGS, Registry
 from vitrail.settings import Checked, from_plain, setting
 from vitrail.weights.answers import OutputKind
+from vitrail.weights.bundle import Bundle
 
 
 @runtime_checkable
@@ -114,6 +115,20 @@ def checked_metrics(name: str, found: Any, needed: Iterable[str] = ()) -> dict[s
             f"{name}: the evaluator returned no {lacking[0]!r}, but only {', '.join(metrics) or 'nothing'}"
         )
     return metrics
+
+
+def check_head(output: OutputKind, bundle: Bundle, held_out: Source, *, lacks: str, other: str) -> None:
+    """Raise the errors of an evaluator of heads whose predictions are `output`: `DataError` with the text `lacks` for
+    data with other targets, `ConfigError` with the text `other` for other models, and `DataError` for other names."""
+    if target_kind(held_out) != output:
+        raise DataError(lacks)
+    if bundle.output != output:
+        raise ConfigError(other)
+    if bundle.classes != tuple(held_out.classes):
+        raise DataError(
+            f"the model predicts {', '.join(bundle.classes)}, but the targets of this data are "
+            f"{', '.join(held_out.classes)}; both must have the same names in the same order"
+        )
 
 
 def check_evaluators(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source, held_out: Source) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vitrail.data.source import Source, check_known, samples_of
-from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.evaluators import Bootstrapped
+from vitrail.errors import DataError
+from vitrail.evaluation.evaluators import Bootstrapped, check_head
 from vitrail.evaluation.imagenet import imagenet_columns, map_classes, read_real, real_accuracy, real_labels
 from vitrail.evaluation.metrics.intervals import with_intervals
 from vitrail.evaluation.metrics.report import (
@@ -69,18 +69,12 @@ class ByRegression(Bootstrapped):
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` if the model does not predict numbers, and `DataError` if it predicts other numbers than
         the targets."""
-        if check_known(held_out, "regression").kind != "numbers":
-            raise DataError("regression needs numbers, but the targets of this data are classes; use accuracy")
-        bundle = outputs.bundle
-        if bundle.output != "numbers":
-            raise ConfigError(
-                "regression measures predicted numbers, but this model predicts classes; use linear or knn"
-            )
-        if bundle.classes != tuple(held_out.classes):
-            raise DataError(
-                f"the model predicts {', '.join(bundle.classes)}, but the targets of this data are "
-                f"{', '.join(held_out.classes)}; choose the same columns in the same order"
-            )
+        check_known(held_out, "regression")
+        check_head(
+            "numbers", outputs.bundle, held_out,
+            lacks="regression needs numbers, but the targets of this data are classes; use accuracy",
+            other="regression measures predicted numbers, but this model predicts classes; use linear or knn",
+        )  # fmt: skip
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return `r2` and `standardised_error`, averaged over the outputs, and for each output `r2`,

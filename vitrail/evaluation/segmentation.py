@@ -28,7 +28,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset, target_kind, typical_size
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, plural
-from vitrail.evaluation.evaluators import Bootstrapped
+from vitrail.evaluation.evaluators import Bootstrapped, check_head
 from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
@@ -56,21 +56,14 @@ class ByMasks(Bootstrapped):
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `ConfigError` if the model does not predict a mask of the whole image, and `DataError` if the data has
         no masks or has other classes."""
-        if target_kind(held_out) != "mask":
-            raise DataError("masks needs images with masks, and this data has none; choose other data")
-        bundle = outputs.bundle
-        if bundle.output != "mask":
-            raise ConfigError(
-                "masks measures masks, and this model predicts none; fine-tune it on data with masks (vitrail "
-                "finetune), or measure its patch tokens by segmentation"
-            )
-        if bundle.classes != tuple(held_out.classes):
-            raise DataError(
-                f"the model predicts {', '.join(bundle.classes)}, but the classes of these masks are "
-                f"{', '.join(held_out.classes)}; both must have the same names in the same order"
-            )
+        check_head(
+            "mask", outputs.bundle, held_out,
+            lacks="masks needs images with masks, and this data has none; choose other data",
+            other="masks measures masks, and this model predicts none; fine-tune it on data with masks (vitrail "
+            "finetune), or measure its patch tokens by segmentation",
+        )  # fmt: skip
         # A model that learned only the middle of an image (crop_share) is measured as it predicts.
-        replace(bundle.preprocess, crop_share=1.0).check_whole("the model")
+        replace(outputs.bundle.preprocess, crop_share=1.0).check_whole("the model")
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the `mean_iou` and the `pixel_accuracy` with their intervals, and the intersection over union of each

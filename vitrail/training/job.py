@@ -33,7 +33,7 @@ from vitrail.models.linear.float32 import resolve_float32_products
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.variants import AnyConfig, AnyNetwork, ModelConfig, transformer
 from vitrail.processes.group import Processes
-from vitrail.settings import problem_of, raise_problems, typed
+from vitrail.settings import Checked, raise_problems, setting, typed
 from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Position, StepCost, Task
 from vitrail.training.config import KINDS, RunConfig, TrainConfig
@@ -805,15 +805,12 @@ def _phase_problems(config: TrainConfig, network: AnyConfig | None, own: Mapping
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Checked):
     """An evaluation of the model during the run. The journal records its metrics."""
 
     name: str
-    every: int
+    every: int = setting(least=1)
     """Number of steps between two evaluations. Another evaluation follows the last step."""
-    evaluator: Evaluator
+    evaluator: Evaluator = setting()
     """Evaluator of the model as it would be saved now, with averaged weights and merged adapters. The evaluator learns
     from the training split and measures on the validation split. The random state of PyTorch is restored afterwards."""
-
-    def __post_init__(self) -> None:
-        raise_problems([problem_of("every", typed(int, self.every, "every"), int, {"least": 1})])

@@ -18,7 +18,7 @@ from vitrail.evaluation.evaluators import Evaluator, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.experiments.runner import check_folder, complete_run
 from vitrail.files import expanded, saving, write_json
-from vitrail.settings import from_plain
+from vitrail.settings import Checked, from_plain, setting
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.log import Log
@@ -79,17 +79,13 @@ class SuiteTask:
 
 
 @dataclass(frozen=True)
-class Finetuning:
+class Finetuning(Checked):
     """Settings for fine-tuning on the tasks of a suite. Raise `ConfigError` if `held_out` is not in (0, 1)."""
 
     table_row: TableRow | None = None
     """Row of the paper's Table 4 for the paper's protocol. By default the row for the number of training images."""
-    held_out: float = 0.2
+    held_out: float = setting(0.2, name="finetune.held_out", above=0, below=1)
     """Fraction of a task's training images that is held out to choose among several learning rates."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.held_out < 1:
-            raise ConfigError(f"finetune.held_out={self.held_out} is not in (0, 1)")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from vitrail.data.augment.operations import (
 from vitrail.data.batch import SEEN, Batch, Crop
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
-from vitrail.settings import Effect, problems, raise_problems, setting
+from vitrail.settings import Checked, Effect, problems, setting
 
 Preset = Literal[
     "none", "light1", "light2", "medium1", "medium2", "strong1", "strong2", "bp",
@@ -92,7 +92,7 @@ deviation of the blur."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Augment:
+class Augment(Checked):
     """Random changes to training images before normalisation. Raise `ConfigError` if a field is out of its range."""
 
     preset: Preset = "none"
@@ -180,9 +180,6 @@ class Augment:
     cutmix: float = setting(0.0, least=0, below=math.inf, advice="0 turns it off")
     """Alpha of CutMix, which pastes a box of another image; 0 turns it off. If mixup is on too, each image gets mixup
     or CutMix with equal probability."""
-
-    def __post_init__(self) -> None:
-        raise_problems(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from problems(self)

@@ -25,7 +25,7 @@ from vitrail.data.pixels.geometry import (
     place_like_big_vision,
 )
 from vitrail.errors import ConfigError, UndecodableImage
-from vitrail.settings import Effect, problems, raise_problems, setting
+from vitrail.settings import Checked, Effect, problems, raise_problems, setting
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]
 
@@ -72,7 +72,7 @@ SPARE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preprocess:
+class Preprocess(Checked):
     """Preprocessing of images: size, crop, padding and normalisation.
 
     `pixels` scales and crops one image at a time on the CPU. `normalise` works on a batch, on the network's device. The
@@ -123,9 +123,6 @@ class Preprocess:
     std: tuple[float, ...] = (0.5,)
     """Standard deviation by which the pixel values are then divided. A mean and std of 0.5 give the paper's range of
     [-1, 1]."""
-
-    def __post_init__(self) -> None:
-        raise_problems(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from problems(self)
