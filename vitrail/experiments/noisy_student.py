@@ -28,12 +28,13 @@ from vitrail.data.formats.pseudo_labels import (
     balanced_copies,
     is_confident,
     looks_like_pseudo_labels,
+    open_pool,
     read_info,
     write_pseudo_labels,
 )
 from vitrail.data.pipeline import Readers
 from vitrail.data.source import Source, fingerprint, shared_images
-from vitrail.data.sources import absolute_spec, has_amount, open_pool
+from vitrail.data.sources import absolute_spec, has_amount
 from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, DataError, plural
 from vitrail.evaluation.outputs import Outputs

@@ -18,10 +18,11 @@ from vitrail.data.formats.pseudo_labels import (
     LabelledRows,
     Pool,
     PseudoLabelInfo,
+    open_pool,
     write_pseudo_labels,
 )
 from vitrail.data.source import fingerprint, has_soft_targets, shared_images, soft_target_of
-from vitrail.data.sources import absolute_spec, open_data, open_pool
+from vitrail.data.sources import absolute_spec, open_data
 from vitrail.errors import DataError
 from vitrail.testing import check_source
 
