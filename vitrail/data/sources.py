@@ -4,37 +4,30 @@ per split."""
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from vitrail.data import formats
+from vitrail.data.cuts import SLICE, CutMethod, check_validation, reduced, with_validation
 from vitrail.data.faults import TABLES, has_predictions, is_own_output, refuse
 from vitrail.data.pixels.decode import allow_pixels
-from vitrail.data.source import Source, mixed, samples_of, shared_files, shared_images, subset, target_kind
+from vitrail.data.source import Source, mixed, samples_of, shared_files, shared_images, target_kind
 from vitrail.data.splits import (
-    SLICE,
-    CutMethod,
     Format,
     Request,
     Splits,
     check_classes,
-    check_validation,
     choice_in,
-    chosen,
-    drawn,
-    drawn_per_class,
+    divided_spec,
     named_splits,
     one_class,
     split_of,
-    with_validation,
     without_training,
 )
 from vitrail.data.targets import TargetKind, similar_names
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
-from vitrail.files import expanded
 from vitrail.report.page import printable
 from vitrail.settings import Effect, problem_of, problems, raise_problems, setting, typed
 
@@ -51,9 +44,7 @@ KINDS: dict[TargetKind, str] = {
 
 Opener = Callable[[Request], Splits]
 
-SUBSET = re.compile(r"(?P<location>.+)\[(?P<inside>[^\[\]]*)\]", re.S)
 FRACTION = re.compile(r"\d*\.\d+")
-AMOUNT = re.compile(r":(?P<number>\d+|\d*\.\d+)(?P<percent>%?)")
 
 
 def open_data(
@@ -134,7 +125,7 @@ class OpenedData:
         share = typed(float, validation_share, "validation_share")
         raise_problems([problem_of("validation_share", share, float, {"least": 0, "below": 1})])
         splits = with_validation(self.whole, self.spec, validation_share, validation=validation, method=cut_method)
-        splits = _reduced(splits, self.spec, divided_spec(self.spec)[1], per_class, subset_seed, cut_method)
+        splits = reduced(splits, self.spec, per_class, subset_seed, cut_method)
         return _mixture(splits, self.mixed) if self.mixed else splits
 
 
@@ -652,81 +643,3 @@ def _without_unlabelled(splits: Splits) -> Splits:
             splits = replace(splits, notes=(*splits.notes, note))
             splits = replace(splits, validation=None) if name == "validation" else replace(splits, test=None)
     return splits
-
-
-def absolute_spec(spec: str) -> str:
-    """Return the same data with the absolute path if it is on the disk, for a file that is read from any folder."""
-    location, _ = choice_in(divided_spec(spec)[0])
-    path = expanded(location)
-    if location in ("bundled", "fashion-mnist") or not path.exists():
-        return spec
-    return f"{path.absolute()}{spec[len(location) :]}"
-
-
-def with_choice(
-    spec: str, splits: Sequence[str] = (), separator: str = "", *, keep_missing: bool = False, ignore: str = ""
-) -> str:
-    """Return the name of the same data with a choice of splits and labels (see `chosen`), before the amount."""
-    location, amount = divided_spec(spec)
-    location = chosen(location, splits, separator, keep_missing=keep_missing, ignore=ignore)
-    return f"{location}[{amount}]" if amount else location
-
-
-def has_amount(spec: str) -> bool:
-    """Return True if `spec` selects an amount of its training images, such as "photos[:10%]"."""
-    return bool(divided_spec(spec)[1])
-
-
-def divided_spec(spec: str) -> tuple[str, str]:
-    """Split `spec` into the path or name and the amount in brackets. If `spec` as a whole is an existing path, its
-    brackets are part of the path, and the amount is empty."""
-    match = SUBSET.fullmatch(spec)
-    if match is None or expanded(spec).exists():
-        return spec, ""
-    if AMOUNT.fullmatch(match["inside"]) is None:
-        raise DataError(
-            f"data {spec!r} ends in [{match['inside']}], which is not an amount; write [:1000] for 1,000 training "
-            "images, or [:10%] for a tenth of them"
-        )
-    return match["location"], match["inside"]
-
-
-def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed: int, method: CutMethod) -> Splits:
-    """Return the splits with the amount of training images that the user selected."""
-    train = splits.train
-    if match := AMOUNT.fullmatch(amount):
-        fraction = float(match["number"]) / 100
-        if match["percent"] and fraction > 1:
-            raise DataError(f"data {spec!r} selects {match['number']}% of its images; the amount is at most 100%")
-        count = round(fraction * len(train)) if match["percent"] else round(float(match["number"]))
-        if not match["percent"] and (count > len(train) or "." in match["number"]):
-            raise DataError(
-                f"data {spec!r} selects {match['number']} of {plural(len(train), 'training image')}; give a whole "
-                f"number up to {len(train)}, or a percentage such as [:10%]"
-            )
-        train = subset(train, drawn(train, count, seed=seed, method=method))
-    if per_class is not None:
-        if splits.target_kind in ("numbers", "mask") or not splits.classes:
-            held = "masks, and their classes are not counted" if splits.target_kind == "mask" else "no classes"
-            raise DataError(
-                f"per_class={per_class}: data {spec!r} has {held}; take a number of images instead, like "
-                f"{spec}[:{per_class}]"
-            )
-        train = subset(train, drawn_per_class(train, per_class, seed=seed, method=method))
-    if train is splits.train:
-        return splits
-    if not len(train):
-        raise DataError(
-            f"data {spec!r} selects none of {plural(len(splits.train), 'training image')}; select a larger amount"
-        )
-    note = (
-        f"{len(train):,} of {len(splits.train):,} training images are used, the same ones in every run with this seed"
-    )
-    if target_kind(train) == "class":
-        found = Counter(train.target(index) for index in range(len(train)))
-        counts = [found[label] for label in range(len(train.classes))]
-        if absent := counts.count(0):
-            note += f"; {absent} of the {len(counts)} classes have no image among them"
-        if few := sum(0 < count < (per_class or 0) for count in counts):
-            note += f"; {few} of the {len(counts)} classes have fewer than {per_class}"
-    return replace(splits, train=train, notes=(*splits.notes, note))

@@ -34,8 +34,7 @@ from vitrail.data.formats.pseudo_labels import (
 )
 from vitrail.data.pipeline import Readers
 from vitrail.data.source import Source, fingerprint, shared_images
-from vitrail.data.sources import absolute_spec, has_amount
-from vitrail.data.splits import Splits
+from vitrail.data.splits import Splits, absolute_spec, has_amount
 from vitrail.errors import BundleError, ConfigError, DataError, plural
 from vitrail.evaluation.outputs import Outputs
 from vitrail.experiments.runner import complete_run, experiment

@@ -22,7 +22,8 @@ from vitrail.data.formats.pseudo_labels import (
     write_pseudo_labels,
 )
 from vitrail.data.source import fingerprint, has_soft_targets, shared_images, soft_target_of
-from vitrail.data.sources import absolute_spec, open_data
+from vitrail.data.sources import open_data
+from vitrail.data.splits import absolute_spec
 from vitrail.errors import DataError
 from vitrail.testing import check_source
 

@@ -13,8 +13,8 @@ import pytest
 from tests.make import targets_of
 from vitrail.data.formats.table import open_table
 from vitrail.data.source import Source, target_kind
-from vitrail.data.sources import open_data, open_whole, with_choice
-from vitrail.data.splits import Request
+from vitrail.data.sources import open_data, open_whole
+from vitrail.data.splits import Request, with_choice
 from vitrail.errors import ConfigError, DataError, UserError
 from vitrail.testing import check_source
 

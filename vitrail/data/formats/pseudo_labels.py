@@ -15,9 +15,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int64
 
+from vitrail.data.cuts import CutMethod
 from vitrail.data.source import Samples, Source, fingerprint, samples_of, subset
-from vitrail.data.sources import DataConfig, divided_spec, open_whole
-from vitrail.data.splits import CutMethod, Splits
+from vitrail.data.sources import DataConfig, open_whole
+from vitrail.data.splits import Splits, divided_spec
 from vitrail.data.targets import SoftRows, Targets
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.files import replacing_folder, write_json
