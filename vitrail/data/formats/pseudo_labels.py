@@ -186,7 +186,7 @@ def open_pseudo_labels(folder: Path, classes: tuple[str, ...] | None) -> Splits:
         )
     rows = _read_rows(folder, info)
     samples = labelled(pool, rows, info.classes)
-    if classes is not None and set(classes) == set(info.classes):
+    if classes is not None and classes != info.classes and set(classes) == set(info.classes):
         samples = samples.renumbered([classes.index(name) for name in info.classes], classes)
     return Splits(samples, None, None)
 
@@ -254,7 +254,7 @@ def _read_rows(folder: Path, info: PseudoLabelInfo) -> LabelledRows:
             "probabilities are learned, so a changed label has no effect; label the images with --pseudo-labels hard "
             "to correct labels in the table"
         )
-    return rows
+    return rows if probabilities is None else rows._replace(labels=probabilities.argmax(axis=1))
 
 
 def is_confident(probabilities: Float[np.ndarray, "n classes"], least: float) -> Bool[np.ndarray, " n"]:

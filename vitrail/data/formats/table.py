@@ -479,7 +479,7 @@ def _read(
 def _rows(cells: _Cells, choice: Choice, image: int, targets: _Targets) -> tuple[list[TableRow], tuple[str, ...]]:
     """Return the rows of a table, and notes on cells that are no targets. Raise `DataError` for a cell that should be a
     number, and if some rows have one label and others several."""
-    has_labels = targets.text is None and not targets.numbers
+    has_labels = targets.label is not None and targets.text is None and not targets.numbers
     reader = LabelReader(choice.separator if has_labels else None, keep_missing=choice.keep_missing)
     captions, classes = TextReader(), {place: class_name(cells.header[place]) for place in targets.flags}
     rows = []
