@@ -548,7 +548,8 @@ def check_source(source: Any) -> None:
         if not isinstance(key, str):
             raise _broken(source, f"key({index}) must be a name, not {key!r:.60}")
         if not target_fits(target, kind, len(classes)):
-            raise _broken(source, f"target({index}) is {target!r:.60}, but {target_rule(kind, len(classes))}")
+            rule = f"{target_rule(kind, len(classes))}, as Python's own int (classes) or float (numbers)"
+            raise _broken(source, f"target({index}) is {target!r:.60}, but {rule}")
         try:
             sample = source[index] if index in examples else None
         except UndecodableImage:
@@ -664,10 +665,9 @@ def target_rule(kind: TargetKind, count: int) -> str:
         "mask": f"a `Mask` with indices from -1 to {count - 1}",
         "texts": "tuples of strings",
         "numbers": f"tuples of {count} floats, one for each name in classes",
-        "classes": f"tuples of indices from 0 to {count - 1}, or of {count} floats for regression",
+        "classes": f"tuples of indices from 0 to {count - 1}",
     }
-    rule = rules.get(kind, f"an index from 0 to {count - 1}")
-    return f"the targets of this source must be None or {rule}, with Python's own int and float"
+    return f"the targets of this source must be None or {rules.get(kind, f'an index from 0 to {count - 1}')}"
 
 
 # Phases of a run: steps with the same image size, patch dropout and batch size.
