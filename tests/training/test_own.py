@@ -277,6 +277,13 @@ def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_un
         check_source(source)
 
 
+def test_settings_of_another_network_are_noted(config: Make) -> None:
+    notes = list[str]()
+    log = Log(lambda event: notes.append(event["text"]) if event["event"] == "note" else None)
+    train(config(steps=1, dropout=0.3), data=Stripes(), network=Small(), log=log)
+    assert any("dropout=0.3" in note and "no effect" in note for note in notes)
+
+
 def test_splits_with_the_same_keys_are_noted(config: Make) -> None:
     notes = list[str]()
     log = Log(lambda event: notes.append(event["text"]) if event["event"] == "note" else None)
@@ -418,7 +425,7 @@ def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: Non
     with pytest.raises(ConfigError, match="config is a str; pass a TrainConfig"):
         train("demo")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="log is a builtin_function_or_method; pass a Log"):
-        train(config(), data=Stripes(), log=print)  # type: ignore[arg-type]
+        train(config(**SIZES), data=Stripes(), log=print)  # type: ignore[arg-type]
     for probes in (dict, [dict]):
         with pytest.raises(ConfigError, match="must be a list of `Probe`"):
             train(config(**SIZES), data=Stripes(), probes=probes)  # type: ignore[arg-type]

@@ -170,6 +170,7 @@ def prepare(
     )
     compiled: Compiled = "off"
     network_config: AnyConfig | None = None
+    unused: list[str] = []
     if network is not None:
         if not isinstance(network, nn.Module) or hasattr(network, "_orig_mod"):
             raise ConfigError(
@@ -177,12 +178,16 @@ def prepare(
                 "network.compile() compiles it in place"
             )
         check_settings(config)
+        unused = [f"{name}={value!r}" for name, value in config.model.overrides.items()]
         config = replace(config, model=ModelConfig())
     else:  # before opening the data, whose number of classes changes none of these checks
         network_config = network_config_of(config, model, origin, num_classes=2)
         _check_network_settings(config, network_config)
         compiled = resolve_compile(config.run.compile, device, network_config)
     config, splits = _opened(config, data, model)
+    if unused:
+        text = "have no effect, because network=... is trained as it is"
+        splits = replace(splits, notes=(*splits.notes, f"{', '.join(unused)} {text}"))
     config.task.check_data(splits)
     if not config.task.wanted["unlabelled"]:
         _check_measured(splits)

@@ -101,8 +101,6 @@ def train(
     sharded weights, only the first process returns the weights of the model. Raises `ProcessError` if one of them ends
     or hangs.
     """
-    if log is not None and not isinstance(log, Log):
-        raise ConfigError(f"log is a {type(log).__name__}; pass a Log with your functions as listeners: Log(print)")
     if not isinstance(config, TrainConfig):
         raise ConfigError(
             f"config is a {type(config).__name__}; pass a TrainConfig, such as vitrail.RECIPES['demo']() or "
@@ -265,6 +263,8 @@ run in another thread waits."""
 def _same_arithmetic(job: Job, log: Log | None) -> Iterator[None]:
     """Compute inside the `with` block with the settings of a checked config, so that a resumed run computes the same
     bits, and with gradients. The caller's random state stays as it was. `log` is the caller's."""
+    if log is not None and not isinstance(log, Log):
+        raise ConfigError(f"log is a {type(log).__name__}; pass a Log with your functions as listeners: Log(print)")
     share_cores()
     if ONE_RUN.acquire(blocking=False):
         ONE_RUN.release()
