@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError, Interrupted, SaveError, UserError, Vitra
 from vitrail.errors import nearest as nearest_names  # a command is called nearest, and its module is in this package
 
 if TYPE_CHECKING:
-    from vitrail.cli.options import Call, Command
+    from vitrail.cli.options import Command
 
 __all__ = ["COMMANDS", "command_of", "main"]
 
@@ -155,8 +155,9 @@ def _printing_once() -> Iterator[None]:
         yield
 
 
-def command_of(name: str) -> tuple[Command, Callable[[Call], int | None]]:
-    """Return a command, and the function that runs it, which returns the exit code or None for 0."""
+def command_of(name: str) -> tuple[Command, Callable[..., int | None]]:
+    """Return a command, and the function that runs it for a call and the command's own options. The function returns
+    the exit code, or None for 0."""
     module_name, _, constant = MODULES.get(name, name).partition(".")
     module = importlib.import_module(f"vitrail.cli.{module_name}")
     if not constant:
@@ -190,7 +191,7 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
 
             share_cores()
         with _printing_once():
-            return run(Call(tuple(arguments), given, started)) or 0
+            return run(Call(tuple(arguments), given, started), *command.own_options(given)) or 0
     except VitrailError as error:
         if debug:
             raise

@@ -152,8 +152,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = Bench(**call.options)
+def main(call: Call, options: Bench) -> None:
     _check(options)
     _check_used(options, call.options)
     device = pick_device(options.device)
@@ -596,8 +595,7 @@ DATA = Command(
 )
 
 
-def run_data(call: Call) -> None:
-    options = BenchData(**call.options)
+def run_data(call: Call, options: BenchData) -> None:
     if options.entries is not None and (unused := [name for name in call.options if name not in ("entries", "json")]):
         raise ConfigError(
             f"--entries: it measures only the opening of a folder; leave {DATA.known[unused[0]].label} out"
@@ -783,8 +781,7 @@ SERVE = Command(
 )
 
 
-def run_serve(call: Call) -> None:
-    options = BenchServe(**call.options)
+def run_serve(call: Call, options: BenchServe) -> None:
     _check_serve(options)
     optional_module("uvicorn", "serve")
     names = _servers(options.against)

@@ -103,8 +103,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = BenchAccuracy(**call.options)
+def main(call: Call, options: BenchAccuracy) -> None:
     entries = peer_entries(names_in(options.against))
     comparison = AccuracyComparison(
         recipes=_recipes(options),

@@ -86,8 +86,7 @@ CHECK = Command(
 )
 
 
-def run_check(call: Call) -> None:
-    options = Check(**call.options)
+def run_check(call: Call, options: Check) -> None:
     if "validation_share" in call.options and SLICE.fullmatch(options.validation):
         raise ConfigError(
             f"validation_share={options.validation_share} has no effect, because --validation {options.validation} "
@@ -251,8 +250,7 @@ PACK = Command(
 )
 
 
-def run_pack(call: Call) -> None:
-    options = Pack(**call.options)
+def run_pack(call: Call, options: Pack) -> None:
     shard_size = byte_count(options.shard_size, "shard_size")
     console = Console()
     splits = open_data(options.data, validation_share=0.0, numbers=options.numbers, unlabelled=options.unlabelled)

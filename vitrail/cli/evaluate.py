@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,9 +140,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    own = {field.name for field in fields(Evaluate)}
-    options = Evaluate(**{name: value for name, value in call.options.items() if name in own})
+def main(call: Call, options: Evaluate) -> None:
     check_options(options, call.options)
     console = message_console(options.json)
     keep_freed_memory()

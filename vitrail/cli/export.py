@@ -108,8 +108,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
-    options = Export(**call.options)
+def main(call: Call, options: Export) -> int:
     check_own_effects(call.options, options)
     targets, texts = _targets(options), options.output == "text_embedding"
     for target in targets:
@@ -323,8 +322,7 @@ CONVERT = Command(
 )
 
 
-def run_convert(call: Call) -> None:
-    options = Convert(**call.options)
+def run_convert(call: Call, options: Convert) -> None:
     found = convert(
         options.source,
         options.destination,

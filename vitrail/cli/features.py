@@ -84,8 +84,7 @@ NEAREST = Command(
 )
 
 
-def run_nearest(call: Call) -> int:
-    options = Nearest(**call.options)
+def run_nearest(call: Call, options: Nearest) -> int:
     if not options.images and not options.text:
         raise ConfigError(f"IMAGE... is missing; usage: {NEAREST.usage}, or --text TEXT instead of images")
     paths = image_paths(options.images)
@@ -249,10 +248,10 @@ EMBED = Command(
 )
 
 
-def run_embed(call: Call) -> None:
+def run_embed(call: Call, options: Embed) -> None:
     processes = join_processes()
     with processes.reporting():
-        _embed(Embed(**call.options), processes)
+        _embed(options, processes)
 
 
 def _embed(options: Embed, processes: Processes) -> None:

@@ -122,6 +122,7 @@ COMMAND = Command(
         ("vitrail finetune google/vit-base-patch16-224 --data labels.csv", "Use a model from the hub."),
     ),
     options=(Finetune,),
+    has_recipe=True,
     settings=_settings,
     common=common_options,
     depends=lambda given: task_options(task_of(given, TrainConfig().task.name)),

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,8 +97,7 @@ EXPLAIN = Command(
 )
 
 
-def run_explain(call: Call) -> int:
-    options = Explain(**call.options)
+def run_explain(call: Call, options: Explain) -> int:
     paths = image_paths(options.images)
     earlier = check_listed_folder(options.out, CONTENTS, overwrite=options.overwrite)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
@@ -299,8 +298,7 @@ COMPARE = Command(
 )
 
 
-def run_compare(call: Call) -> None:
-    options = Compare(**call.options)
+def run_compare(call: Call, options: Compare) -> None:
     if len(options.models) != 2 or options.models[0] == options.models[1]:
         raise ConfigError(f"MODEL: name two different models to compare, not {' '.join(options.models)}")
     options.check(COMPARISON_FILES)
@@ -369,9 +367,10 @@ REPORT = Command(
 )
 
 
-def run_report(call: Call) -> None:
-    run = run_of(Path(call.options["model"]))
-    options = Report(**{**({} if run is None else {"out": run / INSIDE}), **call.options})
+def run_report(call: Call, options: Report) -> None:
+    run = run_of(Path(options.model))
+    if run is not None and "out" not in call.options:
+        options = replace(options, out=run / INSIDE)
     options.check(OVERVIEW_FILES)
     console = message_console(options.json)
     name = (Path(options.model) if run is None else run.resolve()).name or options.model

@@ -74,8 +74,7 @@ MODELS = Command(
 )
 
 
-def run_models(call: Call) -> None:
-    options = Models(**call.options)
+def run_models(call: Call, options: Models) -> None:
     if options.model:
         _describe(options, call.options)
         return
@@ -251,8 +250,7 @@ RECIPES_LIST = Command(
 )
 
 
-def run_recipes_list(call: Call) -> None:
-    options = Recipes(**call.options)
+def run_recipes_list(call: Call, options: Recipes) -> None:
     if options.recipe:
         _show(options)
         return

@@ -89,6 +89,7 @@ COMMAND = Command(
         ("vitrail noisy-student --data flowers --unlabelled photos --teacher runs/flowers", "Name a teacher."),
     ),
     options=(NoisyStudent, Rounds, Labelling),
+    has_recipe=True,
     settings=lambda: run_options([Classification.name]),
     depends=lambda given: task_options(Classification.name),
     essential={
@@ -223,10 +224,7 @@ LABEL = Command(
 )
 
 
-def run_label(call: Call) -> None:
-    own = {name: value for name, value in call.options.items() if name in Label.__dataclass_fields__}
-    options = Label(**own)
-    labelling = Labelling(**{name: value for name, value in call.options.items() if name not in own})
+def run_label(call: Call, options: Label, labelling: Labelling) -> None:
     check_new_folder(options.out, FILES, overwrite=options.overwrite, recognise=looks_like_pseudo_labels)
     console = message_console(options.json)
     with interrupted_by_signals(), showing_progress(console, "labelling") as show:

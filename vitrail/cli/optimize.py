@@ -78,8 +78,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = Optimize(**call.options)
+def main(call: Call, options: Optimize) -> None:
     seconds = _check(options)
     from vitrail.experiments.faster import search
     from vitrail.machine import keep_freed_memory

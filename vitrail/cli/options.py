@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vitrail.errors import ConfigError, UserError, nearest
-from vitrail.settings import facts, from_word, problem_of, raise_problems, setting, without_none
+from vitrail.settings import bare_names, facts, from_word, problem_of, raise_problems, setting, without_none
 from vitrail.training.schedule import Duration
 
 Options = Mapping[str, Any]
@@ -58,6 +58,9 @@ class Command:
     """Example commands for the help, each with a sentence about its effect."""
     options: tuple[type, ...]
     """Dataclasses whose fields are the command's own options."""
+    has_recipe: bool = False
+    """True for commands that train. A recipe or a rule decides the options that were not typed, so that the function of
+    the command takes only the call. That of any other command also takes the dataclasses of its own options."""
     settings: Callable[[], Iterable[Option]] = tuple
     """More options, such as the settings of a run for commands that train."""
     common: Callable[[], Iterable[Option]] | None = None
@@ -149,6 +152,12 @@ class Command:
             if word.startswith("--"):
                 found[name.replace("-", "_")] = value if equals else following
         return found
+
+    def own_options(self, given: Options) -> list[Any]:
+        """Return the dataclasses of the command's own options, unless it `has_recipe`. Options that were not typed have
+        their defaults."""
+        own = () if self.has_recipe else self.options
+        return [cls(**{field: given[name] for name, field in bare_names(cls).items() if name in given}) for cls in own]
 
     def check_required(self, given: Options) -> None:
         """Raise `ConfigError` if a required option is missing."""

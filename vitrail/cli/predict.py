@@ -172,8 +172,7 @@ NO_CLASS = "unlabelled"
 """Name in classes.txt of a value in masks that is no class of the model."""
 
 
-def main(call: Call) -> int:
-    options = Predict(**call.options)
+def main(call: Call, options: Predict) -> int:
     folders = _check(options)
     given = list(_named(options.images))  # before a model is loaded in vain
     bundle = load(options.model, device=options.device, image_size=options.image_size)

@@ -78,8 +78,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = Runs(**call.options)
+def main(call: Call, options: Runs) -> None:
     folders = _folders(options.folder)
     shown = [folder for folder in folders if options.trials or not is_trial(folder)]
     if len(shown) < len(folders):
@@ -223,8 +222,7 @@ COMPARE = Command(
 )
 
 
-def run_compare(call: Call) -> None:
-    options = CompareRuns(**call.options)
+def run_compare(call: Call, options: CompareRuns) -> None:
     if len(options.runs) < 2:
         raise ConfigError("RUN: a comparison needs two runs or more; give the folders of both")
     found = [summarise(folder) for folder in options.runs]

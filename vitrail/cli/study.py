@@ -89,8 +89,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = StudyOptions(**call.options)
+def main(call: Call, options: StudyOptions) -> None:
     if options.name not in STUDIES:
         raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
     study = STUDIES[options.name]

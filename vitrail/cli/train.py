@@ -186,6 +186,7 @@ COMMAND = Command(
         ("vitrail train --data photos --init vit.npz", "Start from the weights of another model."),
     ),
     options=(Train,),
+    has_recipe=True,
     settings=run_options,
     common=common_options,
     depends=lambda given: task_options(task_of(given, recipe_for(given).task.name)),
