@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from vitrail.data.splits import SPLITS, Splits
 from vitrail.data.targets import Target, is_texts
 from vitrail.errors import ConfigError, DataError, Stopped, UndecodableImage, listed
 from vitrail.files import check_parent, only_writer, saving, write_json
+from vitrail.report.page import picture_file
 from vitrail.settings import from_plain
 
 FILE = "dataset.json"
@@ -342,7 +342,7 @@ def _in_order(work: Callable[[int], _Encoded], start: int, stop: int, workers: i
 def encoded(sample: Sample) -> tuple[bytes, str]:
     """Return the file of a sample's image and its suffix without a dot. An array becomes a PNG."""
     if isinstance(sample.image, np.ndarray):
-        return _saved(to_pil(sample.image, sample.image.shape[2]), "PNG"), "png"
+        return picture_file(to_pil(sample.image, sample.image.shape[2]), "PNG"), "png"
     return sample.image, _suffix(sample.key, sample.image)
 
 
@@ -352,7 +352,7 @@ def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:
     if isinstance(sample.image, np.ndarray):
         picture = to_pil(sample.image, sample.image.shape[2])
         larger = max_side is not None and max(picture.size) > max_side
-        data = _saved(_scaled(picture, max_side) if max_side and larger else picture, "PNG")
+        data = picture_file(_scaled(picture, max_side) if max_side and larger else picture, "PNG")
         return _Encoded(sample.key, data, "png", text, larger, None)
     reason = None
     try:
@@ -389,19 +389,13 @@ def _rescaled(image: bytes, max_side: int) -> bytes | None:
         return None
     if max(size) <= max_side:
         return None
-    return _saved(_scaled(to_pil(image, 1 if mode in GREY else 3), max_side), "JPEG", quality=JPEG_QUALITY)
+    return picture_file(_scaled(to_pil(image, 1 if mode in GREY else 3), max_side), "JPEG", quality=JPEG_QUALITY)
 
 
 def _scaled(picture: Image.Image, max_side: int) -> Image.Image:
     scale = max_side / max(picture.size)
     width, height = (max(1, round(side * scale)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _saved(picture: Image.Image, file_format: str, **options: int) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, file_format, **options)
-    return file.getvalue()
 
 
 def _suffix(key: str, image: bytes) -> str:
