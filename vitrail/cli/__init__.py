@@ -66,8 +66,8 @@ MODULES = {
     "runs compare": "runs.COMPARE",
     "recipes": "lists.RECIPES_LIST",
     "models": "lists.MODELS",
-    "bench data": "bench.DATA",
-    "bench serve": "bench.SERVE",
+    "bench data": "bench_data",
+    "bench serve": "bench_serve",
     "bench accuracy": "bench_accuracy",
 }
 """Modules of commands, below this package, and names of commands where a module has several. All other commands have a

@@ -13,8 +13,8 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.analysis.charts import series_chart, side_by_side, standalone
+from vitrail.bench.peers import parse_environments
 from vitrail.bench.workload import Spread
-from vitrail.cli.bench import parse_environments
 from vitrail.cli.console import Column, message_console, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, convert, names_in, option_problems
 from vitrail.cli.run_options import check_effects, run_options

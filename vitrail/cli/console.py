@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -140,6 +141,15 @@ def terminal_table(columns: Sequence[Column], rows: Iterable[Any], caption: str 
     for row in rows:
         table.add_row(*(column.text(row) for column in columns))
     return table
+
+
+def measurement_title(machine: dict[str, Any], what: str, rounds: dict[str, int] | None = None) -> str:
+    """Return the lines above the tables of a measurement: the machine, what is measured, and the number of rounds."""
+    often = "" if rounds is None else f"\n{rounds['repetitions']} rounds after {rounds['warmup']} of warm-up"
+    return escape(
+        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, torch "
+        f"{machine['versions']['torch']}\n{what}{often}"
+    )
 
 
 # The options of commands that can merge or prune tokens.
