@@ -152,6 +152,17 @@ def measurement_title(machine: dict[str, Any], what: str, rounds: dict[str, int]
     )
 
 
+def text_table(heads: Iterable[str], rows: Iterable[Iterable[str]] = (), *, left: int = 1, **look: Any) -> Table:
+    """Return a table of texts. The first `left` columns are aligned to the left, and the others to the right. `look`
+    has further arguments of rich's tables."""
+    table = Table(**{"box": SIMPLE_HEAD, "pad_edge": False, **look})
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 # The options of commands that can merge or prune tokens.
 
 

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import print_notes, showing_progress
+from vitrail.cli.console import print_notes, showing_progress, text_table
 from vitrail.cli.options import Call, Command, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, page, text_line
@@ -172,9 +171,7 @@ def _show_finding(finding: Finding, console: Console) -> None:
 
 
 def _counts(report: Report) -> Table:
-    table = Table("class" if report.splits[0].per_class else "", box=SIMPLE_HEAD, pad_edge=False)
-    for split in report.splits:
-        table.add_column(split.name, justify="right")
+    table = text_table(("class" if report.splits[0].per_class else "", *(split.name for split in report.splits)))
     largest = sorted(range(len(report.splits[0].per_class)), key=lambda one: -report.splits[0].per_class[one])
     for one in largest[:MOST_CLASSES]:
         table.add_row(Text(report.classes[one]), *(f"{split.per_class[one]:,}" for split in report.splits))

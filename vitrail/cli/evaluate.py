@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import ReductionOptions, message_console, print_notes, showing_progress
+from vitrail.cli.console import ReductionOptions, message_console, print_notes, showing_progress, text_table
 from vitrail.cli.options import (
     Call,
     Command,
@@ -532,9 +532,7 @@ def per_class_table(split: str, report: ClassificationReport) -> Table:
         "F1",
         *(("average precision",) if several else ()),
     )
-    table = Table(f"{split}: class", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = text_table((f"{split}: class", *columns))
 
     def order(row: ClassRow) -> float:
         return 2.0 if row.accuracy is None else row.accuracy
@@ -562,9 +560,7 @@ def confusion_table(split: str, report: ClassificationReport, classes: tuple[str
     if len(there) > CONFUSED:
         return _pairs(split, report, classes)
     counts = {(true, taken): images for true, taken, images in report.confusion}
-    table = Table(f"{split}: true class", box=SIMPLE_HEAD, pad_edge=False)
-    for number in there:
-        table.add_column(str(number), justify="right")
+    table = text_table((f"{split}: true class", *map(str, there)))
     for true in there:
         cells = [_count(counts.get((true, taken), 0), own=true == taken) for taken in there]
         table.add_row(f"{true} {escape(classes[true])}", *cells)
@@ -574,11 +570,11 @@ def confusion_table(split: str, report: ClassificationReport, classes: tuple[str
 def _pairs(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
     images = {row.index: row.images for row in report.per_class}
     wrong = sorted((cell for cell in report.confusion if cell[0] != cell[1]), key=lambda cell: -cell[2])
-    table = Table(f"{split}: true class", "predicted", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("images", justify="right")
-    table.add_column("of the class", justify="right")
-    for true, taken, count in wrong[:CONFUSED]:
-        table.add_row(escape(classes[true]), escape(classes[taken]), f"{count:,}", _share(count / images[true]))
+    rows = (
+        (escape(classes[true]), escape(classes[taken]), f"{count:,}", _share(count / images[true]))
+        for true, taken, count in wrong[:CONFUSED]
+    )
+    table = text_table((f"{split}: true class", "predicted", "images", "of the class"), rows, left=2)
     left = len(wrong) - CONFUSED
     return Group(table, Text(f"and {left:,} pairs that are confused no more often than these")) if left > 0 else table
 
