@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
+from vitrail.cli.help import help_text
 from vitrail.cli.options import Command, Option, convert, options_of, unknown_option
 from vitrail.cli.run_options import run_options
 from vitrail.errors import BundleError, ConfigError
@@ -53,8 +54,8 @@ def test_fields_become_options() -> None:
     assert [OPTIONS[name].metavar for name in ("count", "kind", "size", "names", "on", "rate")] == [
         "N", "a|b", "H [W]", "x|y ...", "", "X|auto",
     ]  # fmt: skip
-    assert OPTIONS["rate"].help == "Rate of something, in one line. More of `vitrail train`."
-    assert (OPTIONS["size"].help, OPTIONS["count"].help) == ("Height and width.", "")
+    assert help_text(OPTIONS["rate"]) == "Rate of something, in one line. More of `vitrail train`."
+    assert (help_text(OPTIONS["size"]), help_text(OPTIONS["count"])) == ("Height and width.", "")
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def command_of(name: str) -> tuple[Command, Callable[..., int | None]]:
 
 def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
     """Run a command, or print its help, and return the exit code."""
-    from vitrail.cli.options import Call, help_page
+    from vitrail.cli.options import Call
     from vitrail.processes.launch import launch
 
     command, run = command_of(name)
@@ -175,6 +175,8 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
     try:
         given = command.parse([word for word in arguments if word not in HELP])
         if any(word in HELP for word in arguments):
+            from vitrail.cli.help import help_page
+
             print(help_page(command, given, everything="--help-all" in arguments), end="")
             return 0
         command.check_required(given)
