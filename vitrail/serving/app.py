@@ -26,7 +26,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from vitrail import __version__
-from vitrail.data.pixels.decode import image_size_of, to_pil
+from vitrail.data.pixels.decode import image_size_of, small_picture
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import UndecodableImage, nearest
 from vitrail.report.drawing import colour_of
@@ -657,9 +657,7 @@ def _thumbnail(path: Path, most: int) -> bytes:
     height, width = image_size_of(content)
     if height * width > most:
         raise UndecodableImage(f"claims {width} x {height} pixels")
-    picture = to_pil(content, 3)
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    return jpeg(picture)
+    return jpeg(small_picture(content, THUMBNAIL))
 
 
 # --- paths of the Open Inference Protocol v2
