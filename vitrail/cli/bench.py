@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from vitrail.bench.compare import Axis, attention_scaling, compare, full_at, sca
 from vitrail.bench.reading import measure_loading
 from vitrail.bench.step import OURS, is_out_of_memory, largest_batch
 from vitrail.bench.workload import Spread, Workload, interleave, timed
-from vitrail.cli.console import Column, ReductionOptions, measurement_title, terminal_table
+from vitrail.cli.console import Column, ReductionOptions, measurement_title, print_json, terminal_table
 from vitrail.cli.lists import OWN_SIZES
 from vitrail.cli.options import Call, Command, flag, names_in
 from vitrail.errors import ConfigError, nearest
@@ -146,7 +145,7 @@ def main(call: Call, options: Bench) -> None:
     finally:
         torch.set_num_threads(threads)
     if options.json:
-        print(json.dumps(plain))
+        print_json(plain)
         return
     console = Console()
     console.print(title, highlight=False)

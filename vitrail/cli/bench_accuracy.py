@@ -15,7 +15,7 @@ from rich.table import Table
 from vitrail.analysis.charts import series_chart, side_by_side, standalone
 from vitrail.bench.peers import parse_environments
 from vitrail.bench.workload import Spread
-from vitrail.cli.console import Column, message_console, print_notes, terminal_table
+from vitrail.cli.console import Column, message_console, print_json, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, convert, names_in, option_problems
 from vitrail.cli.run_options import check_effects, run_options
 from vitrail.errors import ConfigError, nearest
@@ -130,7 +130,7 @@ def main(call: Call, options: BenchAccuracy) -> None:
         curves = comparison.measure(options.out, show)
     plain = _write(options, comparison, curves)
     if options.json:
-        print(json.dumps(plain))
+        print_json(plain)
         return
     for table in tables(curves, reached(curves, options.targets, comparison.budget)):
         console.print()

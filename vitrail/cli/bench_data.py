@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import operator
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ from vitrail.bench.reading import (
     write_photographs,
 )
 from vitrail.bench.workload import Spread
-from vitrail.cli.console import Column, measurement_title, message_console, print_notes, terminal_table
+from vitrail.cli.console import Column, measurement_title, message_console, print_json, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, names_in
 from vitrail.data.formats.pack import pack
 from vitrail.data.pipeline import Readers, default_threads
@@ -140,7 +139,7 @@ def main(call: Call, options: BenchData) -> None:
             console.print(measurement_title(machine, _reading_title(reading, options), rounds))
         shown = _reading_table(reading)
     if options.json:
-        print(json.dumps(plain))
+        print_json(plain)
     else:
         console.print(shown, highlight=False)
 

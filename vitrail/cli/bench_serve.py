@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from vitrail.bench.serving import (
     measure_overhead,
     measure_servers,
 )
-from vitrail.cli.console import Column, measurement_title, terminal_table
+from vitrail.cli.console import Column, measurement_title, print_json, terminal_table
 from vitrail.cli.options import Call, Command, JsonOption, names_in
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
@@ -128,7 +127,7 @@ def main(call: Call, options: BenchServe) -> None:
             ]
     machine = describe(bundle.device)
     if options.json:
-        print(json.dumps({"machine": machine, **plain}))
+        print_json({"machine": machine, **plain})
         return
     height, width = bundle.preprocess.image_size
     what = f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"

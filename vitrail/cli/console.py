@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
@@ -75,6 +76,11 @@ def _images_of_table(path: Path) -> Iterator[Path]:
 def message_console(is_json: bool) -> Console:
     """Return the console for messages. With --json, standard output is for the JSON alone."""
     return Console(stderr=is_json, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any, *, ascii_only: bool = True) -> None:
+    """Print a value as a line of JSON. Letters beyond ASCII are escaped, unless `ascii_only` is False."""
+    print(json.dumps(value, ensure_ascii=ascii_only))
 
 
 def print_notes(console: Console, *notes: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import print_notes, showing_progress, text_table
+from vitrail.cli.console import print_json, print_notes, showing_progress, text_table
 from vitrail.cli.options import Call, Command, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, page, text_line
@@ -120,7 +119,7 @@ def run_check(call: Call, options: Check) -> None:
             progress=progress,
         )
     if options.json:
-        print(json.dumps(to_plain(report)))
+        print_json(to_plain(report))
     else:
         _show(report, console)
     if path is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import ReductionOptions, message_console, print_notes, showing_progress, text_table
+from vitrail.cli.console import ReductionOptions, message_console, print_json, print_notes, showing_progress, text_table
 from vitrail.cli.options import (
     Call,
     Command,
@@ -180,7 +179,7 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
     print_notes(console, *(f"skipped {key}: {reason}" for key, reason in skipped.items()))
     if len(bundles) > 1:
         if options.json:
-            print(json.dumps(rows))
+            print_json(rows)
             return
         for split in dict.fromkeys(split for row in rows.values() for split in row):
             console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
@@ -189,9 +188,9 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
     details = plans[name].head if options.per_class or options.confusion else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
     if options.json:
-        print(json.dumps({
+        print_json({
             split: row | _detail(reports.get(split), options, bundles[name]) for split, row in rows[name].items()
-        }))  # fmt: skip
+        })  # fmt: skip
         return
     console.print(metrics_table(rows[name]))
     for split, found in reports.items():
@@ -217,7 +216,7 @@ def _suite(options: Evaluate, console: Console) -> None:
             on_task=lambda task: show(0, description=task.name),
         )
     if options.json:
-        print(json.dumps(suite_as_plain(result)))
+        print_json(suite_as_plain(result))
         return
     console.print(suite_table(result))
     print_notes(console, *(f"skipped {row.task.name}: {row.reason}" for row in result.rows if row.reason is not None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ from vitrail.analysis.pages.summaries import (
 )
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
-from vitrail.cli.console import image_paths, images_bar, message_console, print_messages, print_notes
+from vitrail.cli.console import image_paths, images_bar, message_console, print_json, print_messages, print_notes
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, ModelOption
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
@@ -250,7 +249,7 @@ class SummaryOptions(DeviceOption, JsonOption):
         """Print the skipped images, and then the numbers as JSON, or a sentence and the path of the page."""
         print_notes(console, *(f"skipped {item.key}: {item.reason}" for item in skipped))
         if self.json:
-            print(json.dumps(plain))
+            print_json(plain)
             return
         console.print(sentence, markup=False)
         console.print(str(self.out / page), markup=False)

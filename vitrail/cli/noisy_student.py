@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,10 @@ from vitrail.cli.console import (
     ConsoleDisplay,
     images_bar,
     message_console,
+    print_json,
     showing_progress,
     terminal_table,
-)  # fmt: skip
+)
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
@@ -232,7 +232,7 @@ def run_label(call: Call, options: Label, labelling: Labelling) -> None:
             on_progress=show,
         )  # fmt: skip
     if options.json:
-        print(json.dumps(to_plain(info)))
+        print_json(to_plain(info))
         return
     console.print(counts_table(info), soft_wrap=False)
     console.print(label_sentence(info), markup=False)

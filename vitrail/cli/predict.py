@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths, print_in_full, print_messages
+from vitrail.cli.console import image_paths, print_in_full, print_json, print_messages
 from vitrail.cli.options import Call, Command, DeviceOption, ImageSizeOption, ModelOption, flag
 from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.data.formats.convert import image_id
@@ -558,7 +558,7 @@ class _Json(_Table):
                 row = {"fractions": result.shares()}
             case UndecodableImage():
                 row = {"error": str(result)}
-        print(json.dumps({"image": picture.path, **row}, ensure_ascii=False))
+        print_json({"image": picture.path, **row}, ascii_only=False)
 
     def end(self) -> None:
         pass
