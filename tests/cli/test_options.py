@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -133,12 +134,13 @@ COMMAND = Command(
         ("m --shots --batch-size -2", {"model": "m", "shots": (), "batch_size": -2}),
         ("--head-bias -1e-3 m", {"model": "m", "head_bias": -0.001}),
         ("--out a -- --m", {"model": "--m", "out": "a"}),
+        ("m --out '--a_b c'", {"model": "m", "out": "--a_b c"}),
         ("m --batch-size 1 --batch-size 2", {"model": "m", "batch_size": 2}),
         ("m --shots 1 2 --batch-size 2 --shots 3", {"model": "m", "shots": (1, 2, 3), "batch_size": 2}),
     ],
 )
 def test_only_what_is_given_is_returned(typed: str, given: dict[str, Any]) -> None:
-    assert COMMAND.parse(typed.split()) == given
+    assert COMMAND.parse(shlex.split(typed)) == given
 
 
 @pytest.mark.parametrize(

@@ -299,11 +299,10 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(word: str) -> str:
-    """Return a word with dashes in place of the underscores of an option's name."""
-    if word.startswith("--"):
-        name, equals, value = word.partition("=")
-        return name.replace("_", "-") + equals + value
-    return word
+    """Return a word with dashes in place of the underscores of an option's name. A name has no spaces, but a value that
+    begins with dashes can have some."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") and " " not in name else word
 
 
 def _with_widths(words: Sequence[str], sizes: Collection[str]) -> Iterator[str]:
