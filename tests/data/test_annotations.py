@@ -123,10 +123,13 @@ def yolo(root: Path, text: str = "0 0.5 0.5 0.2 0.2\n", names: Any = ("one", "tw
     (root / "data.yaml").write_text(json.dumps({"train": "images/train", "names": list(names), **more}))
 
 
-def masks(root: Path, values: Any, names: str = "sky\nroad\n", size: tuple[int, int] = (40, 60)) -> None:
-    picture(root / "images/train/a.png", size)
-    (root / "masks/train").mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.asarray(values)).save(root / "masks/train/a.png")
+def masks(
+    root: Path, values: Any, names: str = "sky\nroad\n", size: tuple[int, int] = (40, 60), name: str = "train/a"
+) -> None:
+    picture(root / f"images/{name}.png", size)
+    path = root / f"masks/{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(values)).save(path)
     (root / "classes.txt").write_text(names)
 
 
@@ -638,6 +641,15 @@ def test_masks_that_do_not_fit_are_an_error_if_training_would_stop(tmp_path: Pat
     report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
     (finding,) = [one for one in report.findings if one.kind == "misfit"]
     assert (finding.severity, finding.count) == (severity, count)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_split_without_a_usable_mask_is_checked(tmp_path: Path, split: str) -> None:
+    for name in ("train", "val"):
+        masks(tmp_path, BLANK if name == split else BLANK[:3], name=f"{name}/a")
+    report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
+    assert sorted(one.per_class for one in report.splits) == [(0, 0), (1, 0)]
+    assert main(["data", "check", str(tmp_path), "--page", str(tmp_path / "page.html")]) == 2 * (split == "val")
 
 
 def test_boxes_of_another_size_are_findings(tmp_path: Path) -> None:

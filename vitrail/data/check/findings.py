@@ -187,8 +187,8 @@ def count(name: str, source: Source, looked_at: int) -> SplitCounts:
 def count_masks(counts: SplitCounts, looks: Looks, split: int, classes: int) -> SplitCounts:
     """Return the counts of a split with masks, with the number of checked images that have each class."""
     rows = [row for row in np.flatnonzero(looks.split == split).tolist() if row in looks.amounts]
-    present = [looks.amounts[row][:classes] > 0 for row in rows]
-    return replace(counts, per_class=tuple(np.array(present).sum(axis=0).tolist()) if rows else ())
+    present = np.array([looks.amounts[row][:classes] > 0 for row in rows], np.bool_).reshape(len(rows), classes)
+    return replace(counts, per_class=tuple(present.sum(axis=0).tolist()))
 
 
 MOST_WORDS = 60
@@ -750,7 +750,7 @@ def _masks_now(classes: Sequence[str], train: SplitCounts, looks: Looks) -> Iter
     not even two classes were seen."""
     present = count_masks(train, looks, 0, len(classes)).per_class
     missing = [name for name, number in zip(classes, present, strict=False) if not number]
-    if missing and (len(looks) == train.images or len(classes) - len(missing) < 2):
+    if looks.amounts and missing and (len(looks) == train.images or len(classes) - len(missing) < 2):
         total = np.sum(list(looks.amounts.values()), axis=0)
         ignored = f"; {total[-1] / total.sum():.0%} of their pixels are ignored" if total[-1] else ""
         text = f"no pixel of {listed(missing)} in {plural(len(looks.amounts), 'checked mask')}{ignored}"
