@@ -79,6 +79,11 @@ class TextReader:
                 yield f"{title}: {plural(count, 'text')} {'is' if count == 1 else 'are'} {kind} and not used"
 
 
+def is_usable(text: str) -> bool:
+    """Return True unless a text is empty or has a half of a character (a surrogate), which no tokenizer reads."""
+    return bool(text.strip()) and text.encode(errors="ignore").decode() == text
+
+
 def without_texts(title: str, names: Sequence[str]) -> DataError:
     """Return the error of a file without a column of texts."""
     return DataError(

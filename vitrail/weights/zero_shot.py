@@ -78,14 +78,15 @@ def embed_classes(bundle: Bundle, names: Sequence[str], templates: Sequence[str]
     words = bundle.reader_of_texts()
     if not all(map(class_name, names)) or not names:
         raise ConfigError(f"classes={list(names)[:5]}: the name of a class is empty; name what the images show")
-    counts = Counter(class_name(name).lower() for name in names)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ConfigError(
-            f"classes: {plural(len(twice), 'name')} of {plural(len(names), 'class')} occur more than once, so that "
-            f"their texts do not differ: {listed(twice)}; give each class a name of its own"
-        )
     texts = [template.replace(PLACE, class_name(name)) for name in names for template in templates]
     vectors, notes = words.embed(texts)
+    tokens = [row.tobytes() for row in words.tokenizer.encode(texts[:: len(templates)]).tokens]
+    counts = Counter(tokens)
+    if same := [name for name, row in zip(names, tokens, strict=True) if counts[row] > 1]:
+        raise ConfigError(
+            f"classes: the texts of {len(same)} of {plural(len(names), 'class')} do not differ for this model: "
+            f"{listed(same)}; give each class a name that differs within the tokens that the model reads"
+        )
     mean = vectors.view(len(names), len(templates), -1).mean(dim=1)
     return TextEmbeddings(F.normalize(mean, dim=-1), notes)
 
