@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import sys
 from collections import Counter
@@ -343,12 +344,16 @@ def _pictures(options: Predict, bundle: Bundle) -> tuple[list[Picture], tuple[st
             found.append(Picture(key, key, number, read))
     notes = opened.notes
     ids = source.targets.ids
-    if source.target_kind == bundle.output and (options.masks or (options.yolo and not ids)):  # COCO's were checked
-        mine = bundle.class_ids if options.masks else ()  # YOLO counts from 0
-        written = dict(zip(mine or range(len(bundle.classes)), bundle.classes, strict=True))
-        theirs = zip(ids or range(len(source.classes)), source.classes, strict=True)
-        if any(written.get(number, name) != name for number, name in theirs):
-            option = "--masks" if options.masks else "--yolo"
+    count = len(bundle.classes)
+    for option, is_written, numbers in (
+        ("--masks", options.masks, bundle.class_ids or range(count)),
+        ("--coco", options.coco and ids, bundle.class_ids or range(1, count + 1)),
+        ("--yolo", options.yolo and not ids, range(count)),
+    ):
+        written = {*zip(numbers, bundle.classes, strict=True)}
+        others = {*zip(ids or range(len(source.classes)), source.classes, strict=True)} - written
+        both = {*itertools.chain(*others)} & {*itertools.chain(*written)}  # numbers and names
+        if source.target_kind == bundle.output and is_written and both:
             notes = (*notes, f"{option} writes the numbers that the model's classes have, and --data gives them others")
     if options.coco is not None and len({picture.number for picture in found}) < len(found):
         notes = (
