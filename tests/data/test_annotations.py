@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from tests.make import MemorySource, keys_of, make_masks_folder, orientation
 from vitrail.cli import main
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
-from vitrail.data.formats.convert import AnnotationFormat, convert
+from vitrail.data.formats.convert import WRITERS, AnnotationFormat, convert
 from vitrail.data.objects import Objects, Runs, drawn
 from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits
@@ -744,6 +745,20 @@ def test_what_a_format_does_not_hold_is_said_or_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="masks cannot have the class names"):
             convert(opened(tmp_path / "a"), tmp_path / "c", "masks")
         assert not (tmp_path / "c").exists()
+
+
+def test_numbers_and_objects_that_a_format_does_not_hold_are_counted(tmp_path: Path) -> None:
+    objects = [{"id": n, "image_id": 7, "category_id": 90, "bbox": [5 * n, 2, 4, 4]} for n in range(3)]
+    coco(tmp_path / "gaps", annotations=objects)
+    categories = [{"id": number, "name": f"n{number}"} for number in (1, 2)]
+    coco(tmp_path / "plain", categories=categories, annotations=[{**one, "category_id": 2} for one in objects])
+    kept = ("coco", "gaps"), ("coco", "plain"), ("masks", "plain")
+    for to, name in itertools.product(WRITERS, ("gaps", "plain")):
+        notes = "\n".join(convert(opened(tmp_path / name), tmp_path / f"{name}-{to}", to))
+        assert ("whose numbers" in notes) == ((to, name) not in kept), notes
+        assert ("3 objects in images with several" in notes) == (to == "masks"), notes
+    masks(tmp_path / "void", BLANK + 1, "void\nroad\nsky\n")
+    assert "(1, 2)" in "".join(convert(opened(tmp_path / "void"), tmp_path / "again", "masks"))
 
 
 def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
