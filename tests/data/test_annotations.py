@@ -165,6 +165,8 @@ def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
         ({"annotations": box(1, 2, float("nan"), 4)}, "not made of numbers"),
         ({"annotations": box(1, 2, 3, 4, 0.3)}, "rotated"),
         ({"annotations": box(1, 2, 3, 4, segments_info=[])}, "panoptic"),
+        ({"annotations": box(1, 2, 3, 4, iscrowd="yes")}, "iscrowd is 'yes'"),
+        ({"annotations": box(1, 2, 3, 4, iscrowd=2)}, "iscrowd is 2"),
         ({"annotations": []}, "no image has an object"),
         ({"images": [{"id": 7, "file_name": "gone.png", "height": 40, "width": 60}]}, "cannot be found: gone.png"),
         ({"images": [{"id": [7], "file_name": "a.png"}]}, r"of the image a.png is \[7\]"),
@@ -309,6 +311,13 @@ def test_polygons_of_voc_are_named(tmp_path: Path) -> None:
     polygon = "<polygon><x1>1</x1><y1>2</y1><x2>30</x2><y2>2</y2><x3>9</x3><y3>20</y3></polygon>"
     voc(tmp_path, voc_object(1, 2, 30, 20) + voc_object(1, 2, 30, 20).replace("</object>", f"{polygon}</object>"))
     assert any("1 object with a polygon" in note for note in opened(tmp_path).notes)
+
+
+def test_annotations_of_voc_that_name_another_picture_are_noted(tmp_path: Path) -> None:
+    for name, stated in (("a", "b.png"), ("b", "b.jpg"), ("c", "gone.png"), ("d", "d.png")):
+        voc(tmp_path, f"<filename>{stated}</filename>" + voc_object(1, 2, 30, 20), name)
+    (note,) = opened(tmp_path).notes
+    assert "1 annotation whose filename" in note and "a.xml" in note
 
 
 def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:

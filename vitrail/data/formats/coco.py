@@ -331,6 +331,8 @@ def _annotation(
     else:
         x, y, across, down = _four(box)
         sides = x / width, y / height, (x + across) / width, (y + down) / height
+    if (crowd := one.get("iscrowd")) not in (None, 0, 1, "0", "1"):  # True equals 1
+        raise DataError(f"{where}: iscrowd is {crowd!r}, but it must be 0 or 1")
     area = one.get("area")
     is_stated = isinstance(area, int | float) and math.isfinite(area) and area > 0
     category = one.get("category_id")
@@ -339,7 +341,7 @@ def _annotation(
         places.get(category, -1) if type(category) is int else -1,
         sides,
         where,
-        one.get("iscrowd") in (1, "1"),  # True equals 1
+        crowd in (1, "1"),
         float(area) / (width * height) if is_stated and area is not None else math.nan,
         outline,
     )
