@@ -403,6 +403,14 @@ def test_names_of_yolo_are_texts_whatever_yaml_makes_of_them(tmp_path: Path) -> 
         opened(tmp_path)
 
 
+def test_a_description_of_yolo_that_states_something_twice_is_refused(tmp_path: Path) -> None:
+    yolo(tmp_path)
+    for names, twice in (("{0: cat, 0: dog, 1: cow}", "0"), ("[cat]\nnames: [dog]", "names")):
+        (tmp_path / "data.yaml").write_text(f"train: images/train\nnames: {names}\n")
+        with pytest.raises(DataError, match=f"data.yaml states {twice} twice"):
+            opened(tmp_path)
+
+
 def test_held_out_splits_that_a_description_names_and_nobody_exported_are_skipped(tmp_path: Path) -> None:
     picture(tmp_path / "train/images/a.png")
     (tmp_path / "train/labels").mkdir()

@@ -443,8 +443,8 @@ class Examined:
         return tuple(self.sources)[self.looks.split[row]]
 
     def label(self, row: int) -> object:
-        """Return the class or the classes of an image. Boxes and masks of two copies are not compared."""
-        if target_kind(self.sources[self.split(row)]) in ("boxes", "mask"):
+        """Return the class or the classes of an image. Boxes, masks and texts of two copies are not compared."""
+        if target_kind(self.sources[self.split(row)]) in ("boxes", "mask", "texts"):
             return None
         return self.sources[self.split(row)].target(int(self.looks.index[row]))
 

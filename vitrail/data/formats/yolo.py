@@ -65,8 +65,14 @@ def _described(path: Path) -> dict[str, Any]:
         values, as_text = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
-    is_one = isinstance(values, dict) and "names" in values and bool({"train", "val", "test", "nc"} & values.keys())
-    return {**values, "names": as_text["names"]} if is_one else {}  # the class `no` is not the value False
+    if not (isinstance(values, dict) and "names" in values and {"train", "val", "test", "nc"} & values.keys()):
+        return {}
+    root = yaml.compose(text)
+    for node in (root, *(value for key, value in root.value if key.value == "names")):
+        keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+            raise DataError(f"{path} states {twice[0]} twice, so one of its values would be lost; remove one")
+    return {**values, "names": as_text["names"]}  # the class `no` is not the value False
 
 
 def _label_files(root: Path) -> Iterator[Path]:
