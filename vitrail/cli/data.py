@@ -17,7 +17,7 @@ from rich.text import Text
 from vitrail.cli.console import print_notes, showing_progress
 from vitrail.cli.options import Call, Command, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
-from vitrail.data.check.report import amount_rows, check_data, page, text_line
+from vitrail.data.check.report import amount_rows, check_data, count_rows, page, size_text, text_line
 from vitrail.data.config import DataConfig
 from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.formats.pack import Manifest, pack
@@ -31,9 +31,6 @@ from vitrail.settings import byte_count, setting, to_plain
 from vitrail.training.stop import StopRequest
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-
-MOST_CLASSES = 20
-"""Largest number of rows in the printed table. The HTML page shows more rows."""
 
 MOST_SHOWN = 3
 """Largest number of groups of images that are printed for a finding."""
@@ -176,30 +173,21 @@ def _counts(report: Report) -> Table:
     table = Table("class" if report.splits[0].per_class else "", box=SIMPLE_HEAD, pad_edge=False)
     for split in report.splits:
         table.add_column(split.name, justify="right")
-    largest = sorted(range(len(report.splits[0].per_class)), key=lambda one: -report.splits[0].per_class[one])
-    for one in largest[:MOST_CLASSES]:
-        table.add_row(Text(report.classes[one]), *(f"{split.per_class[one]:,}" for split in report.splits))
-    if len(largest) > MOST_CLASSES:
-        rest = largest[MOST_CLASSES:]
-        sums = (f"{sum(split.per_class[one] for one in rest):,}" for split in report.splits)
-        table.add_row(f"{len(rest):,} more", *sums)
-    if any(split.unlabelled for split in report.splits):
-        table.add_row("no label", *(f"{split.unlabelled:,}" for split in report.splits))
+    *rows, images = count_rows(report)
+    for name, *counts in rows:
+        table.add_row(Text(name), *counts)
     table.add_section()
-    table.add_row("images", *(f"{split.images:,}" for split in report.splits))
+    table.add_row(*images)
     return table
 
 
 def _sizes(sizes: Sizes) -> str:
-    def named(size: tuple[int, ...]) -> str:
-        return f"{size[0]:,} x {size[1]:,}"
-
     if sizes.different == 1:
-        return f"all {named(sizes.median)} (width x height)"
-    common = ", ".join(f"{named(one)} ({one[2]:,})" for one in sizes.common)
+        return f"all {size_text(sizes.median)} (width x height)"
+    common = ", ".join(f"{size_text(one)} ({one[2]:,})" for one in sizes.common)
     return (
-        f"{named(sizes.smallest)} to {named(sizes.largest)} (width x height), median {named(sizes.median)}; "
-        f"most common: {common}"
+        f"{size_text(sizes.smallest)} to {size_text(sizes.largest)} (width x height), median "
+        f"{size_text(sizes.median)}; most common: {common}"
     )
 
 

@@ -21,6 +21,8 @@ from vitrail.registry import optional_module
 TEXTS = ("text", "texts", "caption", "captions", "sentence", "sentences", "title", "description", "alt_text")
 """Names of columns and of JSON fields that hold texts, in lower case. The first one that is present is used."""
 
+_library = functools.partial(optional_module, extra="words")
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """The character that programs write for bytes that they cannot decode."""
 
@@ -312,8 +314,3 @@ def _read(content: bytes, kind: TokenizerKind) -> tuple[int, Callable[[str], lis
     reader.no_truncation()
     reader.no_padding()
     return reader.get_vocab_size(), lambda text: reader.encode(text, add_special_tokens=False).ids
-
-
-def _library(name: str) -> Any:
-    """Return a library of the extra `words`. Raise `ConfigError` if it is not installed."""
-    return optional_module(name, "words")

@@ -22,7 +22,7 @@ from vitrail.models.network import separate_copy
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import typed
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.words import TextEmbeddings
+from vitrail.weights.words import TextEmbeddings, Words
 
 PLACE = "{}"
 """Place of the name of a class in a template."""
@@ -46,8 +46,8 @@ def zero_shot(
     templates = typed(str | tuple[str, ...], templates, "templates")
     texts = [readable_name(name) for name in classes] if readable else list(classes)
     chosen = read_templates(templates) if isinstance(templates, str) else _checked(templates, "templates")
-    found = embed_classes(bundle, texts, chosen)
     words = bundle.reader_of_texts()
+    found = embed_classes(words, texts, chosen)
     if words.output == "softmax" and len(classes) < 2:
         raise ConfigError(
             f"classes={list(classes)}: this model compares classes with each other, so it needs two or more; add "
@@ -72,10 +72,9 @@ def zero_shot(
     )  # fmt: skip
 
 
-def embed_classes(bundle: Bundle, names: Sequence[str], templates: Sequence[str]) -> TextEmbeddings:
+def embed_classes(words: Words, names: Sequence[str], templates: Sequence[str]) -> TextEmbeddings:
     """Return an embedding for each class: the mean of the embeddings of all templates, scaled to length 1. Raise the
     errors of `zero_shot`."""
-    words = bundle.reader_of_texts()
     if not all(map(class_name, names)) or not names:
         raise ConfigError(f"classes={list(names)[:5]}: the name of a class is empty; name what the images show")
     texts = [template.replace(PLACE, class_name(name)) for name in names for template in templates]
