@@ -18,12 +18,12 @@ from vitrail.cli.console import print_notes, showing_progress
 from vitrail.cli.options import Call, Command, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, count_rows, page, size_text, text_line
-from vitrail.data.config import DataConfig
+from vitrail.data.cuts import SLICE
 from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.formats.pack import Manifest, pack
 from vitrail.data.source import has_soft_targets
-from vitrail.data.sources import KINDS, open_data
-from vitrail.data.splits import SLICE, Splits
+from vitrail.data.sources import KINDS, DataConfig, open_data
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, DestinationError, Stopped, plural
 from vitrail.files import check_new_file, replacing_file, saving
 from vitrail.report.page import is_our_page

@@ -26,7 +26,7 @@ from vitrail.cli.console import (
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
-from vitrail.data.sources import absolute_spec
+from vitrail.data.splits import absolute_spec
 from vitrail.errors import ConfigError, Interrupted, Stopped, nearest
 from vitrail.experiments.noisy_student import (
     Labelling,

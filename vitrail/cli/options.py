@@ -285,7 +285,7 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{options}: no effect on the data sets of --suite; leave it out")
     if "data" not in given:
         raise ConfigError(f"{options}: the choice is a part of the data's name; give --data, too")
-    from vitrail.data.sources import with_choice
+    from vitrail.data.splits import with_choice
 
     splits = found["splits"].split(",") if "splits" in found else ()
     separator, keep = found.get("label_separator", ""), found.get("keep_missing_words", False)
