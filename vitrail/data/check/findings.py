@@ -740,9 +740,11 @@ def _broken_now(source: Source, looks: Looks) -> list[Finding]:
 def _misfits_now(source: Source, looks: Looks) -> Iterator[Finding]:
     """Yield a finding if the boxes or masks of some of the examined images cannot be used."""
     for row, reason in list(looks.misfits.items())[:1]:
-        text = f"{len(looks.misfits)} of {plural(len(looks), 'checked image')} have boxes or a mask that cannot be used"
-        first = f"{text}, such as {printable(source.key(int(looks.index[row])))}: {reason}"
-        yield Finding("misfit", "warning", len(looks.misfits), first, "", "")
+        text = (
+            f"{len(looks.misfits)} of {plural(len(looks), 'checked image')} have boxes or a mask that cannot be used, "
+            f"such as {printable(source.key(int(looks.index[row])))}: {reason}"
+        )
+        yield Finding("misfit", "warning", len(looks.misfits), text, "", "")
 
 
 def _masks_now(classes: Sequence[str], train: SplitCounts, looks: Looks) -> Iterator[Finding]:

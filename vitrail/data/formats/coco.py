@@ -298,8 +298,7 @@ def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any],
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
         if isinstance(parts := one.get("segmentation"), list) and any(len(part) < LEAST_NUMBERS for part in parts):
             short.append(where)
-        if one.get("ignore") and not one.get("iscrowd"):
-            ignored.append(where)
+        ignored += [where] * bool(one.get("ignore") and not one.get("iscrowd"))
     result.faults += fault_at(
         ignored, "ignored", "note",
         f"{path}: {plural(len(ignored), 'object')} with the field ignore, which are read like all others",
@@ -329,7 +328,8 @@ def _annotation(
     if not box and outline is not None:
         sides = box_around(outline)
     else:
-        x, y, across, down = _four(box)
+        is_read = isinstance(box, list) and len(box) == 4 and all(type(one) in (int, float) for one in box)
+        x, y, across, down = map(float, box) if is_read else (math.nan,) * 4
         sides = x / width, y / height, (x + across) / width, (y + down) / height
     if (crowd := one.get("iscrowd")) not in (None, 0, 1, "0", "1"):  # True equals 1
         raise DataError(f"{where}: iscrowd is {crowd!r}, but it must be 0 or 1")
@@ -345,13 +345,6 @@ def _annotation(
         float(area) / (width * height) if is_stated and area is not None else math.nan,
         outline,
     )
-
-
-def _four(box: Any) -> tuple[float, float, float, float]:
-    """Return the four numbers of a box, or NaN if it does not have them."""
-    if isinstance(box, list) and len(box) == 4 and all(type(one) in (int, float) for one in box):
-        return float(box[0]), float(box[1]), float(box[2]), float(box[3])
-    return math.nan, math.nan, math.nan, math.nan
 
 
 def _outline(path: Path, where: str, value: Any, size: tuple[int, int]) -> Outline | None:

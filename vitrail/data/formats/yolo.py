@@ -212,14 +212,10 @@ def _label_of(key: str, texts: set[str]) -> str | None:
     """Return the label file of an image: in the folder labels instead of images, or else beside the image."""
     stem = re.sub(r"\.[^./]*$", ".txt", key)
     parts = stem.split("/")
-    for place in reversed(range(len(parts) - 1)):
-        if parts[place].lower() in IMAGES:
-            for word in ("labels", "label", "Labels", "LABELS"):
-                if (moved := "/".join([*parts[:place], word, *parts[place + 1 :]])) in texts:
-                    return moved
-    if stem in texts:
-        return stem
-    return moved if (moved := f"labels/{parts[-1]}") in texts else None
+    places = [place for place, part in enumerate(parts[:-1]) if part.lower() in IMAGES]
+    words = ("labels", "label", "Labels", "LABELS")
+    moved = ["/".join([*parts[:place], word, *parts[place + 1 :]]) for place in reversed(places) for word in words]
+    return next((name for name in (*moved, stem, f"labels/{parts[-1]}") if name in texts), None)
 
 
 def _images(folder: Path, keys: Sequence[str], texts: set[str], classes: int) -> AnnotatedImages:
