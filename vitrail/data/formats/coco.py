@@ -242,8 +242,7 @@ def _images(
     """Return the images of a file. If `sized` is true, the size of each image is needed."""
     result = AnnotatedImages()
     near = path.parent.relative_to(images.root).as_posix() if path.parent != images.root else ""
-    missing: list[str] = []
-    unstated: list[str] = []
+    missing, unstated = list[str](), list[str]()
     known = set()
     for one in values["images"]:
         if not isinstance(one, dict) or "id" not in one or not isinstance(one.get("file_name"), str):
@@ -278,10 +277,7 @@ def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any],
     known = {one["id"] for one in values["images"]}
     rows = {number: row for row, number in enumerate(result.ids)}
     places = {number: place for place, number in enumerate(categories)}
-    strange: list[str] = []
-    with_keypoints: list[str] = []
-    short: list[str] = []
-    ignored: list[str] = []
+    strange, with_keypoints, short, ignored = (list[str]() for _ in range(4))
     for number, one in enumerate(values["annotations"]):
         if not isinstance(one, dict):
             raise DataError(f"{path}: annotation {number} is not an object with fields")
@@ -322,7 +318,7 @@ def _annotation(
 ) -> Annotation:
     height, width = size
     outline = _outline(path, where, one.get("segmentation"), size)
-    box = one.get("bbox")
+    box: Any = one.get("bbox")
     if isinstance(box, list) and len(box) == 5:
         raise DataError(f"{where}: the box has five numbers, so it is rotated; only upright boxes are read")
     if not box and outline is not None:

@@ -96,8 +96,7 @@ class _Writer(ABC):
         self.names = next(iter(sources.values())).classes
         self.lost: Counter[tuple[str, str]] = Counter()
         """Numbers of things that the format cannot express. A key is a noun and the rest of a sentence about it."""
-        self.numbers: Sequence[int] = ()
-        """Numbers of the classes in the format."""
+        self.numbers: Sequence[int] = ()  # of the classes in the format
         self.begin(sources)
         ids = next(iter(sources.values())).targets.ids
         if ids and tuple(self.numbers) != ids:

@@ -44,8 +44,9 @@ LINE = re.compile(r"\s*\d+(\.0*)?(\s+-?[\d.]+(e-?\d+)?){4,}\s*", re.I)
 def holds_yolo(root: Path, files: Iterable[Path]) -> bool:
     """Return True if `files`, which are `root` or lie in it, have a description of YOLO data, or if there are labels in
     text in `root`."""
-    described = (path for path in files if path in (root, root / path.name) and _described(path))
-    return next(described, None) is not None or (root.is_dir() and next(_label_files(root), None) is not None)
+    return any(path in (root, root / path.name) and _described(path) for path in files) or (
+        root.is_dir() and next(_label_files(root), None) is not None
+    )
 
 
 def _description(root: Path) -> Path | None:
