@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from vitrail.data.splits import SPLITS, Splits
 from vitrail.data.targets import Target, is_texts
 from vitrail.errors import ConfigError, DataError, Stopped, UndecodableImage, listed
 from vitrail.files import check_parent, only_writer, saving, write_json
+from vitrail.report.page import picture_file
 from vitrail.settings import from_plain
 
 FILE = "dataset.json"
@@ -343,7 +343,7 @@ def _in_order(work: Callable[[int], _Encoded], start: int, stop: int, workers: i
 def encoded(sample: Sample) -> tuple[bytes, str]:
     """Return the file of a sample's image and its suffix without a dot. An array becomes a PNG."""
     if isinstance(sample.image, np.ndarray):
-        return _saved(to_pil(sample.image, sample.image.shape[2]), "PNG"), "png"
+        return picture_file(to_pil(sample.image, sample.image.shape[2]), "PNG"), "png"
     return sample.image, _suffix(sample.key, sample.image)
 
 
@@ -379,7 +379,7 @@ def _rescaled(image: bytes | np.ndarray, max_side: int) -> tuple[bytes, str] | N
     """
     if isinstance(image, np.ndarray):
         picture = to_pil(image, image.shape[2])
-        return None if max(picture.size) <= max_side else (_saved(_scaled(picture, max_side), "PNG"), "png")
+        return None if max(picture.size) <= max_side else (picture_file(_scaled(picture, max_side), "PNG"), "png")
     try:
         with open_file(image) as header:
             size, mode = header.size, header.mode
@@ -389,19 +389,13 @@ def _rescaled(image: bytes | np.ndarray, max_side: int) -> tuple[bytes, str] | N
     if max(size) <= max_side:
         return None
     picture = to_pil(image, 1 if mode in GREY else 3)
-    return _saved(_scaled(picture, max_side), "JPEG", quality=JPEG_QUALITY), "jpg"
+    return picture_file(_scaled(picture, max_side), "JPEG", quality=JPEG_QUALITY), "jpg"
 
 
 def _scaled(picture: Image.Image, max_side: int) -> Image.Image:
     scale = max_side / max(picture.size)
     width, height = (max(1, round(side * scale)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _saved(picture: Image.Image, file_format: str, **options: int) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, file_format, **options)
-    return file.getvalue()
 
 
 def _suffix(key: str, image: bytes) -> str:
