@@ -38,6 +38,8 @@ class Record(NamedTuple):
     """A hash of the keys and targets of all samples."""
     images: int
     """Number of training images."""
+    classes: tuple[str, ...]
+    """Names of the classes, to which the targets of the samples are indices."""
     origin: Origin | None
     """The model that the run started from, or None."""
     objects: tuple[str, ...] = ()
@@ -78,6 +80,7 @@ def read_record(folder: Path) -> Record:
             TrainConfig.from_plain(config),
             str(_field(path, data, "data.fingerprint")),
             int(_field(path, data, "data.train")),
+            tuple(_field(path, data, "data.classes")),
             Origin.from_plain(values.get("init")),
             tuple(values.get("objects", ())),
             tuple((name, str(sha256)) for name, sha256 in dict(values.get("models", {})).items()),
