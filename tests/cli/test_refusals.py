@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     suite = 'name = "one"\n[evaluators.linear]\n[[tasks]]\nname = "gone"\ngroup = "a"\nwhere = "nowhere"'
     (root / "one.toml").write_text(suite)
     record = {
-        "format": 2, "config": RECIPES["demo"]().to_plain(), "data": {"fingerprint": "0", "train": 16},
+        "format": 2, "config": RECIPES["demo"]().to_plain(), "data": {"fingerprint": "0", "train": 16, "classes": []},
         "objects": ["network"],
     }  # fmt: skip
     (root / "own").mkdir()
@@ -576,7 +576,7 @@ USE = {
     "predict boxer voc --split test": "--split",
     "predict boxer voc --data voc": "exclude each other",
     "predict words 1.png --classes 'a bee' ''": "empty",
-    "predict words 1.png --classes 'a bee' 'a bee'": "more than once",
+    "predict words 1.png --classes 'a bee' 'a bee'": "do not differ",
     "predict words 1.png --templates short": "--templates",
     "predict words 1.png --classes 'a bee' 'a fly' --templates none": "neither a file nor a name",
     "predict words 1.png": "--classes",
