@@ -55,7 +55,7 @@ from vitrail.errors import ConfigError, nearest, plural
 from vitrail.machine import Precision, TrainingPrecision, describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.linear.float8 import check_float8
-from vitrail.models.variants import AnyConfig, build, config_type, variant_config
+from vitrail.models.variants import AnyConfig, build, is_variant, variant_config
 from vitrail.registry import optional_module
 from vitrail.settings import byte_count, setting
 from vitrail.training.stop import interrupted_by_signals
@@ -851,9 +851,7 @@ def _servers(against: str) -> list[str]:
 @contextmanager
 def _model(name: str) -> Iterator[tuple[Path, Bundle]]:
     """Yield a model with the path under which the servers find it."""
-    try:
-        config_type(name)
-    except ConfigError:
+    if not is_variant(name):
         yield Path(name), load(name)
         return
     config = variant_config(name, num_classes=1000)
