@@ -115,8 +115,8 @@ def _describe(options: Models, given: Mapping[str, Any]) -> None:
         rows["texts"] = f"{text.parameters():,} parameters, {text.context} tokens of {text.vocabulary:,}"
     if isinstance(made := origin.get("zero_shot"), dict):
         names, templates = ([str(text) for text in made.get(part, ())] for part in ("texts", "templates"))
-        is_trained = made == origin.get("initial", {}).get("zero_shot")  # a pair's own training was earlier
-        later = " Training changed it afterwards." if is_trained else ""
+        # A pair makes a head after its own training.
+        later = " Training changed it afterwards." if made == origin.get("initial", {}).get("zero_shot") else ""
         rows["head"] = f"made from the names of classes in {plural(len(templates), 'text')}.{later}"
         rows |= {"names": listed(names, 10), "templates": listed(templates, 4)}
     rows |= {
