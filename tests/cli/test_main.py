@@ -48,8 +48,10 @@ def test_help_about_a_command_is_that_of_the_command(words: str, cli: Cli) -> No
 
 
 def test_a_missing_package_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "vitrail.cli.train", raising=False)
-    monkeypatch.setitem(sys.modules, "torch", None)
+    def import_it(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("importlib.import_module", import_it)
     assert f"torch is not installed in {sys.prefix}; " in cli.refuses("train", "--help")
     with pytest.raises(ModuleNotFoundError):
         cli.call("train", "--debug")
