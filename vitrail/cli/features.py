@@ -33,11 +33,7 @@ from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage
 from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.features.extract import FeatureSet, extract
-from vitrail.evaluation.features.feature_files import (
-    check_features_folder,
-    save_features,
-    save_parquet,
-)
+from vitrail.evaluation.features.feature_files import ABOUT, check_features_folder, save_features, save_parquet
 from vitrail.evaluation.features.index import FeatureIndex, Similar
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_new_file, expanded
@@ -266,6 +262,9 @@ def _embed(options: Embed, processes: Processes) -> None:
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
     print_notes(console, *map(EMBED.note, (*bundle.notes, *notes, *filter(None, [colour]))))
     console.print(_memory(bundle, options), markup=False)
+    if options.split == "all":
+        kept = sorted({file.parent for file in options.out.glob(f"*/{ABOUT}")} - {*targets.values()})
+        print_notes(console, *(EMBED.note(f"{place} keeps the features of an earlier command") for place in kept))
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
         try:
