@@ -18,7 +18,7 @@ from vitrail.cli.bench import parse_environments
 from vitrail.cli.console import Column, message_console, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, convert, names_in, option_problems
 from vitrail.cli.run_options import check_effects, run_options
-from vitrail.errors import ConfigError, Interrupted, nearest
+from vitrail.errors import ConfigError, nearest
 from vitrail.experiments.accuracy import (
     AccuracyComparison,
     Curve,
@@ -127,11 +127,8 @@ def main(call: Call) -> None:
             markup=False,
         )
 
-    try:
-        with interrupted_by_signals():
-            curves = comparison.measure(options.out, show)
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped; the finished runs stay in {options.out}") from None
+    with interrupted_by_signals(f"stopped; the finished runs stay in {options.out}"):
+        curves = comparison.measure(options.out, show)
     plain = _write(options, comparison, curves)
     if options.json:
         print(json.dumps(plain))

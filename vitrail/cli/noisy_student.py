@@ -27,7 +27,7 @@ from vitrail.cli.options import Call, Command, DeviceOption, JsonOption
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.data.sources import absolute_spec
-from vitrail.errors import ConfigError, Interrupted, Stopped, nearest
+from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.experiments.noisy_student import (
     Labelling,
     NoisyStudentConfig,
@@ -123,12 +123,10 @@ def main(call: Call) -> None:
 
     again = "Finished rounds stay; give the same command again to continue"
     try:
-        with interrupted_by_signals():
+        with interrupted_by_signals(f"stopped; finished rounds stay in {folder}"):
             rounds = run_rounds(config, folder, log, show_progress)
     except Stopped as stop:
         raise Stopped(f"{stop}\n{again}", stop.run) from None
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped; finished rounds stay in {folder}") from None
     finally:
         bar.live.stop()
     console.print(rounds_table(rounds))

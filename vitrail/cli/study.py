@@ -16,7 +16,7 @@ from rich.text import Text
 
 from vitrail.cli.console import message_console
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, names_in
-from vitrail.errors import ConfigError, Interrupted, nearest
+from vitrail.errors import ConfigError, nearest
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
 from vitrail.studies.cell import CellResult, study_pool
@@ -138,17 +138,14 @@ def main(call: Call) -> None:
 
     pool = study_pool(folder, jobs=jobs, threads=threads, device=options.device, on_cell=show)
     repeated = pool.cell_named(options.cell) if options.cell else None
-    try:
-        with interrupted_by_signals(), run.held():
-            if repeated is not None:
-                result = pool.repeat(repeated)
-                if options.json:
-                    print(json.dumps(to_plain(result)))
-                return
-            results = run.measure(pool)
-            plain = write_study(folder, run, results)
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped; the finished cells stay in {folder}") from None
+    with interrupted_by_signals(f"stopped; the finished cells stay in {folder}"), run.held():
+        if repeated is not None:
+            result = pool.repeat(repeated)
+            if options.json:
+                print(json.dumps(to_plain(result)))
+            return
+        results = run.measure(pool)
+        plain = write_study(folder, run, results)
     if options.json:
         print(json.dumps(plain))
         return

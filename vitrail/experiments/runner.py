@@ -90,8 +90,6 @@ def experiment(path: Path, settings: Mapping[str, Any], content: str, option: st
     """Hold the folder of an experiment inside the `with` block, with its settings in the file `path`. Raises the errors
     of `check_folder`, and `RunError` if another process works in the folder."""
     check_folder(path, settings, content, option)
-    with saving(content, path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent):
         check_folder(path, settings, content, option)  # another process may have begun here in the meantime
         with saving(content, path.parent):
