@@ -166,7 +166,6 @@ class Server(uvicorn.Server):
         self._stops_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        _allow_files(2 * self._service.settings.max_connections + FILES)
         await super().startup(sockets)
         self._on_start()
 
@@ -209,12 +208,14 @@ def open_socket(settings: ServeSettings) -> socket.socket:
     return opened
 
 
-def _allow_files(wanted: int) -> None:
-    """Let this process open at least this many files, as far as the system permits it."""
+def _allow_files(wanted: int) -> int:
+    """Let this process open at least this many files, as far as the system permits it. Return the number of them that
+    it permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    permitted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (permitted, hard))
+    return permitted
 
 
 # --- one process
@@ -265,6 +266,12 @@ def serve(
     loaded or served. `on_note` is called with each note on loading, and `on_start` when the server listens.
     `supervisor` is the process of a worker's supervisor."""
     keep_freed_memory()  # otherwise each batch gets its memory from the system anew
+    wanted = 2 * job.settings.max_connections + FILES
+    if (permitted := _allow_files(wanted)) < wanted:
+        on_note(
+            f"max_connections={job.settings.max_connections} needs {wanted:,} open files, and the system permits "
+            f"{permitted:,}; raise that limit (ulimit -n), or choose a smaller number"
+        )
     files, states = {}, {}
     if job.settings.watch:
         files = {name: ModelFiles.of(path, job.device) for name, path in job.models.items()}
