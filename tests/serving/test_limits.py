@@ -290,4 +290,4 @@ def test_too_few_open_files_for_the_connections_are_noted(tmp_path: Path, monkey
     notes: list[str] = []
     with socket.socket() as listening, pytest.raises(VitrailError, match="absent"):
         serve(job, listening, on_start=lambda: None, on_note=notes.append)
-    assert len(notes) == 1 and "max_connections=8" in notes[0] and "ulimit -n" in notes[0]
+    assert len(notes) == 1 and "max_connections=1" in notes[0] and "ulimit -n" in notes[0]

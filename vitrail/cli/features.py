@@ -262,9 +262,8 @@ def _embed(options: Embed, processes: Processes) -> None:
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
     print_notes(console, *map(EMBED.note, (*bundle.notes, *notes, *filter(None, [colour]))))
     console.print(_memory(bundle, options), markup=False)
-    if options.split == "all":
-        kept = sorted({file.parent for file in options.out.glob(f"*/{ABOUT}")} - {*targets.values()})
-        print_notes(console, *(EMBED.note(f"{place} keeps the features of an earlier command") for place in kept))
+    kept = {file.parent for file in options.out.glob(f"*/{ABOUT}") if options.split == "all"} - {*targets.values()}
+    print_notes(console, *(EMBED.note(f"{place} keeps the features of an earlier command") for place in sorted(kept)))
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
         try:

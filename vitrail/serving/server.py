@@ -269,13 +269,12 @@ def serve(
     wanted = 2 * job.settings.max_connections + FILES
     if (permitted := _allow_files(wanted)) < wanted:
         on_note(
-            f"max_connections={job.settings.max_connections} needs {wanted:,} open files, and the system permits "
-            f"{permitted:,}; raise that limit (ulimit -n), or choose a smaller number"
+            f"{job.settings.max_connections:,} connections need {wanted:,} open files, and the system permits "
+            f"{permitted:,}; raise that limit (ulimit -n), or choose max_connections={max(1, (permitted - FILES) // 2)}"
         )
-    files, states = {}, {}
-    if job.settings.watch:
-        files = {name: ModelFiles.of(path, job.device) for name, path in job.models.items()}
-        states = {name: one.state() for name, one in files.items()}
+    watched = job.models if job.settings.watch else {}
+    files = {name: ModelFiles.of(path, job.device) for name, path in watched.items()}
+    states = {name: one.state() for name, one in files.items()}
     index = None if job.index is None else FeatureIndex.open(job.index)  # before the models are loaded in vain
     service = Service(_load(job, files, on_note), job.settings, job.precision, job.overlays, index)
     watch = Watcher(service, files, states).run if files else None
