@@ -13,9 +13,9 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.analysis.charts import series_chart, side_by_side, standalone
+from vitrail.bench.peers import parse_environments
 from vitrail.bench.workload import Spread
-from vitrail.cli.bench import parse_environments
-from vitrail.cli.console import Column, message_console, print_notes, terminal_table
+from vitrail.cli.console import Column, message_console, print_json, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, convert, names_in, option_problems
 from vitrail.cli.run_options import check_effects, run_options
 from vitrail.errors import ConfigError, nearest
@@ -103,8 +103,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = BenchAccuracy(**call.options)
+def main(call: Call, options: BenchAccuracy) -> None:
     entries = peer_entries(names_in(options.against))
     comparison = AccuracyComparison(
         recipes=_recipes(options),
@@ -131,7 +130,7 @@ def main(call: Call) -> None:
         curves = comparison.measure(options.out, show)
     plain = _write(options, comparison, curves)
     if options.json:
-        print(json.dumps(plain))
+        print_json(plain)
         return
     for table in tables(curves, reached(curves, options.targets, comparison.budget)):
         console.print()

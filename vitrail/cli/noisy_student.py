@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +19,14 @@ from vitrail.cli.console import (
     ConsoleDisplay,
     images_bar,
     message_console,
+    print_json,
     showing_progress,
     terminal_table,
-)  # fmt: skip
+)
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
-from vitrail.data.sources import absolute_spec
+from vitrail.data.splits import absolute_spec
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.experiments.noisy_student import (
     Labelling,
@@ -89,6 +89,7 @@ COMMAND = Command(
         ("vitrail noisy-student --data flowers --unlabelled photos --teacher runs/flowers", "Name a teacher."),
     ),
     options=(NoisyStudent, Rounds, Labelling),
+    has_recipe=True,
     settings=lambda: run_options([Classification.name]),
     depends=lambda given: task_options(Classification.name),
     essential={
@@ -221,10 +222,7 @@ LABEL = Command(
 )
 
 
-def run_label(call: Call) -> None:
-    own = {name: value for name, value in call.options.items() if name in Label.__dataclass_fields__}
-    options = Label(**own)
-    labelling = Labelling(**{name: value for name, value in call.options.items() if name not in own})
+def run_label(call: Call, options: Label, labelling: Labelling) -> None:
     check_new_folder(options.out, FILES, overwrite=options.overwrite, recognise=looks_like_pseudo_labels)
     console = message_console(options.json)
     with interrupted_by_signals(), showing_progress(console, "labelling") as show:
@@ -234,7 +232,7 @@ def run_label(call: Call) -> None:
             on_progress=show,
         )  # fmt: skip
     if options.json:
-        print(json.dumps(to_plain(info)))
+        print_json(to_plain(info))
         return
     console.print(counts_table(info), soft_wrap=False)
     console.print(label_sentence(info), markup=False)

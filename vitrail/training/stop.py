@@ -19,8 +19,8 @@ from vitrail.errors import Interrupted
 
 @contextmanager
 def interrupted_by_signals(message: str = "") -> Iterator[None]:
-    """Raise `KeyboardInterrupt` on SIGTERM and SIGHUP inside the `with` block, as Python does on SIGINT. With a
-    message, raise `Interrupted` on all of them.
+    """Raise `KeyboardInterrupt` on SIGTERM and SIGHUP inside the `with` block, as Python does on SIGINT. With a message
+    for the user, raise `Interrupted` with it on all of them.
 
     Python handles signals in its main thread only. In other threads nothing changes.
     """
@@ -34,8 +34,10 @@ def interrupted_by_signals(message: str = "") -> Iterator[None]:
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, *_hangup())}
     try:
         yield
-    except KeyboardInterrupt as stop:
-        raise Interrupted(message) if message else stop from None
+    except KeyboardInterrupt:
+        if not message:
+            raise
+        raise Interrupted(message) from None
     finally:
         _restore(before)
 
