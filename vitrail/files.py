@@ -281,8 +281,7 @@ def _swap(new: Path, path: Path, names: Collection[str]) -> None:
     try:
         new.rename(path)
     except OSError:
-        if old.exists():
-            old.rename(path)
+        recover_folder(path)
         raise
     _flush(path.parent)
     _discard(old, path, names)

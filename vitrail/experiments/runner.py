@@ -342,9 +342,8 @@ def _plain(cell: Cell) -> Any:
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
     """End the process of a cell, unless it has ended already."""
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    process.kill()
+    process.wait()
     assert process.stdin is not None
     process.stdin.close()
 

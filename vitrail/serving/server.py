@@ -369,7 +369,6 @@ class Supervisor:
                     worker.process.join()
 
     def _start(self, number: int) -> None:
-        theirs: Connection
         told, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=self._work, args=(number, self._listening, theirs))
         before = os.environ.get(FOLDER)
