@@ -123,7 +123,7 @@ def run_check(call: Call, options: Check) -> None:
     else:
         _show(report, console)
     if path is not None:
-        with saving("the page", path, is_replaced=True), replacing_file(path.resolve()) as partial:
+        with saving("the page", path, is_replaced=True), replacing_file(path) as partial:
             partial.write_text(page(report, splits, options.data), encoding="utf-8", errors="backslashreplace")
         _say(console, f"pictures of it: {path}")
     if report.errors:
