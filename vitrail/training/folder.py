@@ -153,13 +153,14 @@ LOCK = "run.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder inside the `with` block. The operating system releases the lock if the process
-    ends in any other way.
+    """Hold the lock of a run's folder inside the `with` block. The folder is made if it does not exist. The operating
+    system releases the lock if the process ends in any other way.
 
     Raises `RunError` if another process or thread holds the lock. On a file system without locks, nothing is locked.
     """
     path = folder / LOCK
     with saving("the lock", path):
+        folder.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not _acquire(file):
