@@ -292,8 +292,8 @@ def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any],
             continue
         with_keypoints += [where] * bool(one.get("keypoints"))
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
-        if isinstance(parts := one.get("segmentation"), list) and any(len(part) < LEAST_NUMBERS for part in parts):
-            short.append(where)
+        polygons = outline if isinstance(outline := one.get("segmentation"), list) else []
+        short += [where] * any(len(part) < LEAST_NUMBERS for part in polygons)
         ignored += [where] * bool(one.get("ignore") and not one.get("iscrowd"))
     result.faults += fault_at(
         ignored, "ignored", "note",

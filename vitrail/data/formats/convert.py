@@ -51,7 +51,7 @@ def convert(
     sources = {NAMES[split]: samples_of(source) for split, source in splits.sources.items() if len(source)}
     with replacing_folder("the data", destination, ()) as folder:
         writer = WRITERS[to](folder, sources)
-        done = 0
+        done = itertools.count(1)
         for split, source in sources.items():
             stems = _stems(source)
             for index in range(len(source)):
@@ -68,8 +68,7 @@ def convert(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
                 writer.write(split, path, size, target, source, index)
-                done += 1
-                progress(done)
+                progress(next(done))
         writer.finish()
     return tuple(f"{plural(count, noun)} {text}" for (noun, text), count in writer.lost.items())
 

@@ -57,16 +57,15 @@ def open_voc(request: Request) -> Splits:
     missing, renamed = list[str](), list[str]()
     files_named = {key.rpartition("/")[2] for key in images.inodes}
     for name, one in read.items():
-        stem = name.rpartition("/")[2][:-4]
-        key = images.find(stem, name.rpartition("/")[0], split_of(name))
-        key = key or images.find(one.findtext("filename", ""), name.rpartition("/")[0], split_of(name))
+        place, _, file = name.rpartition("/")
+        stem, stated = file[:-4], one.findtext("filename", "").strip()
+        key = images.find(stem, place, split_of(name)) or images.find(stated, place, split_of(name))
         if key is None:
             missing.append(name)
         elif key in of_image:
             raise DataError(f"{title}: {of_image[key]} and {name} both belong to the image {key}; keep one of them")
         else:
             of_image[key] = name
-            stated = one.findtext("filename", "").strip()
             is_other = stated != key.rpartition("/")[2] and without_suffix(stated) != stem
             renamed += [name] * (is_other and stated in files_named)
     lists = sorted(folder.glob("ImageSets/Main/*.txt")) or sorted(folder.glob("ImageSets/*.txt"))
