@@ -445,6 +445,8 @@ TRANSFER = {
     "finetune model --data nowhere": "nowhere",
     "finetune model --data colours --variant ViT-B/16": "the model fixes the architecture",
     "finetune model --data colours --init other": "--init: the initial model is MODEL",
+    "finetune model --data colours --task mae": "vitrail train --init MODEL --task mae",
+    "finetune model --data colours --task clip": "vitrail train --init MODEL --task clip",
     "finetune model --data colours --image-size 33 32": "is not a multiple of patch_size",
     "finetune model --data colours --train-blocks 7": "--train-blocks: 7",
     "finetune model --data colours --lora-rank 4 --train-blocks 1": "exclude each other",

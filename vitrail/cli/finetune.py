@@ -35,6 +35,7 @@ from vitrail.machine import pick_device
 from vitrail.models.variants import override_fields
 from vitrail.settings import bare_names, setting
 from vitrail.tasks import TASKS
+from vitrail.tasks.task import HeadlessTask
 from vitrail.training.config import LENGTHS, WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import check_request, has_current, read_record
 from vitrail.training.log import Log
@@ -106,7 +107,7 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
 
 def _settings() -> Iterator[Option]:
     """Yield the options of a run with the settings of tasks that learn from labels."""
-    return run_options([name for name, task in TASKS.items() if "none" not in task.targets])
+    return run_options([name for name, task in TASKS.items() if not issubclass(task, HeadlessTask)])
 
 
 COMMAND = Command(
