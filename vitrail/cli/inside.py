@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, ModelOp
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, DataError, UndecodableImage, nearest
+from vitrail.evaluation.evaluators import Bootstrapped
 from vitrail.evaluation.measured_images import common_images, open_images
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_listed_folder, check_new_folder, replacing_folder, write_json
@@ -71,7 +71,7 @@ class Explain(DeviceOption, ModelOption):
     """Heads that are written as PNG files, from 0, or backward from -1. The default is all of them."""
     top: int = setting(5, least=1, advice="choose the number of classes to show")
     """Number of the likeliest classes on the page. The first 10 have their relevance."""
-    page_size: float = setting(MAX_BYTES / 1e6, above=0, below=math.inf, advice="choose a number of MB, such as 5")
+    page_size: float = setting(MAX_BYTES / 1e6, above=0, most=1_000_000, advice="choose a number of MB, such as 5")
     """Largest size of a page in MB. A page that would be larger has coarser attention, or fewer layers or heads."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. A larger size gives finer maps."""
@@ -186,7 +186,7 @@ class OpenedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummaryOptions(DeviceOption, JsonOption):
+class SummaryOptions(DeviceOption, JsonOption, Bootstrapped):
     """Options of `vitrail report` and `vitrail compare`."""
 
     data: str = setting("", metavar="SPEC")
@@ -201,8 +201,6 @@ class SummaryOptions(DeviceOption, JsonOption):
     split."""
     examples: int = setting(least=0)
     """Number of example images on the page."""
-    bootstrap: int = setting(1000, least=0)
-    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
     batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's cost."""
     overwrite: bool = False
@@ -301,7 +299,7 @@ COMPARE = Command(
 
 def run_compare(call: Call) -> None:
     options = Compare(**call.options)
-    if len(options.models) != 2 or options.models[0] == options.models[1]:
+    if len(options.models) != 2 or len(set(map(Path, options.models))) < 2:
         raise ConfigError(f"MODEL: name two different models to compare, not {' '.join(options.models)}")
     options.check(COMPARISON_FILES)
     console = message_console(options.json)

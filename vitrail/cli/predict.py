@@ -253,6 +253,8 @@ def _check(options: Predict) -> list[tuple[str, Path, list[str]]]:
         raise ConfigError(
             f"{listed([flag(name) for name, *_ in folders])} name one folder; give each a folder of its own"
         )
+    if options.overwrite and not (folders or options.coco or options.save):
+        raise ConfigError("--overwrite: no file or folder is written; name one, or leave --overwrite out")
     if options.coco is not None:
         if options.coco.is_file() and not _has_results(options.coco):
             raise DestinationError(f"{options.coco} holds no COCO results, so it is not replaced; choose another file")

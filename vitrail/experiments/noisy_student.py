@@ -197,7 +197,7 @@ class Labelling(Checked):
     balance: bool = True
     """Use equally many images of each predicted class. A class with too many keeps the most confident ones, and a class
     with too few repeats them."""
-    images_per_class: int | None = setting(None, least=1)
+    images_per_class: int | None = setting(None, least=1, most=1_000_000)
     """Images of each predicted class, with repetitions. By default the mean over the classes. The paper has 130,000."""
 
     def _problems(self) -> Iterator[str]:
