@@ -223,7 +223,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
             "leave)"
         )
         return title, {**plain, "largest_batch": largest}, [text]
-    if len(kinds := names_in(options.attention)) > 1:
+    if len(kinds := names_in(options.attention, "attention")) > 1:
         compared = attention_scaling(workload, kinds, repetitions=options.repetitions, warmup=options.warmup)
         what = f"{options.variant}, {options.task}, {options.batch_size} images per step, in {workload.own_format}"
         title = header(machine, what, rounds)
@@ -233,7 +233,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         return title, {**plain, "scaling": grown}, scale(grown)
     result = compare(
         workload,
-        peers=names_in(options.against),
+        peers=names_in(options.against, "against"),
         best=options.best,
         compile=compiled,
         profile=options.profile,
@@ -260,7 +260,7 @@ def _check(options: Bench) -> None:
         raise ConfigError(f"{given[0]}: bench load does not measure this; use bench train or bench infer")
     if len(given) > 1 and given[0] in ("--scaling", "--largest-batch"):
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give only one of them")
-    if len(names_in(options.attention)) > 1 and options.scaling != "tokens":
+    if len(names_in(options.attention, "attention")) > 1 and options.scaling != "tokens":
         raise ConfigError(
             f"--attention {options.attention}: several kinds are compared only by --scaling tokens; add that option, "
             "or choose one kind"
@@ -278,7 +278,7 @@ def _check_used(options: Bench, given: Collection[str]) -> None:
             ("batch_size", "precision", "profile", "reduce_tokens", "patch_dropout") if options.task == "load" else ()
         ),
         "--largest-batch": ("batch_size", "repetitions", "warmup", "profile") if options.largest_batch else (),
-        "--attention with several kinds": ("image_size",) if len(names_in(options.attention)) > 1 else (),
+        "--attention with several kinds": ("image_size",) if len(names_in(options.attention, "attention")) > 1 else (),
         "--scaling": ("profile",) if options.scaling is not None else (),
     }
     for measurement, names in unused.items():
@@ -291,7 +291,7 @@ def _config(options: Bench) -> AnyConfig:
     names = ("width", "depth", "heads", "mlp_width", "patch_dropout")
     fields: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     size = options.image_size or OWN_SIZES.get(options.variant, (224, 224))
-    if len(kinds := names_in(options.attention)) == 1:
+    if len(kinds := names_in(options.attention, "attention")) == 1:
         fields["attention"] = kinds[0]
     if (reduction := options.reduction()) is not None:
         fields["reduction"] = reduction
@@ -310,6 +310,8 @@ def parse_environments(pairs: Sequence[str]) -> dict[str, str]:
         name, equals, path = pair.partition("=")
         if not (name and equals and path):
             raise ConfigError(f"environment={pair!r} is not LIBRARY=PATH; write for example timm=/opt/timm/bin/python")
+        if name in found:
+            raise ConfigError(f"environment: {name} is given twice; give each library once")
         found[name] = path
     return found
 
@@ -614,7 +616,7 @@ def run_data(call: Call) -> None:
         )
         if options.data and (unused := [name for name in ("file_size", "against") if name in call.options]):
             raise ConfigError(f"{DATA.known[unused[0]].label}: it needs generated images; leave {options.data} out")
-        check_loaders(names_in(options.against))
+        check_loaders(names_in(options.against, "against"))
         if options.against and options.channels != 3:
             raise ConfigError(f"--channels {options.channels}: --against compares images of 3 channels; leave one out")
         with _reading_sources(options) as (sources, places):
@@ -668,7 +670,7 @@ def _loaders(options: BenchData, preprocess: Preprocess, places: dict[str, Path]
     threads = default_threads() if options.threads is None else options.threads
     workers = threads * max(1, options.processes)
     given = ToRead(places["folder"], places["shards"], preprocess, options.batch_size, workers)
-    return {name: LOADERS[name](given) for name in names_in(options.against)}
+    return {name: LOADERS[name](given) for name in names_in(options.against, "against")}
 
 
 def _reading_title(reading: dict[str, Any], options: BenchData) -> str:
@@ -841,7 +843,7 @@ def _check_serve(options: BenchServe) -> None:
 def _servers(against: str) -> list[str]:
     """Return the servers to measure. Raise `ConfigError` for a name that is none."""
     choices = [*SERVERS, "none"][1:]
-    given = names_in(against)
+    given = names_in(against, "against")
     for name in given:
         if name not in choices:
             raise ConfigError(f"against={name!r} is not a server; {nearest(name, choices)}")

@@ -105,7 +105,7 @@ COMMAND = Command(
 
 def main(call: Call) -> None:
     options = BenchAccuracy(**call.options)
-    entries = peer_entries(names_in(options.against))
+    entries = peer_entries(names_in(options.against, "against"))
     comparison = AccuracyComparison(
         recipes=_recipes(options),
         peers=check_environments(entries, parse_environments(options.environment)),
