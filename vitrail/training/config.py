@@ -507,9 +507,9 @@ class TrainConfig(Checked):
                         f"{name}={value} changes images in a way that boxes and masks do not follow, so it cannot be "
                         f"used with the task {self.task.name}; leave it out"
                     )
-            if self.start.linear_head:
+            for name in filter(given.get, ("linear_head", "head_bias", "head_normalises")):
                 yield (
-                    f"linear_head=True starts with a linear model of one vector per image, but the task "
+                    f"{name}={given[name]} is for a linear model of one vector per image, but the task "
                     f"{self.task.name} learns {' and '.join(self.task.targets)}; leave it out"
                 )
         sizes = [("early_batch_size", size) for size, _ in self.early.course("early_batch_size")]
