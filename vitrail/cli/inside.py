@@ -189,7 +189,7 @@ class OpenedModel:
 class SummaryOptions(DeviceOption, JsonOption, Bootstrapped):
     """Options of `vitrail report` and `vitrail compare`."""
 
-    data: str = setting("", metavar="SPEC")
+    data: str = setting(metavar="SPEC")
     """Data set, in any form that `vitrail train` accepts."""
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
     """Split to measure. held-out is the test split if there is one, else images that no model learned from. all
@@ -207,12 +207,10 @@ class SummaryOptions(DeviceOption, JsonOption, Bootstrapped):
     """Replace earlier results in the folder."""
 
     def check(self, files: Sequence[str]) -> None:
-        """Raise `ConfigError` if there is no data or the folder cannot be written, before a model or data is read.
+        """Raise `DestinationError` if the folder cannot be written, before a model or data is read.
 
         `files` are the files of the results. If a folder has the first one, it holds earlier results.
         """
-        if not self.data:
-            raise ConfigError("--data is missing: name a data set with the classes of the model")
         check_new_folder(
             self.out, files, overwrite=self.overwrite, recognise=lambda folder: (folder / files[0]).is_file()
         )
@@ -305,7 +303,9 @@ def run_compare(call: Call) -> None:
     console = message_console(options.json)
     bundles = [load(name, device=options.device) for name in options.models]
     check_comparable(bundles[0], bundles[1])
-    opened = options.open(dict(zip(_model_names(options.models), bundles, strict=True)), COMPARE, console)
+    last = [Path(name).name or name for name in options.models]
+    names = last if last[0] != last[1] else options.models
+    opened = options.open(dict(zip(names, bundles, strict=True)), COMPARE, console)
     first, second = opened
     with images_bar(console, transient=True) as bar:
         found = compare(
@@ -319,12 +319,6 @@ def run_compare(call: Call) -> None:
     with replacing_folder("the comparison", options.out, COMPARISON_FILES) as partial:
         write_comparison(found, partial)
     options.show(console, verdict(found), "compare.html", comparison_as_plain(found), found.skipped)
-
-
-def _model_names(models: tuple[str, ...]) -> tuple[str, str]:
-    """Return short names of both models: the last parts of their paths, if these differ."""
-    first, second = (Path(name).name or name for name in models)
-    return (models[0], models[1]) if first == second else (first, second)
 
 
 # `vitrail report`: report the metrics, layers and errors of a model on a data set, as one HTML page.

@@ -46,7 +46,9 @@ class Models(JsonOption):
     """Batch size for which the memory of a training step is estimated (AdamW, bf16)."""
     layers: bool = False
     """Compare only the costs of layers: kinds of attention, recurrence and convolution, of patches and of pixels."""
-    measure: bool = False
+    measure: bool = setting(
+        False, needs=("layers", "only single layers are measured here; add --layers, or use vitrail bench train")
+    )
     """With --layers, also measure each layer on this machine: float32, one image, forward pass."""
 
 
@@ -81,8 +83,6 @@ def run_models(call: Call) -> None:
         return
     if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
         raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
-    if options.measure and not options.layers:
-        raise ConfigError("--measure: only single layers are measured here; add --layers, or use vitrail bench train")
     rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
     if options.json:
         print(json.dumps(rows))
