@@ -552,7 +552,7 @@ class BenchData:
     """Decode large JPEG files at a reduced size, which stays at least twice the size needed."""
     batch_size: int = setting(32, least=1)
     """Images per batch."""
-    threads: int | None = setting(None, least=0)
+    threads: int | None = setting(None, least=0, most=4096)
     """Number of threads that read and decode. By default one per core."""
     processes: int = setting(0, least=0)
     """Number of worker processes, with --threads threads each. 0 reads in the main process."""
@@ -739,7 +739,7 @@ class BenchServe(JsonOption):
     model: str = setting("ViT-S/16", argument="[MODEL]")
     """Folder of a model or a run, an exported file, a name on the hub, or the name of a network (vitrail models), which
     gets random weights and 1,000 classes."""
-    clients: tuple[int, ...] = setting((1, 8, 32), above=0, may_be_empty=True)
+    clients: tuple[int, ...] = setting((1, 8, 32), least=1, most=10_000, may_be_empty=True)
     """Numbers of clients of closed loops, in which each client sends the next request after an answer."""
     rates: tuple[float, ...] = setting((0.2, 0.5, 0.8, 1.0, 1.2), above=0, may_be_empty=True)
     """Rates of open loops, in which requests arrive at random times, as fractions of the throughput of prediction

@@ -38,7 +38,7 @@ class Models(JsonOption):
     model: str = setting("", argument="[MODEL]")
     """Model to describe: a folder of a model or a run, a file, or a name on the hub. By default network sizes are
     listed."""
-    image_size: tuple[int, int] | None = setting(None, least=1)
+    image_size: tuple[int, int] | None = setting(None, least=1, most=2**20)
     """Image height and width in pixels. By default each variant's own size, which the table shows."""
     num_classes: int = 1000
     """Number of outputs of the head."""

@@ -7,7 +7,6 @@ a teacher. A stopped command continues from these folders: what is finished is n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -360,7 +359,7 @@ class Rounds(Checked):
     amount such as --data bundled[:500] or --per-class does not select."""
     rounds: int = setting(3, least=1)
     """Number of students. Each student is the teacher of the next one."""
-    pseudo_ratio: float = setting(3.0, above=0, below=math.inf)
+    pseudo_ratio: float = setting(3.0, least=1e-5, most=100_000)
     """Images with pseudo labels per labelled image of a batch. The paper has 14 for its largest networks."""
 
 

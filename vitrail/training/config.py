@@ -184,7 +184,7 @@ class StartConfig(Checked):
     train_blocks: int | None = setting(None, least=0)
     """With --init: number of last blocks to train with the final norm, pooling and head. By default all blocks. 0
     trains only the head. The blocks of a ResNet are its residual units."""
-    lora_rank: int | None = setting(None, least=1)
+    lora_rank: int | None = setting(None, least=1, most=2**16)
     """With --init: rank of the LoRA updates (2106.09685). If given, only these updates and the head of the network are
     trained, beside a text tower."""
     lora_alpha: float | None = setting(None, above=0, below=math.inf)

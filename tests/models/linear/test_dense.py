@@ -3,7 +3,6 @@ fused kernels with bounded errors."""
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 import torch.nn.functional as F
