@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from vitrail.cli.options import Command
 from vitrail.data.augment.settings import Augment
-from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import DataConfig
 from vitrail.errors import ConfigError
 from vitrail.models.vit_config import ViTConfig
 from vitrail.serving.settings import ServeSettings

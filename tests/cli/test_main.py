@@ -8,13 +8,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from tests.cli.conftest import Cli
 from vitrail import __version__
 from vitrail.cli import COMMANDS, Output, command_of, main
+from vitrail.cli.help import help_text
+from vitrail.cli.options import Call
 from vitrail.errors import DataError
 from vitrail.training.stop import StopRequest
 
@@ -57,7 +59,14 @@ def test_all_help_shows_every_option_once(name: str, cli: Cli) -> None:
     assert sorted(heads) == sorted(one.label for one in command.known.values() if one.name not in command.hidden)
     for python in ("Raise", "ConfigError", "``"):
         assert python not in shown
-    assert all(option.help for option in command.known.values()), "an option has no text"
+    assert all(map(help_text, command.known.values())), "an option has no text"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_function_of_a_command_takes_its_options(name: str) -> None:
+    command, run = command_of(name)
+    taken = [kind for parameter, kind in get_type_hints(run).items() if parameter != "return"]
+    assert taken == [Call, *(() if command.has_recipe else command.options)]
 
 
 @pytest.mark.parametrize(("name", "offered"), [("train", True), ("finetune", False), ("noisy-student", False)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from vitrail.cli.help import help_text
 from vitrail.cli.options import Command, Option, convert, options_of, unknown_option
 from vitrail.cli.run_options import run_options
 from vitrail.errors import BundleError, ConfigError
@@ -53,8 +55,8 @@ def test_fields_become_options() -> None:
     assert [OPTIONS[name].metavar for name in ("count", "kind", "size", "names", "on", "rate")] == [
         "N", "a|b", "H [W]", "x|y ...", "", "X|auto",
     ]  # fmt: skip
-    assert OPTIONS["rate"].help == "Rate of something, in one line. More of `vitrail train`."
-    assert (OPTIONS["size"].help, OPTIONS["count"].help) == ("Height and width.", "")
+    assert help_text(OPTIONS["rate"]) == "Rate of something, in one line. More of `vitrail train`."
+    assert (help_text(OPTIONS["size"]), help_text(OPTIONS["count"])) == ("Height and width.", "")
 
 
 @pytest.mark.parametrize(
@@ -132,12 +134,13 @@ COMMAND = Command(
         ("m --shots --batch-size -2", {"model": "m", "shots": (), "batch_size": -2}),
         ("--head-bias -1e-3 m", {"model": "m", "head_bias": -0.001}),
         ("--out a -- --m", {"model": "--m", "out": "a"}),
+        ("m --out '--a_b c'", {"model": "m", "out": "--a_b c"}),
         ("m --batch-size 1 --batch-size 2", {"model": "m", "batch_size": 2}),
         ("m --shots 1 2 --batch-size 2 --shots 3", {"model": "m", "shots": (1, 2, 3), "batch_size": 2}),
     ],
 )
 def test_only_what_is_given_is_returned(typed: str, given: dict[str, Any]) -> None:
-    assert COMMAND.parse(typed.split()) == given
+    assert COMMAND.parse(shlex.split(typed)) == given
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.listening import Display
 from tests.make import make_colour_folder
 from tests.words import model_with_words
 from vitrail.cli import main
-from vitrail.data.config import DataConfig
+from vitrail.data.sources import DataConfig
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train

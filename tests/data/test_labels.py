@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.make import write_tar
 from vitrail.data.sources import open_data
-from vitrail.data.splits import Choice, choice_in, chosen
+from vitrail.data.splits import Choice, choice_in, with_choice
 from vitrail.data.targets import LabelReader, check_names, class_name, refuse_joined, similar_names, whole_numbers
 from vitrail.errors import ConfigError, DataError
 
@@ -123,7 +123,7 @@ def test_names_that_differ_in_case_are_a_fault() -> None:
 def test_a_choice_survives_in_the_name_of_data(names: list[str], separator: str, keep: bool) -> None:
     names = [name for name in names if name.strip()]
     words = [f"train={names[0]}", *names[1:], "test=x"] if names else []
-    location, choice = choice_in(chosen("data.csv?label=kind", words, separator, keep_missing=keep))
+    location, choice = choice_in(with_choice("data.csv?label=kind", words, separator, keep_missing=keep))
     assert location == "data.csv" and choice.label == "kind"
     assert (choice.separator or "", choice.keep_missing) == (separator, keep)
     assert choice.splits == ({"train": tuple(name.strip() for name in names), "test": ("x",)} if names else None)
@@ -132,7 +132,7 @@ def test_a_choice_survives_in_the_name_of_data(names: list[str], separator: str,
 def test_a_choice_is_made_once_and_known() -> None:
     for spec in ("x.csv?separator=;", "x.csv?label=a&separator=;"):
         with pytest.raises(ConfigError, match="has this choice already"):
-            chosen(spec, separator="|")
+            with_choice(spec, separator="|")
     with pytest.raises(DataError, match="only choice is missing=keep"):
         choice_in("x.csv?missing=drop")
     with pytest.raises(DataError, match="chooses label twice"):

@@ -12,11 +12,11 @@ from PIL import Image
 
 from tests.make import MemorySource, mix_in
 from vitrail.data import source
+from vitrail.data.cuts import cut_slice
 from vitrail.data.formats.fractals import FractalSource
 from vitrail.data.formats.pack import pack
 from vitrail.data.source import mixed, samples_of, shared_images, subset
 from vitrail.data.sources import open_data
-from vitrail.data.splits import cut_slice
 from vitrail.errors import DataError
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.make import MemorySource, keys_of
+from vitrail.data.cuts import with_validation
 from vitrail.data.formats.fractals import FractalSource
-from vitrail.data.splits import SPLITS, Splits, by_split, named_splits, split_names, split_of, with_validation
+from vitrail.data.splits import SPLITS, Splits, by_split, named_splits, split_names, split_of
 from vitrail.errors import ConfigError, DataError
 
 

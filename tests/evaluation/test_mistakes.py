@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from vitrail.data.objects import Mask, Objects
-from vitrail.evaluation.mistakes import IN_CROWD, NOTHING, matched, mistakes_of
+from vitrail.evaluation.detection import IN_CROWD, NOTHING, matched
+from vitrail.evaluation.mistakes import mistakes_of
 from vitrail.weights.answers import Detections, MaskPrediction
 
 SIZE = (50, 80)

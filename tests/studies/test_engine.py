@@ -83,7 +83,7 @@ def test_the_best_rate_of_each_arm_is_measured(tmp_path: Path) -> None:
     results = run_of(tmp_path).measure(no_process(tmp_path))
     assert [one.rates for one in results.points] == [(2e-3,), (1e-3,)]
     assert results.points[0].values("accuracy") == {0: 0.8, 1: 0.9}
-    assert [(one.tuning, one.rate, one.value) for one in results.trials if one.chosen] == [
+    assert [(one.point, one.learning_rate, one.validation_accuracy) for one in results.trials if one.chosen] == [
         ("a", 2e-3, 0.7), ("b", 1e-3, 0.6),
     ]  # fmt: skip
     assert results.machines == ["a test, 1 thread for each cell, float32"]
@@ -100,7 +100,7 @@ def test_the_loss_decides_between_equal_trials_and_a_diverged_one_loses(tmp_path
     results = run_of(tmp_path, seeds=(0,)).measure(no_process(tmp_path))
     assert [one.rates for one in results.points] == [(2e-3,), (2e-3,)]
     assert results.points[1].diverged == {0: "nan"} and results.points[1].metrics == {}
-    assert [one.value for one in results.trials] == [0.5, 0.5, None, 0.1]
+    assert [one.validation_accuracy for one in results.trials] == [0.5, 0.5, None, 0.1]
 
 
 def test_stages_are_tuned_one_after_the_other(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_stages_are_tuned_one_after_the_other(tmp_path: Path) -> None:
     write(tmp_path, chain(PRETRAINED, [3e-3, 1e-4], 0)[-1].name, {"accuracy": 0.25})
     results = run_of(tmp_path, [PRETRAINED], (0,)).measure(no_process(tmp_path))
     assert results.points[0].rates == (3e-3, 1e-4) and results.points[0].values("accuracy") == {0: 0.25}
-    assert [one.stage for one in results.trials] == [0, 0, 1, 1]
+    assert [one.stage for one in results.trials] == [1, 1, 2, 2]
 
 
 def write(folder: Path, name: str, metrics: dict[str, float], diverged: str = "") -> None:

@@ -23,7 +23,7 @@ from vitrail.studies.study import Settings
 RESULTS = Results(
     results_of({"class-token": (0.8, 0.81, 0.82), "mean": (0.8, 0.811, 0.82), "attention": (0.7, None, 0.72)}).points,
     [
-        TuningTrial("mean", 0, rate, value, rate == 4e-3, f"{rate}")
+        TuningTrial("mean", 1, rate, value, rate == 4e-3, f"{rate}")
         for rate, value in ((5e-4, 0.5), (1.5e-3, None), (4e-3, 0.75))
     ],
     ["a machine"],
@@ -77,7 +77,7 @@ def test_the_page_has_the_verdict_the_figure_and_the_table(folder: Path) -> None
 def test_the_page_tells_the_trials_of_stages_apart(folder: Path, tmp_path: Path) -> None:
     page = (folder / "study.html").read_text()
     assert "<td>mean</td><td>0.004</td><td>75.00</td><td>chosen</td>" in page
-    trials = [*RESULTS.trials, replace(RESULTS.trials[0], stage=1, chosen=True)]
+    trials = [*RESULTS.trials, replace(RESULTS.trials[0], stage=2, chosen=True)]
     page = (written(tmp_path / "stages", replace(RESULTS, trials=trials)) / "study.html").read_text()
     assert "<td>mean</td><td>1</td><td>0.004</td><td>75.00</td><td>chosen</td>" in page
     assert "<td>mean</td><td>2</td><td>0.0005</td><td>50.00</td><td>chosen</td>" in page

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.config import DataConfig
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pipeline import Readers, Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source
+from vitrail.data.sources import DataConfig
 from vitrail.data.targets import Target
 from vitrail.errors import Stopped
 from vitrail.evaluation import outputs as outputs_module

@@ -17,7 +17,7 @@ import pytest
 
 from tests.training.curves import steps_of
 from tests.training.jobs import Make
-from vitrail.errors import Stopped
+from vitrail.errors import Interrupted, Stopped
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
@@ -79,6 +79,8 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
 def test_signals_interrupt_a_computation(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), interrupted_by_signals():
+        os.kill(os.getpid(), number)
+    with pytest.raises(Interrupted, match="the results stay here"), interrupted_by_signals("the results stay here"):
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
 

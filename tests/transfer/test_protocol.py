@@ -15,8 +15,8 @@ import torch
 
 from tests.make import keys_of
 from tests.training.jobs import StopAt
-from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import DataConfig
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, Stopped
 from vitrail.models.variants import variant_config
 from vitrail.training.config import TrainConfig

@@ -5,7 +5,6 @@ The colours can be distinguished with the common kinds of colour blindness, and 
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from vitrail.report.charts import (
     svg_picture,
     vertical_text,
 )
-from vitrail.report.page import escape
+from vitrail.report.page import escape, picture_file
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#7f7f7f", "#e69f00")
 """Colours of series (Okabe and Ito 2008). Yellow is darkened, so that it is visible on white."""
@@ -218,9 +217,7 @@ def mosaic(
 
 def png(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
     """Return a picture as a PNG file."""
-    file = io.BytesIO()
-    Image.fromarray(picture).save(file, "PNG")
-    return file.getvalue()
+    return picture_file(Image.fromarray(picture), "PNG")
 
 
 def side_by_side(charts: Sequence[Markup], label: str) -> Markup:

@@ -127,7 +127,6 @@ class _Hiding:
     ) -> None:
         """`targets` are the classes, by default the predicted ones. Hidden patches are filled with `fill`."""
         config = transformer_of(network).config
-        stride = config.root.stride if config.root else 1
         self.head = config.dense_head
         self.predictor = Predictor(network)
         self.images = images
@@ -136,7 +135,7 @@ class _Hiding:
         self.batch_size = batch_size
         self.grid = config.grid_of(images.shape[2], images.shape[3])
         self.count = self.grid[0] * self.grid[1]
-        self.patch = config.patch_size[0] * stride, config.patch_size[1] * stride
+        self.patch = config.patch_pixels
         stated = checked_targets(transformer_of(network), images, targets)
         self.targets = self._probabilities(images).argmax(dim=1) if stated is None else stated
 

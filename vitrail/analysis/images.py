@@ -20,7 +20,7 @@ from vitrail.analysis.heads import HeadStatistic, ReceptiveField
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.similarity import LayerSimilarity
 from vitrail.analysis.tracing import Trace, check_maps, trace
-from vitrail.data.pixels.decode import to_pil
+from vitrail.data.pixels.decode import small_picture
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError, ConfigError
 from vitrail.report.charts import Series
@@ -231,9 +231,7 @@ class Overlays:
             found = attention_rollout(network, inputs)
         else:
             found = class_relevance(network, inputs, torch.tensor([target], device=inputs.device))
-        picture = to_pil(image, 3)
-        picture.thumbnail((SIDE, SIDE))
-        pixels = np.asarray(picture)
+        pixels = np.asarray(small_picture(image, SIDE))
         grid = trace(network, inputs, layers=(-1,), heads=(0,))  # says where the patches lie
         values = on_picture(found.values[0], grid, preprocess.placement(pixels.shape[:2]))
         return jpeg(Image.fromarray(overlay(pixels, values)))

@@ -40,7 +40,7 @@ from vitrail.analysis.similarity import SMALLEST_BATCH, LayerSimilarity, layer_s
 from vitrail.analysis.tracing import has_maps, trace
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import evaluation_batches
-from vitrail.data.pixels.decode import to_pil
+from vitrail.data.pixels.decode import small_picture
 from vitrail.data.source import Source, evenly, subset
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError
@@ -377,9 +377,7 @@ def embedding_map(features: Float32[np.ndarray, "n width"], seen: SeenImages) ->
 
 def _thumbnail(image: bytes | np.ndarray) -> bytes:
     """Return a small JPEG file of an image."""
-    picture = to_pil(image, 3)
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    return jpeg(picture, quality=80)
+    return jpeg(small_picture(image, THUMBNAIL), quality=80)
 
 
 # Images of a data set as inputs of a network, and a model's answers about them with the relevance of each pixel.
@@ -452,9 +450,7 @@ def in_batches(images: Float[Tensor, "n c h w"]) -> Iterator[Float[Tensor, "b c 
 
 def picture_of(image: bytes | np.ndarray) -> UInt8[np.ndarray, "height width 3"]:
     """Return the colours of an image, reduced to the largest size of a picture on a page."""
-    picture = to_pil(image, 3)
-    picture.thumbnail((PAGE_SIDE, PAGE_SIDE))
-    return np.asarray(picture)
+    return np.asarray(small_picture(image, PAGE_SIDE))
 
 
 def reach_of(bundle: Bundle, images: Float[Tensor, "n c h w"]) -> HeadStatistic | ReceptiveField:

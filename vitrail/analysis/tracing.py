@@ -361,7 +361,6 @@ class _Tracer:
         grid = config.grid_of(images.shape[2], images.shape[3])
         chosen = explainable(self.network, logits).argmax(dim=1) if targets is None else targets
         size = self._piece_size(grid)
-        stride = config.root.stride if config.root else 1
         for start in range(0, len(images), size):
             part = slice(start, start + size)
             with torch.no_grad(), autocast(self.precision, self.device):
@@ -376,7 +375,7 @@ class _Tracer:
                 layers=self.layers,
                 heads=self.heads,
                 grid=grid,
-                patch=(config.patch_size[0] * stride, config.patch_size[1] * stride),
+                patch=config.patch_pixels,
                 prefix=config.prefix,
                 has_class_token=config.has_class_token,
                 logits=logits[part],

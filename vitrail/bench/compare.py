@@ -367,8 +367,7 @@ def cheaper_from(config: Any, attention: str) -> int | None:
 
 def _at(config: ViTConfig, attention: str, side: int) -> ViTConfig:
     """Return the config with this attention and a square grid of patches."""
-    stride = config.root.stride if config.root else 1
-    height, width = (side * stride * patch for patch in config.patch_size)
+    height, width = (side * pixels for pixels in config.patch_pixels)
     return replace(config, attention=attention, image_size=(height, width))
 
 

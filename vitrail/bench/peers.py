@@ -45,6 +45,19 @@ def benchmark_script(name: str) -> Path:
     return BENCHMARKS / name
 
 
+def parse_environments(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the Python of each library. Raise `ConfigError` for a text that is not LIBRARY=PATH."""
+    found = {}
+    for pair in pairs:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"environment={pair!r} is not LIBRARY=PATH; write for example timm=/opt/timm/bin/python")
+        if name in found:
+            raise ConfigError(f"environment: {name} is given twice; give each library once")
+        found[name] = path
+    return found
+
+
 def run_python(
     python: str, library: str, words: Sequence[str], advice: str, variables: Mapping[str, str] | None = None
 ) -> str:

@@ -33,6 +33,7 @@ from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.machine import keep_freed_memory, peak_memory
 from vitrail.models.variants import AnyConfig, build
+from vitrail.report.page import picture_file
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -174,13 +175,12 @@ def _write_links(root: Path, count: int) -> None:
 
     All files of a folder are hard links to one image, because file systems limit the number of links to a file.
     """
-    data = io.BytesIO()
-    Image.new("RGB", (3, 2)).save(data, "PNG")
+    data = picture_file(Image.new("RGB", (3, 2)), "PNG")
     size = min(10_000, -(-count // 2))
     for start in range(0, count, size):
         folder = root / f"class-{start // size:05}"
         folder.mkdir(parents=True)
-        (folder / "00000.png").write_bytes(data.getvalue())
+        (folder / "00000.png").write_bytes(data)
         for number in range(1, min(size, count - start)):
             (folder / f"{number:05}.png").hardlink_to(folder / "00000.png")
 
@@ -189,7 +189,7 @@ def write_photographs(root: Path, count: int, *, classes: int = 4, size: tuple[i
     """Write a folder of JPEG files with noise at all scales as in photographs. Those of 500 x 375 pixels have about 35
     kB. After `MOST_PIXELS` pixels the images are repeated."""
     random, height, width = np.random.default_rng(0), *size
-    different, encoded = max(1, MOST_PIXELS // (height * width)), list[bytes]()
+    different, files = max(1, MOST_PIXELS // (height * width)), list[bytes]()
     for number in range(count):
         if number < different:
             picture = np.zeros((height, width, 3), np.float32)
@@ -201,12 +201,10 @@ def write_photographs(root: Path, count: int, *, classes: int = 4, size: tuple[i
                 ]
                 picture += np.stack(channels, axis=-1) * 2.0 ** (-0.6 * octave)
             pixels = np.clip(128 + 70 * picture, 0, 255).astype(np.uint8)
-            data = io.BytesIO()
-            Image.fromarray(pixels).save(data, "JPEG", quality=90)
-            encoded.append(data.getvalue())
+            files.append(picture_file(Image.fromarray(pixels), "JPEG", quality=90))
         folder = root / f"class-{number % classes}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number:05}.jpg").write_bytes(encoded[number % different])
+        (folder / f"{number:05}.jpg").write_bytes(files[number % different])
     return root
 
 

@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError, Interrupted, SaveError, UserError, Vitra
 from vitrail.errors import nearest as nearest_names  # a command is called nearest, and its module is in this package
 
 if TYPE_CHECKING:
-    from vitrail.cli.options import Call, Command
+    from vitrail.cli.options import Command
 
 __all__ = ["COMMANDS", "command_of", "main"]
 
@@ -66,8 +66,8 @@ MODULES = {
     "runs compare": "runs.COMPARE",
     "recipes": "lists.RECIPES_LIST",
     "models": "lists.MODELS",
-    "bench data": "bench.DATA",
-    "bench serve": "bench.SERVE",
+    "bench data": "bench_data",
+    "bench serve": "bench_serve",
     "bench accuracy": "bench_accuracy",
 }
 """Modules of commands, below this package, and names of commands where a module has several. All other commands have a
@@ -155,8 +155,9 @@ def _printing_once() -> Iterator[None]:
         yield
 
 
-def command_of(name: str) -> tuple[Command, Callable[[Call], int | None]]:
-    """Return a command, and the function that runs it, which returns the exit code or None for 0."""
+def command_of(name: str) -> tuple[Command, Callable[..., int | None]]:
+    """Return a command, and the function that runs it for a call and the command's own options. The function returns
+    the exit code, or None for 0."""
     module_name, _, constant = MODULES.get(name, name).partition(".")
     module = importlib.import_module(f"vitrail.cli.{module_name}")
     if not constant:
@@ -166,7 +167,7 @@ def command_of(name: str) -> tuple[Command, Callable[[Call], int | None]]:
 
 def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
     """Run a command, or print its help, and return the exit code."""
-    from vitrail.cli.options import Call, help_page
+    from vitrail.cli.options import Call
     from vitrail.processes.launch import launch
 
     command, run = command_of(name)
@@ -174,6 +175,8 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
     try:
         given = command.parse([word for word in arguments if word not in HELP])
         if any(word in HELP for word in arguments):
+            from vitrail.cli.help import help_page
+
             print(help_page(command, given, everything="--help-all" in arguments), end="")
             return 0
         command.check_required(given)
@@ -190,7 +193,7 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
 
             share_cores()
         with _printing_once():
-            return run(Call(tuple(arguments), given, started)) or 0
+            return run(Call(tuple(arguments), given, started), *command.own_options(given)) or 0
     except VitrailError as error:
         if debug:
             raise

@@ -1,16 +1,10 @@
-"""`vitrail bench` measures training, inference and loading on this machine, `vitrail bench data` reading, and `vitrail
-bench serve` the HTTP server."""
+"""`vitrail bench`: measure training, inference and loading on this machine."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import operator
 import statistics
-import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,48 +14,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from vitrail.bench.compare import Axis, attention_scaling, compare, full_at, scaling
-from vitrail.bench.peers import BENCHMARKS, LOADERS, ToRead, check_loaders
-from vitrail.bench.reading import (
-    DECODING,
-    LOOP,
-    SIZE,
-    measure_loading,
-    measure_opening,
-    measure_reading,
-    write_parquet,
-    write_photographs,
-)
-from vitrail.bench.serving import (
-    BUSY,
-    SERVERS,
-    Load,
-    check_pythons,
-    measure_bare,
-    measure_memory,
-    measure_overhead,
-    measure_servers,
-)
+from vitrail.bench.reading import measure_loading
 from vitrail.bench.step import OURS, is_out_of_memory, largest_batch
 from vitrail.bench.workload import Spread, Workload, interleave, timed
-from vitrail.cli.console import Column, ReductionOptions, message_console, print_notes, terminal_table
+from vitrail.cli.console import Column, ReductionOptions, measurement_title, print_json, terminal_table
 from vitrail.cli.lists import OWN_SIZES
-from vitrail.cli.options import Call, Command, JsonOption, flag, names_in
-from vitrail.data.formats.pack import pack
-from vitrail.data.pipeline import Readers, default_threads
-from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source
-from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError, nearest, plural
-from vitrail.machine import Precision, TrainingPrecision, describe, pick_device, resolve_precision
+from vitrail.cli.options import Call, Command, flag, names_in
+from vitrail.errors import ConfigError, nearest
+from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.linear.float8 import check_float8
-from vitrail.models.variants import AnyConfig, build, config_type, variant_config
-from vitrail.registry import optional_module
+from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.settings import byte_count, setting
-from vitrail.training.stop import interrupted_by_signals
-from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import exported_file, input_dtype, load_exported
-from vitrail.weights.load import load
 
 TASKS = ("train", "infer", "load")
 
@@ -158,8 +123,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = Bench(**call.options)
+def main(call: Call, options: Bench) -> None:
     _check(options)
     _check_used(options, call.options)
     device = pick_device(options.device)
@@ -184,7 +148,7 @@ def main(call: Call) -> None:
     finally:
         torch.set_num_threads(threads)
     if options.json:
-        print(json.dumps(plain))
+        print_json(plain)
         return
     console = Console()
     console.print(title, highlight=False)
@@ -198,7 +162,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
     machine, rounds = describe(device), {"repetitions": options.repetitions, "warmup": options.warmup}
     if options.task == "load":
         loading = measure_loading(config, device=device, **rounds)
-        title = header(machine, f"{options.variant}, {loading['file_bytes'] / 1e6:,.1f} MB", rounds)
+        title = measurement_title(machine, f"{options.variant}, {loading['file_bytes'] / 1e6:,.1f} MB", rounds)
         plain = {"machine": machine, **rounds, "variant": options.variant, **loading}
         return title, plain, loading_tables(loading)
     compiled = resolve_compile(options.compile, device, config)
@@ -214,12 +178,12 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
     )
     if workload.float8:
         check_float8(config)
-    title = header(machine, describe_workload(workload), rounds)
+    title = measurement_title(machine, describe_workload(workload), rounds)
     plain = {"machine": machine, "workload": workload.plain(), **rounds}
     if options.largest_batch:
         limit = None if options.memory_limit is None else byte_count(options.memory_limit, "memory_limit")
         largest = largest_batch(workload, limit)
-        title = header(machine, describe_workload(workload, any_batch=True))
+        title = measurement_title(machine, describe_workload(workload, any_batch=True))
         text = (
             f"largest batch whose training step fits into {_bytes(largest['limit'])}: [bold]{largest['batch']:,}[/] "
             f"images (closed form: {largest['predicted']:,} in the {_bytes(largest['left'])} that Python and torch "
@@ -229,7 +193,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
     if len(kinds := names_in(options.attention, "attention")) > 1:
         compared = attention_scaling(workload, kinds, repetitions=options.repetitions, warmup=options.warmup)
         what = f"{options.variant}, {options.task}, {options.batch_size} images per step, in {workload.own_format}"
-        title = header(machine, what, rounds)
+        title = measurement_title(machine, what, rounds)
         return title, {**plain, "attention": compared}, attention(compared)
     if options.scaling is not None:
         grown = scaling(workload, options.scaling, **rounds)
@@ -297,22 +261,6 @@ def _config(options: Bench) -> AnyConfig:
     )
 
 
-# The option that names the Python of another library's environment.
-
-
-def parse_environments(pairs: Sequence[str]) -> dict[str, str]:
-    """Return the Python of each library. Raise `ConfigError` for a text that is not LIBRARY=PATH."""
-    found = {}
-    for pair in pairs:
-        name, equals, path = pair.partition("=")
-        if not (name and equals and path):
-            raise ConfigError(f"environment={pair!r} is not LIBRARY=PATH; write for example timm=/opt/timm/bin/python")
-        if name in found:
-            raise ConfigError(f"environment: {name} is given twice; give each library once")
-        found[name] = path
-    return found
-
-
 # `vitrail bench infer FILE`: measure the speed of an exported file in its own runtime.
 
 
@@ -351,19 +299,10 @@ def measure_exported(options: Bench, device: torch.device) -> tuple[str, dict[st
         "milliseconds": [1e3 * seconds for seconds in times],
         "images_per_second": 1e3 * batch_size / found.median,
     }
-    return header(machine, what, rounds), plain, [terminal_table(columns, [plain])]
+    return measurement_title(machine, what, rounds), plain, [terminal_table(columns, [plain])]
 
 
 # Tables and JSON values of the measurements of `vitrail bench`.
-
-
-def header(machine: dict[str, Any], what: str, rounds: dict[str, int] | None = None) -> str:
-    """Return the lines above the tables: the machine, the measurement and the number of rounds."""
-    often = "" if rounds is None else f"\n{rounds['repetitions']} rounds after {rounds['warmup']} of warm-up"
-    return escape(
-        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, torch "
-        f"{machine['versions']['torch']}\n{what}{often}"
-    )
 
 
 def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
@@ -529,376 +468,3 @@ def _number(value: float) -> str:
 
 def _bytes(value: int) -> str:
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
-
-
-# `vitrail bench data`: measure how fast images are read from the disk into batches.
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchData:
-    """Options of `vitrail bench data`."""
-
-    data: str = setting("", argument="[SPEC]")
-    """Data set to read. By default generated images of 500 x 375 pixels, as a folder, as shards and as Parquet."""
-    images: int = setting(512, least=1)
-    """Images per round."""
-    file_size: tuple[int, int] = setting(SIZE, least=1)
-    """Height and width in pixels of the generated images."""
-    image_size: tuple[int, int] = (224, 224)
-    """Image height and width in pixels after scaling."""
-    channels: int = 3
-    """Number of image channels: 3 for RGB, 1 for grey."""
-    scaled_decode: bool = False
-    """Decode large JPEG files at a reduced size, which stays at least twice the size needed."""
-    batch_size: int = setting(32, least=1)
-    """Images per batch."""
-    threads: int | None = setting(None, least=0, most=4096)
-    """Number of threads that read and decode. By default one per core."""
-    processes: int = setting(0, least=0)
-    """Number of worker processes, with --threads threads each. 0 reads in the main process."""
-    against: str = ""
-    """Loaders of other libraries, separated by commas: torchvision, timm, datasets, webdataset. They have a worker
-    process for each thread. All loaders cut random boxes out of the generated images and mirror half of them."""
-    repetitions: int = setting(5, least=1)
-    """Number of timed rounds. Each round reads every data set once."""
-    warmup: int = setting(1, least=0)
-    """Number of untimed rounds before the timed ones."""
-    entries: int | None = setting(None, least=2)
-    """Measure only the time and memory of opening a folder with this many images."""
-    json: bool = False
-    """Print JSON instead of a table, with the time of every round."""
-
-
-DATA = Command(
-    name="bench data",
-    summary="""Measure how fast images are read from the disk into batches. Two references are measured too: decoding
-    without reading, and a plain loop with Pillow.""",
-    examples=(
-        ("vitrail bench data", "Read generated images in three formats."),
-        ("vitrail bench data --against torchvision,timm", "Compare random crops with two libraries."),
-        ("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
-    ),
-    options=(BenchData,),
-    essential={
-        "Workload": (
-            "images",
-            "file_size",
-            "image_size",
-            "channels",
-            "scaled_decode",
-            "batch_size",
-            "threads",
-            "processes",
-        ),
-        "Measurement and output": ("against", "repetitions", "warmup", "entries", "json"),
-    },
-)
-
-
-def run_data(call: Call) -> None:
-    options = BenchData(**call.options)
-    if options.entries is not None and (unused := [name for name in call.options if name not in ("entries", "json")]):
-        raise ConfigError(
-            f"--entries: it measures only the opening of a folder; leave {DATA.known[unused[0]].label} out"
-        )
-    machine = describe(torch.device("cpu"))
-    console = Console()
-    if options.entries is not None:
-        opening = measure_opening(options.entries)
-        plain: dict[str, Any] = {"machine": machine, **opening}
-        shown = terminal_table(OPENING_COLUMNS, [opening])
-    else:
-        preprocess = Preprocess(
-            image_size=options.image_size, channels=options.channels, scaled_decode=options.scaled_decode
-        )
-        if options.data and (unused := [name for name in ("file_size", "against") if name in call.options]):
-            raise ConfigError(f"{DATA.known[unused[0]].label}: it needs generated images; leave {options.data} out")
-        check_loaders(names_in(options.against, "against"))
-        if options.against and options.channels != 3:
-            raise ConfigError(f"--channels {options.channels}: --against compares images of 3 channels; leave one out")
-        with _reading_sources(options) as (sources, places):
-            reading = measure_reading(
-                sources,
-                preprocess,
-                images=options.images,
-                batch_size=options.batch_size,
-                readers=Readers(options.threads, options.processes),
-                repetitions=options.repetitions,
-                warmup=options.warmup,
-                peers=_loaders(options, preprocess, places) if options.against else None,
-            )
-        if "images" in call.options and reading["images"] < options.images:
-            text = f"--images {options.images}: each round reads {reading['images']}, in whole batches and none twice"
-            print_notes(message_console(options.json), text)
-        plain = {"machine": machine, **reading}
-        rounds = {"repetitions": options.repetitions, "warmup": options.warmup}
-        if not options.json:
-            console.print(header(machine, _reading_title(reading, options), rounds))
-        shown = _reading_table(reading)
-    if options.json:
-        print(json.dumps(plain))
-    else:
-        console.print(shown, highlight=False)
-
-
-@contextmanager
-def _reading_sources(options: BenchData) -> Iterator[tuple[dict[str, Source], dict[str, Path]]]:
-    """Yield the data sets to read by name, and the paths of generated ones, which are deleted afterwards."""
-    if options.data:
-        yield {options.data: open_data(options.data, validation_share=0.0).train}, {}
-        return
-    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
-        root = Path(name)
-        folder = write_photographs(root / "folder", options.images, size=options.file_size)
-        places = {"folder": folder, "shards": root / "shards"}
-        splits = open_data(str(folder), validation_share=0.0)
-        size = sum(path.stat().st_size for path in folder.rglob("*.jpg"))
-        pack(splits, places["shards"], shard_size=size // SHARDS + 1)
-        if importlib.util.find_spec("pyarrow") is not None:
-            places["Parquet"] = write_parquet(splits.train, root / "images.parquet")
-        yield {kind: open_data(str(place), validation_share=0.0).train for kind, place in places.items()}, places
-
-
-SHARDS = 8
-"""Least number of generated shards. Loaders of other libraries divide shards among their workers."""
-
-
-def _loaders(options: BenchData, preprocess: Preprocess, places: dict[str, Path]) -> dict[str, Iterable[Any]]:
-    threads = default_threads() if options.threads is None else options.threads
-    workers = threads * max(1, options.processes)
-    given = ToRead(places["folder"], places["shards"], preprocess, options.batch_size, workers)
-    return {name: LOADERS[name](given) for name in names_in(options.against, "against")}
-
-
-def _reading_title(reading: dict[str, Any], options: BenchData) -> str:
-    height, width = options.image_size
-    threads = default_threads() if options.threads is None else options.threads
-    readers = plural(threads, "thread") + (
-        f" in each of {plural(options.processes, 'process')}" * bool(options.processes)
-    )
-    return (
-        f"{reading['images']} images of {reading['image_bytes'] / 1e3:,.0f} kB to {height} x {width}, in batches of "
-        f"{options.batch_size}, {readers}"
-    )
-
-
-def _reading_table(reading: dict[str, Any]) -> Any:
-    caption = (
-        "In each round, every row was timed once. images/s and ratios are medians over rounds. grown: memory "
-        "that the process gained after the first quarter of a round (median over rounds)."
-    )
-    seconds: dict[str, list[float]] = reading["seconds"]
-    peers = [name for name in seconds if name in LOADERS]
-    if peers:
-        caption += " Vitrail: the speed of Vitrail with the same files, relative to the row."
-
-    def speed(name: str) -> Spread:
-        return Spread.of([reading["images"] / each for each in seconds[name]])
-
-    def ratio(name: str, other: str) -> float | None:
-        """Return the speed of a row divided by another speed, as the median over rounds."""
-        return statistics.median(map(operator.truediv, seconds[other], seconds[name])) if other in seconds else None
-
-    def beside(name: str) -> float | None:
-        return ratio("shards" if name == "webdataset" else "folder", name) if name in peers else None
-
-    others = (
-        {"Vitrail": beside}
-        if peers
-        else {"to decoding alone": lambda name: ratio(name, DECODING), "to the loop": lambda name: ratio(name, LOOP)}
-    )
-    columns = (
-        Column("", lambda name: name),
-        Column("images/s", lambda name: speed(name).median, ",.0f"),
-        Column("low..high", speed, lambda found: f"{found.low:,.0f}..{found.high:,.0f}"),
-        *(Column(heading, value, lambda found: f"{found:.2f}x") for heading, value in others.items()),
-        Column("grown", reading["grown"].get, lambda grown: f"{grown / 1e6:+,.0f} MB"),
-    )
-    return terminal_table(columns, seconds, caption)
-
-
-OPENING_COLUMNS = (
-    Column("images", "images", ",d"),
-    Column("opened in", "first_seconds", lambda seconds: f"{seconds:.2f} s"),
-    Column("again", "again_seconds", lambda seconds: f"{seconds:.2f} s"),
-    Column("memory at most", "peak_bytes", lambda size: f"{size / 1e6:,.0f} MB"),
-)
-
-
-# `vitrail bench serve`: measure the HTTP server under load.
-
-
-IMAGES = 32
-"""Number of generated photographs that the clients send in turn."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchServe(JsonOption):
-    """Options of `vitrail bench serve`."""
-
-    model: str = setting("ViT-S/16", argument="[MODEL]")
-    """Folder of a model or a run, an exported file, a name on the hub, or the name of a network (vitrail models), which
-    gets random weights and 1,000 classes."""
-    clients: tuple[int, ...] = setting((1, 8, 32), least=1, most=10_000, may_be_empty=True)
-    """Numbers of clients of closed loops, in which each client sends the next request after an answer."""
-    rates: tuple[float, ...] = setting((0.2, 0.5, 0.8, 1.0, 1.2), above=0, may_be_empty=True)
-    """Rates of open loops, in which requests arrive at random times, as fractions of the throughput of prediction
-    without a server."""
-    seconds: float = setting(5.0, above=0)
-    """Seconds per server and load."""
-    rounds: int = setting(1, least=1)
-    """Number of rounds in which the servers take turns under each load. The seconds are divided among them."""
-    against: str = "naive" if BENCHMARKS.exists() else "none"
-    """Other servers to measure, with commas between them: naive computes each request alone, on the threads of its
-    framework; litserve computes batches; litserve-workers has a process per core; none measures Vitrail only. An
-    installed package has no other servers: they are in the repository."""
-    environment: tuple[str, ...] = ()
-    """Python of a library's own environment, such as litserve=/opt/litserve/bin/python. By default the Python of
-    Vitrail."""
-    requests: int = setting(0, least=0)
-    """Measure the memory instead: after each tenth of this number of requests, from the largest of `clients`."""
-    precision: Precision = "float32"
-    """Number format of matrix products in all servers."""
-
-
-SERVE = Command(
-    name="bench serve",
-    summary="""Measure the HTTP server under load: latency, throughput, errors, processor time per request, and memory.
-    The servers run in processes of their own, and the clients in this process. Only one server is under load at a
-    time.""",
-    examples=(
-        ("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
-        (
-            "vitrail bench serve --against litserve --environment litserve=litserve/bin/python",
-            "Compare with LitServe, which is installed in an environment of its own.",
-        ),
-        ("vitrail bench serve runs/flowers --requests 50000", "See whether the memory of the servers grows."),
-    ),
-    options=(BenchServe,),
-    essential={
-        "Load": ("clients", "rates", "seconds", "rounds"),
-        "Measurement and output": ("against", "environment", "requests", "precision", "json"),
-    },
-)
-
-
-def run_serve(call: Call) -> None:
-    options = BenchServe(**call.options)
-    _check_serve(options)
-    optional_module("uvicorn", "serve")
-    names = _servers(options.against)
-    pythons = parse_environments(options.environment)
-    check_pythons(names, pythons)
-    with (
-        interrupted_by_signals(),  # otherwise SIGTERM leaves the servers running
-        _model(options.model) as (folder, bundle),
-        tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name,
-    ):
-        images = [path.read_bytes() for path in sorted(write_photographs(Path(name), IMAGES).rglob("*.jpg"))]
-        shared: dict[str, Any] = {"precision": options.precision, "pythons": pythons}
-        if options.requests:
-            clients = max(options.clients)
-            points = list(measure_memory(names, folder, images, requests=options.requests, clients=clients, **shared))
-            plain: dict[str, Any] = {"memory": points}
-            tables = [terminal_table(MEMORY_COLUMNS, points, MEMORY_CAPTION)]
-        else:
-            bare = measure_bare(bundle, images, options.precision, options.seconds / 4)
-            loads = [Load(clients=count) for count in options.clients]
-            loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
-            timing: dict[str, Any] = {"seconds": options.seconds, "rounds": options.rounds}
-            measured = list(measure_servers(names, loads, folder, images, **timing, **shared))
-            overheads = list(measure_overhead(names, folder, bundle, images, bare, seconds=options.seconds, **shared))
-            plain = {"bare": asdict(bare), "servers": measured, "overheads": overheads}
-            caption = (
-                f"Without a server: {bare.images_per_second:.1f} images/s in batches of {bare.batch}, and "
-                f"{1000 * bare.seconds:.1f} ms for one image. p50, p95 and p99: time to the answer in ms, from the "
-                "moment when a request was due. per s: answers per second. good: answers within a second, per second. "
-                "CPU: processor time of the server per request, in ms."
-            )
-            tables = [
-                terminal_table(LOAD_COLUMNS, measured, caption),
-                terminal_table(OVERHEAD_COLUMNS, overheads, OVERHEAD_CAPTION),
-            ]
-    machine = describe(bundle.device)
-    if options.json:
-        print(json.dumps({"machine": machine, **plain}))
-        return
-    height, width = bundle.preprocess.image_size
-    what = f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"
-    console = Console()
-    for part in (header(machine, what), *tables):
-        console.print(part, highlight=False)
-
-
-def _check_serve(options: BenchServe) -> None:
-    if not options.clients and not options.rates:
-        raise ConfigError("clients=() and rates=() leave nothing to measure; give at least one of them")
-    if options.requests and not options.clients:
-        raise ConfigError(f"requests={options.requests} needs a number of clients, but clients=() has none")
-
-
-def _servers(against: str) -> list[str]:
-    """Return the servers to measure. Raise `ConfigError` for a name that is none."""
-    choices = [*SERVERS, "none"][1:]
-    given = names_in(against, "against")
-    for name in given:
-        if name not in choices:
-            raise ConfigError(f"against={name!r} is not a server; {nearest(name, choices)}")
-    return ["vitrail", *(name for name in given if name != "none")]
-
-
-@contextmanager
-def _model(name: str) -> Iterator[tuple[Path, Bundle]]:
-    """Yield a model with the path under which the servers find it."""
-    try:
-        config_type(name)
-    except ConfigError:
-        yield Path(name), load(name)
-        return
-    config = variant_config(name, num_classes=1000)
-    bundle = Bundle(build(config), tuple(map(str, range(1000))), Preprocess(image_size=config.image_size))
-    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as folder:
-        yield bundle.save(Path(folder) / "model"), bundle
-
-
-MEMORY_CAPTION = "MB: memory of the server's processes. Pages that several processes share are divided among them."
-
-MEMORY_COLUMNS = (
-    Column("server", "server"),
-    Column("requests", "requests", ",d"),
-    Column("errors", "errors"),
-    Column("MB", "memory", lambda size: f"{size / 1e6:,.1f}"),
-)
-
-
-LOAD_COLUMNS = (
-    Column("load", "load"),
-    Column("server", "server"),
-    Column("requests", "requests", ",d"),
-    Column("per s", "throughput", ".1f"),
-    Column("good", "goodput", ".1f"),
-    *(Column(name, name, lambda seconds: f"{1000 * seconds:,.0f}") for name in ("p50", "p95", "p99")),
-    Column("errors", "errors"),
-    Column("CPU", "cpu_seconds", lambda seconds: f"{1000 * seconds:.0f}"),
-    Column("MB", "memory", lambda size: f"{size / 1e6:,.0f}"),
-)
-
-OVERHEAD_CAPTION = (
-    "Each server in turns with prediction without a server; medians. one client and alone: time for an image with "
-    "and without the server on the same number of threads, in ms. added: their difference. "
-    f"{BUSY} clients and batches: images per second with "
-    "and without the server. of it: their ratio."
-)
-
-OVERHEAD_COLUMNS = (
-    Column("server", "server"),
-    Column("threads", "threads"),
-    *(
-        Column(heading, key, lambda seconds: f"{1000 * seconds:.1f}")
-        for heading, key in (("one client", "alone"), ("alone", "bare"), ("added", "added"))
-    ),
-    Column(f"{BUSY} clients", "throughput", ".1f"),
-    Column("batches", "bare_throughput", ".1f"),
-    Column("of it", "fraction", lambda fraction: f"{100 * fraction:.0f} %"),
-    Column("errors", "errors"),
-)

@@ -13,12 +13,12 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.analysis.charts import series_chart, side_by_side, standalone
+from vitrail.bench.peers import parse_environments
 from vitrail.bench.workload import Spread
-from vitrail.cli.bench import parse_environments
-from vitrail.cli.console import Column, message_console, print_notes, terminal_table
+from vitrail.cli.console import Column, message_console, print_json, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, convert, names_in, option_problems
 from vitrail.cli.run_options import check_effects, run_options
-from vitrail.errors import ConfigError, Interrupted, nearest
+from vitrail.errors import ConfigError, nearest
 from vitrail.experiments.accuracy import (
     AccuracyComparison,
     Curve,
@@ -103,8 +103,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = BenchAccuracy(**call.options)
+def main(call: Call, options: BenchAccuracy) -> None:
     entries = peer_entries(names_in(options.against, "against"))
     comparison = AccuracyComparison(
         recipes=_recipes(options),
@@ -127,14 +126,11 @@ def main(call: Call) -> None:
             markup=False,
         )
 
-    try:
-        with interrupted_by_signals():
-            curves = comparison.measure(options.out, show)
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped; the finished runs stay in {options.out}") from None
+    with interrupted_by_signals(f"stopped; the finished runs stay in {options.out}"):
+        curves = comparison.measure(options.out, show)
     plain = _write(options, comparison, curves)
     if options.json:
-        print(json.dumps(plain))
+        print_json(plain)
         return
     for table in tables(curves, reached(curves, options.targets, comparison.budget)):
         console.print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -74,6 +76,11 @@ def _images_of_table(path: Path) -> Iterator[Path]:
 def message_console(is_json: bool) -> Console:
     """Return the console for messages. With --json, standard output is for the JSON alone."""
     return Console(stderr=is_json, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any, *, ascii_only: bool = True) -> None:
+    """Print a value as a line of JSON. Letters beyond ASCII are escaped, unless `ascii_only` is False."""
+    print(json.dumps(value, ensure_ascii=ascii_only))
 
 
 def print_notes(console: Console, *notes: str) -> None:
@@ -139,6 +146,26 @@ def terminal_table(columns: Sequence[Column], rows: Iterable[Any], caption: str 
         )
     for row in rows:
         table.add_row(*(column.text(row) for column in columns))
+    return table
+
+
+def measurement_title(machine: dict[str, Any], what: str, rounds: dict[str, int] | None = None) -> str:
+    """Return the lines above the tables of a measurement: the machine, what is measured, and the number of rounds."""
+    often = "" if rounds is None else f"\n{rounds['repetitions']} rounds after {rounds['warmup']} of warm-up"
+    return escape(
+        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, torch "
+        f"{machine['versions']['torch']}\n{what}{often}"
+    )
+
+
+def text_table(heads: Iterable[str], rows: Iterable[Iterable[str]] = (), *, left: int = 1, **look: Any) -> Table:
+    """Return a table of texts. The first `left` columns are aligned to the left, and the others to the right. `look`
+    has further arguments of rich's tables."""
+    table = Table(**{"box": SIMPLE_HEAD, "pad_edge": False, **look})
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < left else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

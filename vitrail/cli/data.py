@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import print_notes, showing_progress
+from vitrail.cli.console import print_json, print_notes, showing_progress, text_table
 from vitrail.cli.options import Call, Command, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, page, text_line
-from vitrail.data.config import DataConfig
+from vitrail.data.cuts import SLICE
 from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.formats.pack import Manifest, pack
 from vitrail.data.source import has_soft_targets
-from vitrail.data.sources import KINDS, open_data
-from vitrail.data.splits import SLICE, Splits
+from vitrail.data.sources import KINDS, DataConfig, open_data
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, DestinationError, Stopped, plural
 from vitrail.files import check_new_file, replacing_file, saving
 from vitrail.report.page import is_our_page
@@ -86,8 +84,7 @@ CHECK = Command(
 )
 
 
-def run_check(call: Call) -> None:
-    options = Check(**call.options)
+def run_check(call: Call, options: Check) -> None:
     if "validation_share" in call.options and SLICE.fullmatch(options.validation):
         raise ConfigError(
             f"validation_share={options.validation_share} has no effect, because --validation {options.validation} "
@@ -122,7 +119,7 @@ def run_check(call: Call) -> None:
             progress=progress,
         )
     if options.json:
-        print(json.dumps(to_plain(report)))
+        print_json(to_plain(report))
     else:
         _show(report, console)
     if path is not None:
@@ -173,9 +170,7 @@ def _show_finding(finding: Finding, console: Console) -> None:
 
 
 def _counts(report: Report) -> Table:
-    table = Table("class" if report.splits[0].per_class else "", box=SIMPLE_HEAD, pad_edge=False)
-    for split in report.splits:
-        table.add_column(split.name, justify="right")
+    table = text_table(("class" if report.splits[0].per_class else "", *(split.name for split in report.splits)))
     largest = sorted(range(len(report.splits[0].per_class)), key=lambda one: -report.splits[0].per_class[one])
     for one in largest[:MOST_CLASSES]:
         table.add_row(Text(report.classes[one]), *(f"{split.per_class[one]:,}" for split in report.splits))
@@ -251,8 +246,7 @@ PACK = Command(
 )
 
 
-def run_pack(call: Call) -> None:
-    options = Pack(**call.options)
+def run_pack(call: Call, options: Pack) -> None:
     shard_size = byte_count(options.shard_size, "shard_size")
     console = Console()
     splits = open_data(options.data, validation_share=0.0, numbers=options.numbers, unlabelled=options.unlabelled)

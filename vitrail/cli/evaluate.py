@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import ReductionOptions, message_console, print_notes, showing_progress
+from vitrail.cli.console import ReductionOptions, message_console, print_json, print_notes, showing_progress, text_table
 from vitrail.cli.options import (
     Call,
     Command,
@@ -140,9 +139,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    own = {field.name for field in fields(Evaluate)}
-    options = Evaluate(**{name: value for name, value in call.options.items() if name in own})
+def main(call: Call, options: Evaluate) -> None:
     check_options(options, call.options)
     console = message_console(options.json)
     keep_freed_memory()
@@ -182,7 +179,7 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
     print_notes(console, *(f"skipped {key}: {reason}" for key, reason in skipped.items()))
     if len(bundles) > 1:
         if options.json:
-            print(json.dumps(rows))
+            print_json(rows)
             return
         for split in dict.fromkeys(split for row in rows.values() for split in row):
             console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
@@ -191,9 +188,9 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
     details = plans[name].head if options.per_class or options.confusion else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
     if options.json:
-        print(json.dumps({
+        print_json({
             split: row | _detail(reports.get(split), options, bundles[name]) for split, row in rows[name].items()
-        }))  # fmt: skip
+        })  # fmt: skip
         return
     console.print(metrics_table(rows[name]))
     for split, found in reports.items():
@@ -219,7 +216,7 @@ def _suite(options: Evaluate, console: Console) -> None:
             on_task=lambda task: show(0, description=task.name),
         )
     if options.json:
-        print(json.dumps(suite_as_plain(result)))
+        print_json(suite_as_plain(result))
         return
     console.print(suite_table(result))
     print_notes(console, *(f"skipped {row.task.name}: {row.reason}" for row in result.rows if row.reason is not None))
@@ -534,9 +531,7 @@ def per_class_table(split: str, report: ClassificationReport) -> Table:
         "F1",
         *(("average precision",) if several else ()),
     )
-    table = Table(f"{split}: class", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = text_table((f"{split}: class", *columns))
 
     def order(row: ClassRow) -> float:
         return 2.0 if row.accuracy is None else row.accuracy
@@ -564,9 +559,7 @@ def confusion_table(split: str, report: ClassificationReport, classes: tuple[str
     if len(there) > CONFUSED:
         return _pairs(split, report, classes)
     counts = {(true, taken): images for true, taken, images in report.confusion}
-    table = Table(f"{split}: true class", box=SIMPLE_HEAD, pad_edge=False)
-    for number in there:
-        table.add_column(str(number), justify="right")
+    table = text_table((f"{split}: true class", *map(str, there)))
     for true in there:
         cells = [_count(counts.get((true, taken), 0), own=true == taken) for taken in there]
         table.add_row(f"{true} {escape(classes[true])}", *cells)
@@ -576,11 +569,11 @@ def confusion_table(split: str, report: ClassificationReport, classes: tuple[str
 def _pairs(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
     images = {row.index: row.images for row in report.per_class}
     wrong = sorted((cell for cell in report.confusion if cell[0] != cell[1]), key=lambda cell: -cell[2])
-    table = Table(f"{split}: true class", "predicted", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("images", justify="right")
-    table.add_column("of the class", justify="right")
-    for true, taken, count in wrong[:CONFUSED]:
-        table.add_row(escape(classes[true]), escape(classes[taken]), f"{count:,}", _share(count / images[true]))
+    rows = (
+        (escape(classes[true]), escape(classes[taken]), f"{count:,}", _share(count / images[true]))
+        for true, taken, count in wrong[:CONFUSED]
+    )
+    table = text_table((f"{split}: true class", "predicted", "images", "of the class"), rows, left=2)
     left = len(wrong) - CONFUSED
     return Group(table, Text(f"and {left:,} pairs that are confused no more often than these")) if left > 0 else table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.console import print_notes
+from vitrail.cli.console import print_json, print_notes
 from vitrail.cli.options import Call, Command, ImageSizeOption, JsonOption, ModelOption, check_own_effects, names_in
 from vitrail.data.source import Sample, truth_of
 from vitrail.data.sources import open_whole
@@ -108,8 +107,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> int:
-    options = Export(**call.options)
+def main(call: Call, options: Export) -> int:
     check_own_effects(call.options, options)
     targets, texts = _targets(options), options.output == "text_embedding"
     for target in targets:
@@ -155,7 +153,7 @@ def main(call: Call) -> int:
             "failures": failures,
             "notes": notes,
         }
-        print(json.dumps(plain))
+        print_json(plain)
     else:
         console = Console(highlight=False, soft_wrap=True)
         print_notes(console, *notes)
@@ -321,8 +319,7 @@ CONVERT = Command(
 )
 
 
-def run_convert(call: Call) -> None:
-    options = Convert(**call.options)
+def run_convert(call: Call, options: Convert) -> None:
     found = convert(
         options.source,
         options.destination,
@@ -339,7 +336,7 @@ def run_convert(call: Call) -> None:
     )
     notes = [CONVERT.note(note) for note in found]
     if options.json:
-        print(json.dumps({"written": str(options.destination), "layout": options.to, "notes": notes}))
+        print_json({"written": str(options.destination), "layout": options.to, "notes": notes})
     else:
         console = Console(highlight=False, soft_wrap=True)
         print_notes(console, *notes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from vitrail.cli.console import (
     image_paths,
     message_console,
     print_in_full,
+    print_json,
     print_messages,
     print_notes,
     showing_progress,
@@ -84,8 +84,7 @@ NEAREST = Command(
 )
 
 
-def run_nearest(call: Call) -> int:
-    options = Nearest(**call.options)
+def run_nearest(call: Call, options: Nearest) -> int:
     if not options.images and not options.text:
         raise ConfigError(f"IMAGE... is missing; usage: {NEAREST.usage}, or --text TEXT instead of images")
     paths = image_paths(options.images)
@@ -97,7 +96,7 @@ def run_nearest(call: Call) -> int:
     if options.json:
         for query, result in results:
             answer = {"error": str(result)} if isinstance(result, UndecodableImage) else {"nearest": result}
-            print(json.dumps({_kind(query): str(query), **answer}, ensure_ascii=False))
+            print_json({_kind(query): str(query), **answer}, ascii_only=False)
     elif options.csv:
         _print_csv(results)
     else:
@@ -249,10 +248,10 @@ EMBED = Command(
 )
 
 
-def run_embed(call: Call) -> None:
+def run_embed(call: Call, options: Embed) -> None:
     processes = join_processes()
     with processes.reporting():
-        _embed(Embed(**call.options), processes)
+        _embed(options, processes)
 
 
 def _embed(options: Embed, processes: Processes) -> None:
@@ -284,7 +283,7 @@ def _embed(options: Embed, processes: Processes) -> None:
             )
             console.print(text, markup=False)
     if options.json:
-        print(json.dumps(summary))
+        print_json(summary)
 
 
 def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from vitrail.cli.console import ConsoleDisplay
+from vitrail.cli.console import ConsoleDisplay, text_table
 from vitrail.cli.evaluate import suite_table
 from vitrail.cli.options import Call, Command, flag
 from vitrail.cli.run_options import (
@@ -118,6 +116,7 @@ COMMAND = Command(
         ("vitrail finetune google/vit-base-patch16-224 --data labels.csv", "Use a model from the hub."),
     ),
     options=(Finetune,),
+    has_recipe=True,
     settings=lambda: run_options([name for name, task in TASKS.items() if not issubclass(task, HeadlessTask)]),
     common=common_options,
     depends=lambda given: task_options(task_of(given, TrainConfig().task.name)),
@@ -277,12 +276,9 @@ def _report(console: Console, log: Log, result: FinetuneResult) -> None:
     else:
         skipped = f", {len(found.skipped):,} skipped" if found.skipped else ""
         title = f"{result.split} split, {found.images:,} images{skipped}"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-        for column in ("", "metric", "95 % interval"):
-            table.add_column(column, justify="left" if not column else "right")
-        for row in summary_rows(found):
-            table.add_row(*map(escape, row))
-        console.print(table)
+        rows = (map(escape, row) for row in summary_rows(found))
+        heads = ("", "metric", "95 % interval")
+        console.print(text_table(heads, rows, title=title, title_justify="left", pad_edge=True))
         if result.split == "validation" and run.bundle.provenance["kept"] == "best":
             log.say("the best weights were chosen on these images, so expect slightly worse metrics on new images")
         if texts := ", ".join(run.texts("train")):

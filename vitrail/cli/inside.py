@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from vitrail.analysis.pages.summaries import (
 )
 from vitrail.analysis.similarity import SMALLEST_BATCH
 from vitrail.analysis.tracing import transformer_of
-from vitrail.cli.console import image_paths, images_bar, message_console, print_messages, print_notes
+from vitrail.cli.console import image_paths, images_bar, message_console, print_json, print_messages, print_notes
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, ModelOption
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
@@ -97,8 +96,7 @@ EXPLAIN = Command(
 )
 
 
-def run_explain(call: Call) -> int:
-    options = Explain(**call.options)
+def run_explain(call: Call, options: Explain) -> int:
     paths = image_paths(options.images)
     earlier = check_listed_folder(options.out, CONTENTS, overwrite=options.overwrite)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
@@ -247,7 +245,7 @@ class SummaryOptions(DeviceOption, JsonOption, Bootstrapped):
         """Print the skipped images, and then the numbers as JSON, or a sentence and the path of the page."""
         print_notes(console, *(f"skipped {item.key}: {item.reason}" for item in skipped))
         if self.json:
-            print(json.dumps(plain))
+            print_json(plain)
             return
         console.print(sentence, markup=False)
         console.print(str(self.out / page), markup=False)
@@ -295,8 +293,7 @@ COMPARE = Command(
 )
 
 
-def run_compare(call: Call) -> None:
-    options = Compare(**call.options)
+def run_compare(call: Call, options: Compare) -> None:
     if len(options.models) != 2 or len(set(map(Path, options.models))) < 2:
         raise ConfigError(f"MODEL: name two different models to compare, not {' '.join(options.models)}")
     options.check(COMPARISON_FILES)
@@ -361,9 +358,10 @@ REPORT = Command(
 )
 
 
-def run_report(call: Call) -> None:
-    run = run_of(Path(call.options["model"]))
-    options = Report(**{**({} if run is None else {"out": run / INSIDE}), **call.options})
+def run_report(call: Call, options: Report) -> None:
+    run = run_of(Path(options.model))
+    if run is not None and "out" not in call.options:
+        options = replace(options, out=run / INSIDE)
     options.check(OVERVIEW_FILES)
     console = message_console(options.json)
     name = (Path(options.model) if run is None else run.resolve()).name or options.model

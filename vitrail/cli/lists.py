@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.bench.compare import layer_times
-from vitrail.cli.console import Column, print_notes, terminal_table
+from vitrail.cli.console import Column, print_json, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, listed, nearest, plural
@@ -76,8 +75,7 @@ MODELS = Command(
 )
 
 
-def run_models(call: Call) -> None:
-    options = Models(**call.options)
+def run_models(call: Call, options: Models) -> None:
     if options.model:
         _describe(options, call.options)
         return
@@ -85,7 +83,7 @@ def run_models(call: Call) -> None:
         raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
     rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
     if options.json:
-        print(json.dumps(rows))
+        print_json(rows)
     else:
         Console().print(_layer_table(rows) if options.layers else _models_table(rows, options))
 
@@ -101,7 +99,7 @@ def _describe(options: Models, given: Mapping[str, Any]) -> None:
     height, width = network.image_size
     if options.json:
         texts = None if words is None else words.described({})
-        print(json.dumps({**bundle.described(), "words": texts, "notes": list(bundle.notes)}, ensure_ascii=False))
+        print_json({**bundle.described(), "words": texts, "notes": list(bundle.notes)}, ascii_only=False)
         return
     rows = {
         "network": f"{network.architecture} {network.summary}, {network.parameters():,} parameters",
@@ -251,14 +249,13 @@ RECIPES_LIST = Command(
 )
 
 
-def run_recipes_list(call: Call) -> None:
-    options = Recipes(**call.options)
+def run_recipes_list(call: Call, options: Recipes) -> None:
     if options.recipe:
         _show(options)
         return
     rows = [{**asdict(row), "measured": ""} for row in TRANSFERS] if options.transfers else _recipe_rows()
     if options.json:
-        print(json.dumps(rows))
+        print_json(rows)
         return
     console = Console(highlight=False, markup=False)
     for source, group in itertools.groupby(rows, key=lambda row: (row["source"], row["measured"])):
@@ -281,7 +278,7 @@ def _show(options: Recipes) -> None:
     usual, own = settings_beside([TrainConfig(), RECIPES[options.recipe]()])
     settings = {name: value for name, value in own.items() if value is not None and repr(value) != repr(usual[name])}
     if options.json:
-        print(json.dumps({**row, "settings": settings}))
+        print_json({**row, "settings": settings})
         return
     console = Console(highlight=False, markup=False)
     published = f"{row['result']} {row['measured']}".strip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +19,15 @@ from vitrail.cli.console import (
     ConsoleDisplay,
     images_bar,
     message_console,
+    print_json,
     showing_progress,
     terminal_table,
-)  # fmt: skip
+)
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, check_own_effects
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
-from vitrail.data.sources import absolute_spec
-from vitrail.errors import ConfigError, Interrupted, Stopped, nearest
+from vitrail.data.splits import absolute_spec
+from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.experiments.noisy_student import (
     Labelling,
     NoisyStudentConfig,
@@ -89,6 +89,7 @@ COMMAND = Command(
         ("vitrail noisy-student --data flowers --unlabelled photos --teacher runs/flowers", "Name a teacher."),
     ),
     options=(NoisyStudent, Rounds, Labelling),
+    has_recipe=True,
     settings=lambda: run_options([Classification.name]),
     depends=lambda given: task_options(Classification.name),
     essential={
@@ -123,12 +124,10 @@ def main(call: Call) -> None:
 
     again = "Finished rounds stay; give the same command again to continue"
     try:
-        with interrupted_by_signals():
+        with interrupted_by_signals(f"stopped; finished rounds stay in {folder}"):
             rounds = run_rounds(config, folder, log, show_progress)
     except Stopped as stop:
         raise Stopped(f"{stop}\n{again}", stop.run) from None
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped; finished rounds stay in {folder}") from None
     finally:
         bar.live.stop()
     console.print(rounds_table(rounds))
@@ -223,10 +222,7 @@ LABEL = Command(
 )
 
 
-def run_label(call: Call) -> None:
-    own = {name: value for name, value in call.options.items() if name in Label.__dataclass_fields__}
-    options = Label(**own)
-    labelling = Labelling(**{name: value for name, value in call.options.items() if name not in own})
+def run_label(call: Call, options: Label, labelling: Labelling) -> None:
     check_own_effects(call.options, options, run=labelling)
     check_new_folder(options.out, FILES, overwrite=options.overwrite, recognise=looks_like_pseudo_labels)
     console = message_console(options.json)
@@ -237,7 +233,7 @@ def run_label(call: Call) -> None:
             on_progress=show,
         )  # fmt: skip
     if options.json:
-        print(json.dumps(to_plain(info)))
+        print_json(to_plain(info))
         return
     console.print(counts_table(info), soft_wrap=False)
     console.print(label_sentence(info), markup=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from vitrail.cli.console import message_console, print_notes, showing_progress
+from vitrail.cli.console import message_console, print_json, print_notes, showing_progress
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption
 from vitrail.errors import ConfigError, plural
 from vitrail.settings import setting
@@ -78,8 +77,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = Optimize(**call.options)
+def main(call: Call, options: Optimize) -> None:
     seconds = _check(options)
     from vitrail.experiments.faster import search
     from vitrail.machine import keep_freed_memory
@@ -181,7 +179,7 @@ def _recorded(found: Search, bundle: Bundle, options: Optimize, images: int) -> 
 def _show(found: Search, options: Optimize, written: Path | None, console: Console) -> None:
     """Print the trials and the result."""
     if options.json:
-        print(json.dumps({"trials": found.trials, "written": None if written is None else str(written)}))
+        print_json({"trials": found.trials, "written": None if written is None else str(written)})
         return
     console.print(_table(found.trials))
     start, best = found.trials[0], found.best

@@ -1,24 +1,20 @@
-"""The commands of the command line: their options, the values of these options, help, and names in messages."""
+"""The commands of the command line: their options, the values of these options, and names in messages."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vitrail.errors import ConfigError, UserError, nearest
-from vitrail.settings import facts, from_word, problem_of, raise_problems, setting, without_none
+from vitrail.settings import bare_names, facts, from_word, problem_of, raise_problems, setting, without_none
 from vitrail.training.schedule import Duration
 
 Options = Mapping[str, Any]
@@ -58,6 +54,9 @@ class Command:
     """Example commands for the help, each with a sentence about its effect."""
     options: tuple[type, ...]
     """Dataclasses whose fields are the command's own options."""
+    has_recipe: bool = False
+    """True for commands that train. A recipe or a rule decides the options that were not typed, so that the function of
+    the command takes only the call. That of any other command also takes the dataclasses of its own options."""
     settings: Callable[[], Iterable[Option]] = tuple
     """More options, such as the settings of a run for commands that train."""
     common: Callable[[], Iterable[Option]] | None = None
@@ -149,6 +148,12 @@ class Command:
             if word.startswith("--"):
                 found[name.replace("-", "_")] = value if equals else following
         return found
+
+    def own_options(self, given: Options) -> list[Any]:
+        """Return the dataclasses of the command's own options, unless it `has_recipe`. Options that were not typed have
+        their defaults."""
+        own = () if self.has_recipe else self.options
+        return [cls(**{field: given[name] for name, field in bare_names(cls).items() if name in given}) for cls in own]
 
     def check_required(self, given: Options) -> None:
         """Raise `ConfigError` if a required option is missing."""
@@ -285,7 +290,7 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{options}: no effect on the data sets of --suite; leave it out")
     if "data" not in given:
         raise ConfigError(f"{options}: the choice is a part of the data's name; give --data, too")
-    from vitrail.data.sources import with_choice
+    from vitrail.data.splits import with_choice
 
     splits = found["splits"].split(",") if "splits" in found else ()
     separator, keep = found.get("label_separator", ""), found.get("keep_missing_words", False)
@@ -294,11 +299,10 @@ def _with_choice(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(word: str) -> str:
-    """Return a word with dashes in place of the underscores of an option's name."""
-    if word.startswith("--"):
-        name, equals, value = word.partition("=")
-        return name.replace("_", "-") + equals + value
-    return word
+    """Return a word with dashes in place of the underscores of an option's name. A name has no spaces, but a value that
+    begins with dashes can have some."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") and " " not in name else word
 
 
 def _with_widths(words: Sequence[str], sizes: Collection[str]) -> Iterator[str]:
@@ -464,11 +468,6 @@ class Option:
         texts = [_metavar(kind) if kind is not ... else "..." for kind in kinds]
         return " ".join(texts)
 
-    @property
-    def help(self) -> str:
-        """The docstring under the field."""
-        return field_texts(self.owner).get(self.field, "")
-
 
 def flag(name: str) -> str:
     """Return the option name for a field name, such as `--batch-size`."""
@@ -486,35 +485,6 @@ def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
         kind, accepts_none = without_none(kind)
         name = field.metadata.get("name", field.name)
         yield Option(name, field.name, kind, accepts_none, field.default, cls, section, field.metadata)
-
-
-@cache
-def field_texts(cls: type) -> dict[str, str]:
-    """Return the docstring under each field of a dataclass, by field name. It is read from the source code."""
-    texts: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(owner):
-            texts |= _own_texts(owner)
-    return texts
-
-
-def _own_texts(cls: type) -> dict[str, str]:
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(node, ast.ClassDef)
-    texts = {}
-    for statement, following in zip(node.body, node.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            match following:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    texts[statement.target.id] = _for_users(text)
-    return texts
-
-
-def _for_users(text: str) -> str:
-    """Return a docstring as one line of help, without backquotes and sentences about exceptions."""
-    line = " ".join(text.split())
-    line = re.sub(r"\s*Raises? `\w+`[^.]*\.", "", line)
-    return re.sub(r"`([^`]*)`", lambda found: found[0] if " " in found[1] else found[1], line).strip()
 
 
 def names_in(text: str, option: str) -> list[str]:
@@ -608,127 +578,3 @@ def _place_advice(command: str, labels: Sequence[str]) -> str:
     if place is None:
         return "it writes no file, and > FILE keeps what it prints"
     return "the place is its last argument, DST" if place == "destination" else f"nearest: --{place}"
-
-
-# The help of a command: `--help` shows about one screen, `--help-all` shows every option.
-
-
-TEXT_AT = 26
-"""Column at which the texts of options start."""
-
-OF_DEFAULT = ("By default", "The default is")
-"""Beginnings of the sentence about the default in the text of an option."""
-
-WIDEST = 120
-"""Largest line length, even on wider terminals."""
-
-
-def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, width: int | None = None) -> str:
-    """Return the help of a command.
-
-    `given` holds the options that were typed together with `--help`, since a few options and defaults depend on
-    others. The default of `width` is the width of the terminal.
-    """
-    width = min(width or shutil.get_terminal_size().columns, WIDEST)
-    defaults = command.defaults(given)
-    lines = [*_wrapped(f"usage: {command.usage}", width, "       "), ""]
-    for paragraph in command.summary.split("\n\n"):
-        lines += [*_wrapped(paragraph, width), ""]
-    lines.append("Examples:")
-    for words, text in command.examples:
-        lines += [*_wrapped(words, width, "      ", "  "), *_wrapped(text, width, "      ", "      ")]
-    for heading, options in _groups(command, given, everything=everything):
-        lines += ["", f"{heading}:"]
-        for option in options:
-            lines += _entry(option, _text(option, command), defaults, width, everything=everything)
-    if not everything:
-        lines += ["", f"vitrail {command.name} --help-all shows every option with its whole text."]
-    return "\n".join(lines) + "\n"
-
-
-def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> Iterator[tuple[str, Sequence[Option]]]:
-    """Yield headings with their options: first the essential options, then all others by section."""
-    if command.positionals:
-        yield "Arguments", command.positionals
-    of_task = command.depends(given)
-    known = {**command.known, **of_task}
-    if of_task and not everything:  # the settings of other tasks have no effect
-        known = {
-            name: option
-            for name, option in known.items()
-            if option.section != "task" or name in of_task or name == "task"
-        }
-    essential = {name for names in command.essential.values() for name in names}
-    for heading, names in command.essential.items():
-        yield heading, [known[name] for name in names if name in known]
-    if not everything:
-        return
-    rest: dict[str, list[Option]] = {}
-    for option in known.values():
-        if not option.positional and option.name not in essential and option.name not in command.hidden:
-            rest.setdefault(option.section, []).append(option)
-    for section, options in rest.items():
-        yield f"More of {section}" if section else "More options", options
-
-
-def _text(option: Option, command: Command) -> str:
-    """Return the text of an option for a command. Option names that the command spells in another way are replaced."""
-    text = option.help
-    for name, spelled in command.spelled.items():
-        text = text.removeprefix(f"With {flag(name)}: ").replace(flag(name), spelled)
-    return text[:1].upper() + text[1:] if text != option.help else text
-
-
-def _entry(option: Option, text: str, defaults: Mapping[str, str], width: int, *, everything: bool) -> Iterator[str]:
-    """Yield the lines of an option: the name, the placeholder of the value, the text and the default."""
-    text = text if everything else _short(text)
-    default = defaults[option.name] if option.name in defaults else shown(option.default)
-    if default and default != ("off" if option.default is False else shown(option.default)):
-        text = _without_default(text)
-    if default and "efault" not in text:
-        text += f" Default: {default}."
-    indent = " " * TEXT_AT
-    head = f"  {_head(option, default)}"
-    lines = list(_wrapped(text, width, indent, indent))
-    if len(head) <= TEXT_AT - 2 and lines:
-        lines[0] = head.ljust(TEXT_AT) + lines[0][TEXT_AT:]
-        yield from lines
-    else:
-        pieces = head.strip().replace("|", "| ")  # a long list of choices is broken after a choice
-        is_long = len(head.split()[-1]) > width - 6
-        yield from (
-            line.replace("| ", "|") for line in _wrapped(pieces if is_long else head.strip(), width, "      ", "  ")
-        )
-        yield from lines
-
-
-def _head(option: Option, default: str) -> str:
-    if option.positional:
-        return option.label
-    if option.is_flag:
-        is_off = option.default is False and not default
-        return option.label if is_off else f"{option.label}, --no-{option.label[2:]}"
-    return f"{option.label} {option.metavar}"
-
-
-def _short(text: str) -> str:
-    """Return the first sentence of a text and the sentence about the default."""
-    first, *rest = _sentences(text)
-    return " ".join([first, *(sentence for sentence in rest if sentence.startswith(OF_DEFAULT))])
-
-
-def _without_default(text: str) -> str:
-    """Return a text without what it says about the usual default."""
-    kept = (sentence for sentence in _sentences(text) if not sentence.startswith(OF_DEFAULT))
-    return " ".join(kept).replace(" (the default)", "")
-
-
-def _sentences(text: str) -> list[str]:
-    return re.split(r"(?<=[.])\s+(?=[A-Za-z0-9\"-])", text)
-
-
-def _wrapped(text: str, width: int, indent: str = "", first: str = "") -> list[str]:
-    return textwrap.wrap(
-        " ".join(text.split()), width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False,
-        break_long_words=False,
-    )  # fmt: skip

@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import image_paths, print_in_full, print_messages
+from vitrail.cli.console import image_paths, print_in_full, print_json, print_messages
 from vitrail.cli.options import Call, Command, DeviceOption, ImageSizeOption, ModelOption, flag
 from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.data.formats.convert import image_id
@@ -172,8 +172,7 @@ NO_CLASS = "unlabelled"
 """Name in classes.txt of a value in masks that is no class of the model."""
 
 
-def main(call: Call) -> int:
-    options = Predict(**call.options)
+def main(call: Call, options: Predict) -> int:
     folders = _check(options)
     given = list(_named(options.images))  # before a model is loaded in vain
     bundle = load(options.model, device=options.device, image_size=options.image_size)
@@ -559,7 +558,7 @@ class _Json(_Table):
                 row = {"fractions": result.shares()}
             case UndecodableImage():
                 row = {"error": str(result)}
-        print(json.dumps({"image": picture.path, **row}, ensure_ascii=False))
+        print_json({"image": picture.path, **row}, ascii_only=False)
 
     def end(self) -> None:
         pass

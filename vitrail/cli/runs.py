@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vitrail.analysis.charts import STYLE, series_chart
-from vitrail.cli.console import message_console, print_notes
+from vitrail.cli.console import message_console, print_json, print_notes
 from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, RunError, plural
@@ -78,8 +77,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = Runs(**call.options)
+def main(call: Call, options: Runs) -> None:
     folders = _folders(options.folder)
     shown = [folder for folder in folders if options.trials or not is_trial(folder)]
     if len(shown) < len(folders):
@@ -87,7 +85,7 @@ def main(call: Call) -> None:
     found = sorted(map(summarise, shown), key=_order(options.sort))
     settings = _settings(found)
     if options.json:
-        print(json.dumps(rows_of(found, settings)))
+        print_json(rows_of(found, settings))
         return
     console = Console(highlight=False)
     console.print(_table(found, options.folder))
@@ -223,8 +221,7 @@ COMPARE = Command(
 )
 
 
-def run_compare(call: Call) -> None:
-    options = CompareRuns(**call.options)
+def run_compare(call: Call, options: CompareRuns) -> None:
     if len(options.runs) < 2:
         raise ConfigError("RUN: a comparison needs two runs or more; give the folders of both")
     found = [summarise(folder) for folder in options.runs]
@@ -239,7 +236,7 @@ def run_compare(call: Call) -> None:
     names = [name for name in beside[0] if len({repr(one[name]) for one in beside}) > 1]
     settings = [{name: one[name] for name in names} for one in beside]
     if options.json:
-        print(json.dumps(rows_of(found, settings)))
+        print_json(rows_of(found, settings))
     else:
         console = Console(highlight=False)
         console.print(_comparison_table(found, settings))

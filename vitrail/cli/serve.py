@@ -59,13 +59,13 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = Serve(**{"token": os.environ.get(TOKEN_VARIABLE) or None, **call.options})
+def main(call: Call, options: Serve) -> None:
+    values = {name: getattr(options, name) for name in ServeSettings.__dataclass_fields__}
+    settings = ServeSettings(**values | {"token": options.token or os.environ.get(TOKEN_VARIABLE) or None})
     for module in NEEDED:
         optional_module(module, "serve")
     from vitrail.serving.server import ServeJob, Supervisor, named_models, open_socket, serve, serve_as_worker
 
-    settings = ServeSettings(**{name: getattr(options, name) for name in ServeSettings.__dataclass_fields__})
     job = ServeJob(
         models=named_models(options.models),
         settings=settings,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import message_console
+from vitrail.cli.console import message_console, print_json
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, names_in
-from vitrail.errors import ConfigError, Interrupted, nearest
+from vitrail.errors import ConfigError, nearest
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
 from vitrail.studies.cell import CellResult, study_pool
@@ -89,8 +88,7 @@ COMMAND = Command(
 )
 
 
-def main(call: Call) -> None:
-    options = StudyOptions(**call.options)
+def main(call: Call, options: StudyOptions) -> None:
     if options.name not in STUDIES:
         raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
     study = STUDIES[options.name]
@@ -120,8 +118,10 @@ def main(call: Call) -> None:
                 "tpuv3_core_days": whole.flops / TPU_FLOPS / 86400,
             },
         }
-        for line in [json.dumps(plan)] if options.json else plan_lines(study, plan, len(options.seeds)):
-            print(line)
+        if options.json:
+            print_json(plan)
+        else:
+            print(*plan_lines(study, plan, len(options.seeds)), sep="\n")
         return
     check_jobs(jobs, cost, device)
     run = StudyRun(
@@ -138,19 +138,16 @@ def main(call: Call) -> None:
 
     pool = study_pool(folder, jobs=jobs, threads=threads, device=options.device, on_cell=show)
     repeated = pool.cell_named(options.cell) if options.cell else None
-    try:
-        with interrupted_by_signals(), run.held():
-            if repeated is not None:
-                result = pool.repeat(repeated)
-                if options.json:
-                    print(json.dumps(to_plain(result)))
-                return
-            results = run.measure(pool)
-            plain = write_study(folder, run, results)
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped; the finished cells stay in {folder}") from None
+    with interrupted_by_signals(f"stopped; the finished cells stay in {folder}"), run.held():
+        if repeated is not None:
+            result = pool.repeat(repeated)
+            if options.json:
+                print_json(to_plain(result))
+            return
+        results = run.measure(pool)
+        plain = write_study(folder, run, results)
     if options.json:
-        print(json.dumps(plain))
+        print_json(plain)
         return
     console.print()
     for part in result_parts(study, results, plain):

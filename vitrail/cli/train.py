@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.console import ConsoleDisplay
+from vitrail.cli.console import ConsoleDisplay, text_table
 from vitrail.cli.options import Call, Command
 from vitrail.cli.run_options import (
     ResumeOptions,
@@ -186,6 +186,7 @@ COMMAND = Command(
         ("vitrail train --data photos --init vit.npz", "Start from the weights of another model."),
     ),
     options=(Train,),
+    has_recipe=True,
     settings=run_options,
     common=common_options,
     depends=lambda given: task_options(task_of(given, recipe_for(given).task.name)),
@@ -391,14 +392,9 @@ def _print_plan(
         highlight=False,
         soft_wrap=not console.is_terminal,
     )
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     columns = [scale_texts(plan) for plan in plans]
-    header, *rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    for number, name in enumerate(header):
-        table.add_column(name, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    heads, *rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    console.print(text_table(heads, rows))
 
 
 def _report(console: Console, log: Log, result: RunResult) -> None:

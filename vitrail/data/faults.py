@@ -61,14 +61,21 @@ def shown(places: Sequence[str]) -> str:
     return "; ".join(places[:MOST_SHOWN]) + ("; and so on" if len(places) > MOST_SHOWN else "")
 
 
-def unknown_class(split: str, images: int, text: str) -> Fault:
-    """Return the fault of a held-out split that has labels which no training image has. The check of the data counts
-    these images as unlabelled."""
+def unknown_class(
+    split: str,
+    images: int,
+    text: str,
+    effect: str = "",
+    advice: str = "Add training images of these classes, or correct or remove these labels.",
+) -> Fault:
+    """Return the fault of a held-out split that has labels which no training image has. Unless another `effect` is
+    given, the check of the data counts these images as unlabelled."""
+    effect = effect or f"counts {plural(images, 'image')} of the {split} split as unlabelled"
     return Fault(
         "unknown-class", "error", images, text,
-        "Training refuses the data, because a network cannot learn a class without training images. This check counts "
-        f"{plural(images, 'image')} of the {split} split as unlabelled.",
-        "Add training images of these classes, or correct or remove these labels.",
+        "Training refuses the data, because a network cannot learn a class without training images. This check "
+        f"{effect}.",
+        advice,
     )  # fmt: skip
 
 

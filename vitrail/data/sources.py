@@ -1,41 +1,35 @@
-"""Data formats, with one module per format, and `open_data`, which opens any of them as one `Source` per split."""
+"""The choice of data (`DataConfig`), the table of its formats, and `open_data`, which opens any of them as one `Source`
+per split."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from vitrail.data import formats
+from vitrail.data.cuts import SLICE, CutMethod, check_validation, reduced, with_validation
 from vitrail.data.faults import TABLES, has_predictions, is_own_output, refuse
-from vitrail.data.source import Source, mixed, samples_of, shared_files, shared_images, subset, target_kind
+from vitrail.data.pixels.decode import allow_pixels
+from vitrail.data.source import Source, mixed, samples_of, shared_files, shared_images, target_kind
 from vitrail.data.splits import (
-    CutMethod,
     Format,
     Request,
     Splits,
     check_classes,
     choice_in,
-    chosen,
-    drawn,
-    drawn_per_class,
+    divided_spec,
     named_splits,
     one_class,
     split_of,
-    with_validation,
     without_training,
 )
 from vitrail.data.targets import TargetKind, similar_names
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
-from vitrail.files import expanded
 from vitrail.report.page import printable
-from vitrail.settings import problem_of, raise_problems, typed
-
-if TYPE_CHECKING:
-    from vitrail.data.formats.pseudo_labels import Pool
+from vitrail.settings import Effect, problem_of, problems, raise_problems, setting, typed
 
 KINDS: dict[TargetKind, str] = {
     "class": "one class per image",
@@ -50,9 +44,104 @@ KINDS: dict[TargetKind, str] = {
 
 Opener = Callable[[Request], Splits]
 
-SUBSET = re.compile(r"(?P<location>.+)\[(?P<inside>[^\[\]]*)\]", re.S)
 FRACTION = re.compile(r"\d*\.\d+")
-AMOUNT = re.compile(r":(?P<number>\d+|\d*\.\d+)(?P<percent>%?)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The data of a run. Raises `ConfigError` if a field is invalid; the message names every invalid field."""
+
+    spec: str = setting(
+        "bundled", name="data", on_resume="its images and labels must be those of the run", metavar="SPEC"
+    )
+    """Data set: a folder with a folder per class, a table, shards, or a name such as fashion-mnist. All forms: a folder
+    of class folders (with or without train/, val/, test/), a table (.csv, .tsv, .jsonl), tar shards, Parquet,
+    hf:ORG/NAME, fractals:CLASSES:SAMPLES, scenes:SAMPLES, a folder of IDX files, fashion-mnist or bundled. The suffix
+    [:1000] or [:10%] selects that number or percentage of the training images."""
+    numbers: tuple[str, ...] = setting((), commas=True)
+    """Numeric columns of a table that --task regression learns. An empty cell is an unknown number."""
+    mix: tuple[str, ...] = ()
+    """More training data, as FRACTION:SPEC. For example, 0.3:fractals:1000:100 draws 30 % of the training images from
+    fractals. Only the training split of this data is used."""
+    per_class: int | None = setting(None, least=1)
+    """Training images per class. By default all are used."""
+    subset_seed: int = setting(
+        0,
+        effect=Effect(
+            lambda data: data.per_class is not None or data.spec.endswith("]"),
+            "with --per-class or an amount such as [:1000] after --data",
+            by_user=True,
+        ),
+        least=0,
+    )
+    """Random seed that selects the images for --per-class and for an amount such as [:1000]."""
+    validation: str = "auto"
+    """Images that select the weights. auto: the data's validation split, or a part of the training images if there is
+    no such split. train: always a part of the training images; the data's own validation split is then the test split.
+    A slice such as train[-10000:] or train[99%:] holds out the training images at these positions."""
+    validation_share: float = setting(
+        0.1,
+        effect=Effect(
+            lambda data: SLICE.fullmatch(data.validation) is None,
+            "unless --validation is a slice of the training images",
+            by_user=True,
+        ),
+        least=0,
+        below=1,
+    )
+    """Fraction of the training images held out if there is no validation split; 0 for none."""
+    cut_method: CutMethod = "stratified"
+    """Method that holds out and selects training images by a hash of their names. stratified: exactly the requested
+    number of images, and nearly the same fraction of every label. threshold: the method of earlier versions, with at
+    least one image per class; if images are added, nearly all others stay in their splits."""
+    max_skipped: float = setting(0.01, least=0, most=1)
+    """Fraction of the training images that may fail to decode before the run stops. Unless this is 0, at least three
+    failures are tolerated, or a tenth of the images if there are fewer than 30."""
+    max_pixels: int | None = setting(None, least=1)
+    """Largest number of pixels of an image that is decoded; larger images count as undecodable. The default is
+    89478485, or the environment variable VITRAIL_MAX_PIXELS."""
+
+    def __post_init__(self) -> None:
+        raise_problems([*problems(self), *check_validation(self.validation)])
+
+    def open(self, *, unlabelled: bool = False, texts: bool = False, tolerant: bool = False) -> Splits:
+        """Return the splits. The training split includes the data of `mix`. Raises `DataError`.
+
+        With `unlabelled`, data without classes is opened as well. With `texts`, texts are preferred to labels. With
+        `tolerant`, faults in the structure of the data are collected in `Splits.faults`.
+        """
+        return self.cut(self.open_whole(unlabelled=unlabelled, texts=texts, tolerant=tolerant))
+
+    def open_whole(self, *, unlabelled: bool = False, texts: bool = False, tolerant: bool = False) -> OpenedData:
+        """Open the data and the data of `mix`, for `cut` to split. Raises `DataError`.
+
+        From then on, `max_pixels` applies to this process and those that it starts.
+        """
+        self._allow_pixels()
+        opened = open_whole(self.spec, numbers=self.numbers, unlabelled=unlabelled, texts=texts, tolerant=tolerant)
+        return replace(opened, mixed=open_mixed(opened.whole, self.mix, unlabelled=unlabelled))
+
+    def cut(self, data: Source | Splits | OpenedData, *, unlabelled: bool = False) -> Splits:
+        """Return the splits of data that is already open, by the same rules as `open`. `unlabelled` is for the data of
+        `mix`, which `OpenedData` has already.
+
+        Configs that differ only in the validation fraction and the amount of training images can share open data.
+        """
+        self._allow_pixels()
+        if not isinstance(data, OpenedData):
+            whole = data if isinstance(data, Splits) else Splits(data, None, None)
+            data = OpenedData("", whole, open_mixed(whole, self.mix, unlabelled=unlabelled))
+        return data.splits(
+            validation_share=self.validation_share,
+            validation=self.validation,
+            per_class=self.per_class,
+            subset_seed=self.subset_seed,
+            cut_method=self.cut_method,
+        )
+
+    def _allow_pixels(self) -> None:
+        if self.max_pixels is not None:
+            allow_pixels(self.max_pixels)
 
 
 def open_data(
@@ -133,7 +222,7 @@ class OpenedData:
         share = typed(float, validation_share, "validation_share")
         raise_problems([problem_of("validation_share", share, float, {"least": 0, "below": 1})])
         splits = with_validation(self.whole, self.spec, validation_share, validation=validation, method=cut_method)
-        splits = _reduced(splits, self.spec, _amount_of(self.spec)[1], per_class, subset_seed, cut_method)
+        splits = reduced(splits, self.spec, per_class, subset_seed, cut_method)
         return _mixture(splits, self.mixed) if self.mixed else splits
 
 
@@ -163,7 +252,7 @@ def open_whole(
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"numbers={numbers} names a column twice")
     try:
-        location, choice = choice_in(_amount_of(spec)[0])
+        location, choice = choice_in(divided_spec(spec)[0])
         if not location:
             raise DataError(f"data {spec!r} names nothing; name a folder, a file or a data set before the choice")
         if texts and choice.text is None:
@@ -234,34 +323,6 @@ def open_mixed(splits: Splits, more: tuple[str, ...], *, unlabelled: bool = Fals
             "same kind"
         )
     return tuple(opened)
-
-
-def open_pool(pool: Pool) -> Source:
-    """Return the images that a model labels. Raises `DataError` if there are none."""
-    location, amount = _amount_of(pool.spec)
-    opened = open_whole(location if pool.rest else pool.spec, unlabelled=True)
-
-    def train(opened: OpenedData, per_class: int | None) -> Source:
-        return opened.splits(
-            validation_share=pool.validation_share,
-            validation=pool.validation,
-            per_class=per_class,
-            subset_seed=pool.subset_seed,
-            cut_method=pool.cut_method,
-        ).train
-
-    if not pool.rest:
-        return train(opened, pool.per_class)
-    everything, labelled = train(opened, None), train(replace(opened, spec=pool.spec), pool.per_class)
-    keys = {labelled.key(index) for index in range(len(labelled))}
-    rest = [index for index in range(len(everything)) if everything.key(index) not in keys]
-    if not rest:
-        selected = "selects all of them" if amount or pool.per_class else "selects no amount of them"
-        raise DataError(
-            f"data {pool.spec!r} leaves none of its {plural(len(everything), 'training image')} to label, because it "
-            f"{selected}; select a part such as [:10%] to learn from its labels, or give unlabelled=..."
-        )
-    return subset(everything, rest)
 
 
 def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
@@ -488,7 +549,7 @@ FORMATS = [
     ),
     Format(
         lambda request: formats.pseudo_labels.looks_like_pseudo_labels(request.path),
-        lambda request: formats.pseudo_labels.open_pseudo_labels(request.path, request.classes, open_pool),
+        lambda request: formats.pseudo_labels.open_pseudo_labels(request.path, request.classes),
     ),
     Format(lambda request: request.is_folder and is_own_output(request.path), _refuse_own_output, ALL_CHOICES,
            has_numbers=True),
@@ -575,88 +636,9 @@ def _without_unlabelled(splits: Splits) -> Splits:
     """Return the splits without held-out splits that have no known target, because these cannot measure a model."""
     if splits.target_kind == "none":
         return splits
-    for name in ("validation", "test"):
-        source = getattr(splits, name)
-        if source is not None and not samples_of(source).targets.known.any():
+    for name, source in splits.sources.items():
+        if name != "train" and not samples_of(source).targets.known.any():
+            without: dict[str, Any] = {name: None}
             note = f"the {name} split is skipped, because none of its images has a label"
-            splits = replace(splits, notes=(*splits.notes, note))
-            splits = replace(splits, validation=None) if name == "validation" else replace(splits, test=None)
+            splits = replace(splits, **without, notes=(*splits.notes, note))
     return splits
-
-
-def absolute_spec(spec: str) -> str:
-    """Return the same data with the absolute path if it is on the disk, for a file that is read from any folder."""
-    location, _ = choice_in(_amount_of(spec)[0])
-    path = expanded(location)
-    if location in ("bundled", "fashion-mnist") or not path.exists():
-        return spec
-    return f"{path.absolute()}{spec[len(location) :]}"
-
-
-def with_choice(
-    spec: str, splits: Sequence[str] = (), separator: str = "", *, keep_missing: bool = False, ignore: str = ""
-) -> str:
-    """Return the name of the same data with a choice of splits and labels (see `chosen`), before the amount."""
-    location, amount = _amount_of(spec)
-    location = chosen(location, splits, separator, keep_missing=keep_missing, ignore=ignore)
-    return f"{location}[{amount}]" if amount else location
-
-
-def has_amount(spec: str) -> bool:
-    """Return True if `spec` selects an amount of its training images, such as "photos[:10%]"."""
-    return bool(_amount_of(spec)[1])
-
-
-def _amount_of(spec: str) -> tuple[str, str]:
-    """Split `spec` into the path or name and the amount in brackets. If `spec` as a whole is an existing path, its
-    brackets are part of the path, and the amount is empty."""
-    match = SUBSET.fullmatch(spec)
-    if match is None or expanded(spec).exists():
-        return spec, ""
-    if AMOUNT.fullmatch(match["inside"]) is None:
-        raise DataError(
-            f"data {spec!r} ends in [{match['inside']}], which is not an amount; write [:1000] for 1,000 training "
-            "images, or [:10%] for a tenth of them"
-        )
-    return match["location"], match["inside"]
-
-
-def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed: int, method: CutMethod) -> Splits:
-    """Return the splits with the amount of training images that the user selected."""
-    train = splits.train
-    if match := AMOUNT.fullmatch(amount):
-        fraction = float(match["number"]) / 100
-        if match["percent"] and fraction > 1:
-            raise DataError(f"data {spec!r} selects {match['number']}% of its images; the amount is at most 100%")
-        count = round(fraction * len(train)) if match["percent"] else round(float(match["number"]))
-        if not match["percent"] and (count > len(train) or "." in match["number"]):
-            raise DataError(
-                f"data {spec!r} selects {match['number']} of {plural(len(train), 'training image')}; give a whole "
-                f"number up to {len(train)}, or a percentage such as [:10%]"
-            )
-        train = subset(train, drawn(train, count, seed=seed, method=method))
-    if per_class is not None:
-        if splits.target_kind in ("numbers", "mask") or not splits.classes:
-            held = "masks, and their classes are not counted" if splits.target_kind == "mask" else "no classes"
-            raise DataError(
-                f"per_class={per_class}: data {spec!r} has {held}; take a number of images instead, like "
-                f"{spec}[:{per_class}]"
-            )
-        train = subset(train, drawn_per_class(train, per_class, seed=seed, method=method))
-    if train is splits.train:
-        return splits
-    if not len(train):
-        raise DataError(
-            f"data {spec!r} selects none of {plural(len(splits.train), 'training image')}; select a larger amount"
-        )
-    note = (
-        f"{len(train):,} of {len(splits.train):,} training images are used, the same ones in every run with this seed"
-    )
-    if target_kind(train) == "class":
-        found = Counter(train.target(index) for index in range(len(train)))
-        counts = [found[label] for label in range(len(train.classes))]
-        if absent := counts.count(0):
-            note += f"; {absent} of the {len(counts)} classes have no image among them"
-        if few := sum(0 < count < (per_class or 0) for count in counts):
-            note += f"; {few} of the {len(counts)} classes have fewer than {per_class}"
-    return replace(splits, train=train, notes=(*splits.notes, note))

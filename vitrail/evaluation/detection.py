@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Float64, Int64
 
 from vitrail.data.objects import Objects, Runs, overlaps_with
 from vitrail.data.source import Source, check_outlines, target_kind
@@ -160,9 +160,9 @@ def best_threshold(truths: Sequence[Objects], found: Sequence[Detections]) -> fl
     scores, hits, total = [np.zeros(0)], [np.zeros(0, np.bool_)], 0
     for truth, one in zip(truths, found, strict=True):
         total += int((~truth.crowd).sum())
-        is_hit, counts = _hits(truth, one)
-        scores.append(one.scores[counts])
-        hits.append(is_hit[counts])
+        rows = matched(truth, one, of_class=True)
+        scores.append(one.scores[rows != IN_CROWD])
+        hits.append(rows[rows != IN_CROWD] != NOTHING)
     order = np.argsort(-np.concatenate(scores), kind="stable")
     sorted_scores, right = np.concatenate(scores)[order], np.cumsum(np.concatenate(hits)[order])
     if not len(right) or not right[-1]:
@@ -172,21 +172,36 @@ def best_threshold(truths: Sequence[Objects], found: Sequence[Detections]) -> fl
     return float(sorted_scores[int(f1.argmax())])
 
 
-def _hits(truth: Objects, found: Detections) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
-    """Return which of the found objects are right, and which of them count. The first one that overlaps a true object
-    of its class is right. Others do not count if at least half of them is inside a crowd of their class."""
+NOTHING = -1
+"""Row of a found object that is no true object."""
+
+IN_CROWD = -2
+"""Row of a found object inside a box around many objects. It is neither right nor wrong."""
+
+OVERLAP = 0.5
+"""Least intersection over union of a found object and the true object that it is."""
+
+
+def matched(truth: Objects, found: Detections, *, of_class: bool = False) -> Int64[np.ndarray, " n"]:
+    """Return the row of the true object that each found object is, or `NOTHING` or `IN_CROWD`.
+
+    Objects with the highest scores choose first. A true object of their own class is preferred. With `of_class`, true
+    objects and crowds of other classes do not count.
+    """
     boxes = truth.boxes * np.tile(found.size[::-1], 2)
+    rows = np.full(len(found), NOTHING, np.int64)
     free = ~truth.crowd
-    is_hit, counts = np.zeros(len(found), np.bool_), np.ones(len(found), np.bool_)
     for row in np.argsort(-found.scores, kind="stable").tolist() if len(truth) else ():
         box, same = found.boxes[row], truth.labels == found.labels[row]
         common, overlap = overlaps_with(boxes, box)
-        fitting = np.where(free & same, overlap, 0)
-        if fitting.max() >= 0.5:
-            is_hit[row], free[fitting.argmax()] = True, False
-        else:
-            counts[row] = not (truth.crowd & same & (common >= 0.5 * (box[2:] - box[:2]).prod())).any()
-    return is_hit, counts
+        allowed, preference = (same, 0) if of_class else (True, same)
+        fits = free & allowed & (overlap >= OVERLAP)
+        if fits.any():
+            best = int(np.where(fits, overlap + preference, 0).argmax())
+            rows[row], free[best] = best, False
+        elif (truth.crowd & allowed & (common >= OVERLAP * (box[2:] - box[:2]).prod())).any():
+            rows[row] = IN_CROWD
+    return rows
 
 
 def _datasets(

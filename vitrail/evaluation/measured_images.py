@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vitrail.data.cuts import Unlimited, cut
 from vitrail.data.source import Samples, Source, fingerprint, key_hash, samples_of, subset
 from vitrail.data.sources import KINDS, OpenedData, open_whole
-from vitrail.data.splits import Splits, Unlimited, cut
+from vitrail.data.splits import Splits
 from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, DataError, UserError, plural
 from vitrail.evaluation.imagenet import ClassMap, map_classes

@@ -11,23 +11,14 @@ import numpy as np
 from jaxtyping import Int64
 
 from vitrail.data.batch import Skipped
-from vitrail.data.objects import Mask, Objects, overlaps_with
+from vitrail.data.objects import Mask, Objects
 from vitrail.data.source import Source
 from vitrail.errors import plural
-from vitrail.evaluation.detection import average_precision, true_and_found
+from vitrail.evaluation.detection import IN_CROWD, NOTHING, average_precision, matched, true_and_found
 from vitrail.evaluation.metrics.intervals import Metric
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.segmentation import confused_pixels, intersection_over_union, mask_metrics
 from vitrail.weights.answers import Detections, MaskPrediction
-
-NOTHING = -1
-"""Row of a found object that is no true object."""
-
-IN_CROWD = -2
-"""Row of a found object inside a box around many objects. It is neither right nor wrong."""
-
-OVERLAP = 0.5
-"""Least intersection over union of a found object and the true object that it is."""
 
 SIDES = (0, 16, 32, 64, 96, 192)
 """Least sides of the sizes of objects, in pixels: the square roots of their areas."""
@@ -125,26 +116,6 @@ def mistakes_of(truth: Objects | Mask, found: Detections | MaskPrediction) -> fl
     confusion = confused_pixels(truth, found)
     assert confusion is not None, "a model of masks is measured on masks"
     return float(1 - np.trace(confusion) / max(1, confusion.sum()))
-
-
-def matched(truth: Objects, found: Detections) -> Int64[np.ndarray, " n"]:
-    """Return the row of the true object that each found object is, of any class, or `NOTHING` or `IN_CROWD`.
-
-    Objects with the highest scores choose first. A true object of their own class is preferred.
-    """
-    boxes = truth.boxes * np.tile(found.size[::-1], 2)
-    rows = np.full(len(found), NOTHING, np.int64)
-    free = ~truth.crowd
-    for row in np.argsort(-found.scores, kind="stable").tolist() if len(truth) else ():
-        box = found.boxes[row]
-        common, overlap = overlaps_with(boxes, box)
-        fits = free & (overlap >= OVERLAP)
-        if fits.any():
-            best = int(np.where(fits, overlap + (truth.labels == found.labels[row]), 0).argmax())
-            rows[row], free[best] = best, False
-        elif (truth.crowd & (common / max((box[2:] - box[:2]).prod(), 1e-12) >= OVERLAP)).any():
-            rows[row] = IN_CROWD
-    return rows
 
 
 def _pairs(truth: Objects, found: Detections, rows: Int64[np.ndarray, " n"], background: int) -> list[tuple[int, int]]:

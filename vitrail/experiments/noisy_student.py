@@ -27,13 +27,13 @@ from vitrail.data.formats.pseudo_labels import (
     balanced_copies,
     is_confident,
     looks_like_pseudo_labels,
+    open_pool,
     read_info,
     write_pseudo_labels,
 )
 from vitrail.data.pipeline import Readers
 from vitrail.data.source import Source, fingerprint, shared_images
-from vitrail.data.sources import absolute_spec, has_amount, open_pool
-from vitrail.data.splits import Splits
+from vitrail.data.splits import Splits, absolute_spec, has_amount
 from vitrail.errors import BundleError, ConfigError, DataError, plural
 from vitrail.evaluation.outputs import Outputs
 from vitrail.experiments.runner import complete_run, experiment
@@ -224,6 +224,10 @@ def label_images(
     enough, `BundleError` if predictions are not finite, and `SaveError`.
     """
     facts = check_classifier(teacher)
+    if labelling.pseudo_labels == "hard" and len(set(facts.classes)) < len(facts.classes):
+        raise ConfigError(
+            f"pseudo_labels='hard' writes names of classes, and several classes of {teacher} have one name; choose soft"
+        )
     source = open_pool(pool)
     predicted = _Predicted(source, facts.classes, labelling.confidence, teacher, on_progress)
     outputs = Outputs(load_teacher(teacher, device), batch_size=None, readers=readers, precision=precision)

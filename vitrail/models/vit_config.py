@@ -317,9 +317,15 @@ class ViTConfig(NetworkConfig):
         """
         return max(1, round(patches * (1 - (self.patch_dropout if dropout is None else dropout))))
 
-    def nearest_size(self, height: int, width: int) -> tuple[int, int]:
+    @property
+    def patch_pixels(self) -> tuple[int, int]:
+        """Height and width in pixels of the part of an image that a patch covers. A root makes patches of a feature
+        map, which is smaller than the image."""
         stride = self.root.stride if self.root else 1
-        down, across = (stride * patch for patch in self.patch_size)
+        return stride * self.patch_size[0], stride * self.patch_size[1]
+
+    def nearest_size(self, height: int, width: int) -> tuple[int, int]:
+        down, across = self.patch_pixels
         return max(1, round(height / down)) * down, max(1, round(width / across)) * across
 
     def parameters(self) -> int:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from vitrail.data.augment.settings import Augment
-from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import DataConfig
 from vitrail.models.variants import ModelConfig
 from vitrail.recipes import PaperRecipe
 from vitrail.recipes.papers import DATA, HELD_OUT, IMAGENET_MEAN, IMAGENET_STD

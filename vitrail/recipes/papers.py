@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vitrail.data.augment.settings import Augment, Preset
-from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import DataConfig
 from vitrail.models.variants import ModelConfig, variant_config
 from vitrail.recipes import PaperRecipe
 from vitrail.tasks.classification import Classification

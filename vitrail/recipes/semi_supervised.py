@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vitrail.data.augment.settings import Augment
-from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import DataConfig
 from vitrail.experiments.noisy_student import Labelling, NoisyStudentConfig, Rounds
 from vitrail.models.variants import ModelConfig
 from vitrail.recipes.papers import DATA, IMAGENET_MEAN, IMAGENET_STD

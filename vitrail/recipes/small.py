@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vitrail.data.augment.settings import Augment
-from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import DataConfig
 from vitrail.models.variants import ModelConfig
 from vitrail.tasks.classification import Classification
 from vitrail.training.config import RunConfig, TrainConfig

@@ -131,8 +131,13 @@ def large_address(picture: Image.Image, side: int = 480) -> Markup:
 
 def jpeg(picture: Image.Image, *, quality: int = 85) -> bytes:
     """Return a picture (mode L or RGB) as a JPEG file."""
+    return picture_file(picture, "JPEG", quality=quality)
+
+
+def picture_file(picture: Image.Image, form: str, **options: int) -> bytes:
+    """Return a picture as a file of a form, such as `form="PNG"`, with Pillow's options of this form."""
     file = io.BytesIO()
-    picture.save(file, "JPEG", quality=quality)
+    picture.save(file, form, **options)
     return file.getvalue()
 
 

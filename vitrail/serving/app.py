@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import io
 import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -27,10 +26,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from vitrail import __version__
-from vitrail.data.pixels.decode import image_size_of, to_pil
+from vitrail.data.pixels.decode import image_size_of, small_picture
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import UndecodableImage, nearest
 from vitrail.report.drawing import colour_of
+from vitrail.report.page import jpeg, picture_file
 from vitrail.serving.batching import Row
 from vitrail.serving.guard import PROBE_PATHS, App, Guard
 from vitrail.serving.protocol_v2 import (
@@ -460,9 +460,7 @@ def _placed_hugging_face(model: ServedModel, row: Row, image: bytes, asked: _Ask
 
 def _png(levels: np.ndarray) -> str:
     """Return a grey picture as a PNG file in base64."""
-    file = io.BytesIO()
-    Image.fromarray(levels).save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(picture_file(Image.fromarray(levels), "PNG")).decode()
 
 
 def _parse_hugging_face(body: bytes, model: ServedModel) -> tuple[bytes, _Asked]:
@@ -659,11 +657,7 @@ def _thumbnail(path: Path, most: int) -> bytes:
     height, width = image_size_of(content)
     if height * width > most:
         raise UndecodableImage(f"claims {width} x {height} pixels")
-    picture = to_pil(content, 3)
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    file = io.BytesIO()
-    picture.save(file, "JPEG", quality=85)
-    return file.getvalue()
+    return jpeg(small_picture(content, THUMBNAIL))
 
 
 # --- paths of the Open Inference Protocol v2

@@ -326,13 +326,16 @@ def _unmeasured(results: Results, *names: str) -> str:
 
 @dataclass(frozen=True)
 class TuningTrial:
-    """A learning rate that was tried for a stage, with the result on the cut of the training split."""
+    """A learning rate that was tried for a stage, with the result on the cut of the training split. It is a row of
+    trials.csv."""
 
-    tuning: str
+    point: str
+    """Name under which points share the chosen learning rates."""
     stage: int
-    rate: float
-    value: float | None
-    """Metric on the cut. None if training diverged."""
+    """Number of the stage, from 1."""
+    learning_rate: float
+    validation_accuracy: float | None
+    """None if training diverged."""
     chosen: bool
     cell: str
 

@@ -145,7 +145,7 @@ class StudyRun:
                 rates[name] = (*rates[name], best)
                 trials += [
                     TuningTrial(
-                        name, number, rate, result.metrics.get("validation_accuracy"), rate == best,
+                        name, number + 1, rate, result.metrics.get("validation_accuracy"), rate == best,
                         chains[name, rate][-1].name,
                     )
                     for rate, result in found.items()

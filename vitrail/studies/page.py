@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -176,32 +177,17 @@ def cell_rows(results: Results, metrics: Mapping[str, str]) -> list[dict[str, An
     ]
 
 
-def trial_rows(results: Results) -> list[dict[str, Any]]:
-    """Return a row for each trial of a learning rate."""
-    return [
-        {
-            "point": trial.tuning,
-            "stage": trial.stage + 1,
-            "learning_rate": trial.rate,
-            "validation_accuracy": trial.value,
-            "chosen": trial.chosen,
-            "cell": trial.cell,
-        }
-        for trial in results.trials
-    ]
-
-
 def edge_notes(results: Results) -> list[str]:
     """Return a sentence for the points whose chosen learning rate is the lowest or the highest that was tried, because
     a better one may lie beyond it."""
     edges: dict[str, list[str]] = {"lowest": [], "highest": []}
-    for name in dict.fromkeys(trial.tuning for trial in results.trials):
-        trials = [trial for trial in results.trials if trial.tuning == name]
+    for name in dict.fromkeys(trial.point for trial in results.trials):
+        trials = [trial for trial in results.trials if trial.point == name]
         for stage in {trial.stage for trial in trials}:
-            rates = sorted(trial.rate for trial in trials if trial.stage == stage)
-            chosen = next(trial.rate for trial in trials if trial.stage == stage and trial.chosen)
+            rates = sorted(trial.learning_rate for trial in trials if trial.stage == stage)
+            chosen = next(trial.learning_rate for trial in trials if trial.stage == stage and trial.chosen)
             if len(rates) > 2 and chosen in (rates[0], rates[-1]):
-                place = f"{name} (stage {stage + 1})" if stage else name
+                place = f"{name} (stage {stage})" if stage > 1 else name
                 edges["lowest" if chosen == rates[0] else "highest"].append(place)
     return [
         f"The chosen learning rate is the {end} of those tried, so a better one may lie beyond: {', '.join(names)}."
@@ -227,7 +213,7 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
     rows = {
         "points": point_rows(results, study.metrics),
         "cells": cell_rows(results, study.metrics),
-        "trials": trial_rows(results),
+        "trials": [asdict(trial) for trial in results.trials],
     }
     plain = {
         **shared,
@@ -248,7 +234,7 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
             if figure:
                 path = FIGURE if metric == next(iter(study.metrics)) else f"figure-{metric}.svg"
                 (folder / path).write_text(standalone(figure), encoding="utf-8")
-    has_stages = any(trial.stage for trial in results.trials)
+    has_stages = any(trial.stage > 1 for trial in results.trials)
     write_page(
         "the results",
         folder / PAGE,
@@ -267,10 +253,10 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
         trial_heads=("", *(["stage"] if has_stages else []), "learning rate", "validation accuracy", ""),
         trials=[
             (
-                trial.tuning,
-                *([f"{trial.stage + 1}"] if has_stages else []),
-                f"{trial.rate:g}",
-                "diverged" if trial.value is None else f"{100 * trial.value:.2f}",
+                trial.point,
+                *([f"{trial.stage}"] if has_stages else []),
+                f"{trial.learning_rate:g}",
+                "diverged" if trial.validation_accuracy is None else f"{100 * trial.validation_accuracy:.2f}",
                 "chosen" if trial.chosen else "",
             )
             for trial in results.trials

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from vitrail.data.augment.settings import Augment
 from vitrail.data.check.images import colours_in, images_of
-from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import fingerprint
+from vitrail.data.sources import DataConfig
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.models.variants import ModelConfig
 from vitrail.studies.claims import Claim

@@ -15,9 +15,9 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from vitrail.data.augment.settings import Augment
-from vitrail.data.config import DataConfig
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import DataConfig
 from vitrail.data.targets import PLACED
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision

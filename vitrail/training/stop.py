@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from vitrail.errors import Interrupted
+
 
 @contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` on SIGTERM and SIGHUP inside the `with` block, as Python does on SIGINT.
+def interrupted_by_signals(message: str = "") -> Iterator[None]:
+    """Raise `KeyboardInterrupt` on SIGTERM and SIGHUP inside the `with` block, as Python does on SIGINT. With a message
+    for the user, raise `Interrupted` with it on all of them.
 
     Python handles signals in its main thread only. In other threads nothing changes.
     """
@@ -31,6 +34,10 @@ def interrupted_by_signals() -> Iterator[None]:
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, *_hangup())}
     try:
         yield
+    except KeyboardInterrupt:
+        if not message:
+            raise
+        raise Interrupted(message) from None
     finally:
         _restore(before)
 

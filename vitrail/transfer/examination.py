@@ -26,6 +26,7 @@ from vitrail.errors import DataError, UndecodableImage
 from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.classifiers.logistic import class_ranks
 from vitrail.evaluation.features.extract import FeatureSet
+from vitrail.evaluation.metrics.numbers import mean_of_known
 from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig
@@ -369,6 +370,5 @@ def chance(truth: Targets) -> float:
 def _moments(truth: Targets) -> tuple[Float64[np.ndarray, " outputs"], Float64[np.ndarray, " outputs"]]:
     """Return the mean and the variance of the known values of each number."""
     known = ~np.isnan(truth.values)
-    counts = np.maximum(known.sum(axis=0), 1)
-    mean = np.where(known, truth.values, 0.0).sum(axis=0) / counts
-    return mean, (np.where(known, truth.values - mean, 0.0) ** 2).sum(axis=0) / counts
+    mean = mean_of_known(truth.values, known)
+    return mean, mean_of_known((truth.values - mean) ** 2, known)

@@ -14,7 +14,7 @@ from typing import Literal
 from vitrail.data.source import Source, truth_of
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, Interrupted, plural
+from vitrail.errors import ConfigError, plural
 from vitrail.evaluation.metrics.classes import fit_temperature
 from vitrail.evaluation.metrics.report import regression_report, report
 from vitrail.evaluation.mistakes import box_report, mask_report
@@ -264,22 +264,19 @@ def finetune(
     folder = place_of(config)
     if rates or search:
         check_place(folder, config)
-    try:
-        with interrupted_by_signals():
-            if search is not None:
-                log = log or Log()
-                log.say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
-                config, tried = search_settings(
-                    config, data, initial, search, folder, started=started, on_trial=log.say, on_progress=log.extracting
-                )
-                if any(one.steps for one in tried):  # these trials are beside this folder
-                    config = config.override(run=str(folder))
-            else:
-                # The trials of an earlier command must not be shown with another run of this name.
-                (trials_folder(folder) / RESULTS).unlink(missing_ok=True)
-            config, trials = choose_rate(config, data, rates, trials_folder(folder), initial=initial, log=log)
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped before the run; finished trials stay in {trials_folder(folder)}") from None
+    with interrupted_by_signals(f"stopped before the run; finished trials stay in {trials_folder(folder)}"):
+        if search is not None:
+            log = log or Log()
+            log.say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
+            config, tried = search_settings(
+                config, data, initial, search, folder, started=started, on_trial=log.say, on_progress=log.extracting
+            )
+            if any(one.steps for one in tried):  # these trials are beside this folder
+                config = config.override(run=str(folder))
+        else:
+            # The trials of an earlier command must not be shown with another run of this name.
+            (trials_folder(folder) / RESULTS).unlink(missing_ok=True)
+        config, trials = choose_rate(config, data, rates, trials_folder(folder), initial=initial, log=log)
     run = train(config, data=data, initial=initial, log=log, started=started)
     return evaluate_run(run, config, config.data.cut(data), trials)
 

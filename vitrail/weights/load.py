@@ -46,7 +46,7 @@ from vitrail.weights.words import Words
 
 LAYOUTS = Registry[Layout](
     {
-        "big-vision-pair": "vitrail.weights.layouts.big_vision_pair:BIG_VISION_PAIR",
+        "big-vision-pair": "vitrail.weights.layouts.google:BIG_VISION_PAIR",
         "google": "vitrail.weights.layouts.google:GOOGLE",
         "big-vision": "vitrail.weights.layouts.google:BIG_VISION",
         "bit": "vitrail.weights.layouts.google:BIT",

@@ -18,10 +18,12 @@ from vitrail.data.formats.pseudo_labels import (
     LabelledRows,
     Pool,
     PseudoLabelInfo,
+    open_pool,
     write_pseudo_labels,
 )
 from vitrail.data.source import fingerprint, has_soft_targets, shared_images, soft_target_of
-from vitrail.data.sources import absolute_spec, open_data, open_pool
+from vitrail.data.sources import open_data
+from vitrail.data.splits import absolute_spec
 from vitrail.errors import DataError
 from vitrail.testing import check_source
 
@@ -76,8 +78,11 @@ def test_classes_of_one_name_are_no_changed_labels(labels: Callable[..., str]) -
         ClassCounts(label="crane", predicted=predicted, confident=2, different=2, chosen=chosen)
         for predicted, chosen in ((9, 2), (27, 4))
     ]
-    source: Any = open_data(labels(counts=tuple(counts)), validation_share=0.0).train
-    np.testing.assert_array_equal(soft_target_of(source, 0), np.array([0.9, 0.1], np.float32))
+    folder = labels(counts=tuple(counts))
+    for classes in (None, ("crane", "crane")):
+        source: Any = open_data(folder, validation_share=0.0, classes=classes).train
+        assert [source.target(index) for index in range(6)] == [0, 1, 1, 1, 1, 0]
+        np.testing.assert_array_equal(soft_target_of(source, 0), np.array([0.9, 0.1], np.float32))
 
 
 @pytest.mark.parametrize(

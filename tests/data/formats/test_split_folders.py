@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.make import keys_of, targets_of
-from vitrail.data.sources import open_data, open_whole, with_choice
-from vitrail.data.splits import Splits
+from vitrail.data.sources import open_data, open_whole
+from vitrail.data.splits import Splits, with_choice
 from vitrail.errors import ConfigError, DataError
 
 Trees = Callable[..., Path]

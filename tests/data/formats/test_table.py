@@ -13,8 +13,8 @@ import pytest
 from tests.make import targets_of
 from vitrail.data.formats.table import open_table
 from vitrail.data.source import Source, target_kind
-from vitrail.data.sources import open_data, open_whole, with_choice
-from vitrail.data.splits import Request
+from vitrail.data.sources import open_data, open_whole
+from vitrail.data.splits import Request, with_choice
 from vitrail.errors import ConfigError, DataError, UserError
 from vitrail.testing import check_source
 
@@ -291,7 +291,9 @@ def test_numbers_that_cannot_be_are_named(table: Callable[..., Path]) -> None:
 
 def test_a_table_without_labels_opens_when_none_are_needed(table: Callable[..., Path]) -> None:
     rows = ("4.jpg,9,1", "a/1.jpg,2,3")
-    splits = open_data(str(table("path,size,weight", *rows)), validation_share=0.0, unlabelled=True)
+    plain = str(table("path,size,weight", *rows))
+    splits = open_data(plain, validation_share=0.0, unlabelled=True)
+    assert open_data(f"{plain}?separator=%7C", validation_share=0.0, unlabelled=True).notes == splits.notes
     assert splits.target_kind == "none" and splits.classes == () and numbers_of(splits.train) == [None, None]
     path = table('{"path": "4.jpg"}', '{"path": "a/1.jpg"}', name="metadata.jsonl")
     assert numbers_of(open_data(str(path), validation_share=0.0, unlabelled=True).train) == [None, None]

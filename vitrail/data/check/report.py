@@ -31,10 +31,11 @@ from vitrail.data.check.findings import (
     text_findings,
 )
 from vitrail.data.check.images import MOST_DETAILED, Progress, look_at_all
+from vitrail.data.cuts import drawn, drawn_per_class
 from vitrail.data.objects import Mask, Objects, drawn_on
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
-from vitrail.data.splits import Splits, drawn, drawn_per_class, one_class
+from vitrail.data.splits import Splits, one_class
 from vitrail.errors import DataError, listed, plural
 from vitrail.report.drawing import draw_legend
 from vitrail.report.page import large_address, printable, render

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitrail.data import formats
-from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_own_output, is_system_folder
+from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_own_output, is_system_folder, unknown_class
 from vitrail.data.pixels.decode import HEAD, SUFFIXES, is_image
 from vitrail.data.source import Samples, Source, file_samples, files_of, inode_of, inodes_in
 from vitrail.data.splits import (
@@ -112,14 +112,18 @@ def read_folder(
         np.array([numbers[named[name]] for name in kept], np.int64), [len(images) for images in kept.values()]
     )
     inodes = array("Q", (inode for images in kept.values() for _, inode in images))
+    lost = sum(len(found[name]) for name in unknown)
     faults = (
-        *(_unknown(strange, sum(len(found[name]) for name in unknown), root) for _ in unknown[:1]),
-        *(_empty(root, empty) for _ in empty[:1]),
+        *([unknown_class(
+            "", lost, strange, f"leaves out {plural(lost, 'image')} of {root.name}/",
+            "Add training images of these classes, or remove their folders.",
+        )] if unknown else ()),
+        *([_empty(root, empty)] if empty else ()),
         *_joined(root, {name: named[name] for name in kept}),
         *_other_folders(root, scan.system, scan.own),
         *_loose(root),
         *unread_images(root, scan.others, empty),
-    )
+    )  # fmt: skip
     keys = [key for images in kept.values() for key, _ in images]
     return FolderImages(file_samples(root, keys, inodes, Targets("class", classes, labels)), faults, tuple(scan.others))
 
@@ -176,15 +180,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself
         return False
-
-
-def _unknown(text: str, images: int, root: Path) -> Fault:
-    return Fault(
-        "unknown-class", "error", images, text,
-        "Training refuses the data, because a network cannot learn a class without training images. This check leaves "
-        f"out {plural(images, 'image')} of {root.name}/.",
-        "Add training images of these classes, or remove their folders.",
-    )  # fmt: skip
 
 
 def _joined(root: Path, names: Mapping[str, str]) -> Iterator[Fault]:

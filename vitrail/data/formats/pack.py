@@ -1,10 +1,10 @@
-"""The description of a folder of packed shards: classes, splits, and the size and checksum of each shard."""
+"""Packed shards: how they are written, and the description of their folder (`dataset.json`), with the classes, the
+splits, and the size and checksum of each shard."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import math
 import os
@@ -25,6 +25,7 @@ from vitrail.data.splits import SPLITS, Splits
 from vitrail.data.targets import Target, is_texts
 from vitrail.errors import ConfigError, DataError, Stopped, UndecodableImage, listed
 from vitrail.files import check_parent, only_writer, saving, write_json
+from vitrail.report.page import picture_file
 from vitrail.settings import from_plain
 
 FILE = "dataset.json"
@@ -342,26 +343,20 @@ def _in_order(work: Callable[[int], _Encoded], start: int, stop: int, workers: i
 def encoded(sample: Sample) -> tuple[bytes, str]:
     """Return the file of a sample's image and its suffix without a dot. An array becomes a PNG."""
     if isinstance(sample.image, np.ndarray):
-        return _saved(to_pil(sample.image, sample.image.shape[2]), "PNG"), "png"
+        return picture_file(to_pil(sample.image, sample.image.shape[2]), "PNG"), "png"
     return sample.image, _suffix(sample.key, sample.image)
 
 
 def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:
     sample = source[index]
     text = json.dumps({"__key__": sample.key, **_fields(sample.target)}).encode()
-    if isinstance(sample.image, np.ndarray):
-        picture = to_pil(sample.image, sample.image.shape[2])
-        larger = max_side is not None and max(picture.size) > max_side
-        data = _saved(_scaled(picture, max_side) if max_side and larger else picture, "PNG")
-        return _Encoded(sample.key, data, "png", text, larger, None)
-    reason = None
+    rescaled, reason = None, None
     try:
         rescaled = None if max_side is None else _rescaled(sample.image, max_side)
     except UndecodableImage as error:
-        rescaled, reason = None, str(error)
-    if rescaled is not None:
-        return _Encoded(sample.key, rescaled, "jpg", text, True, None)
-    return _Encoded(sample.key, sample.image, _suffix(sample.key, sample.image), text, False, reason)
+        reason = str(error)
+    data, suffix = encoded(sample) if rescaled is None else rescaled
+    return _Encoded(sample.key, data, suffix, text, rescaled is not None, reason)
 
 
 def _fields(target: Target) -> dict[str, object]:
@@ -376,11 +371,15 @@ def _fields(target: Target) -> dict[str, object]:
     return {"label": target}
 
 
-def _rescaled(image: bytes, max_side: int) -> bytes | None:
-    """Return the image as a JPEG scaled down to `max_side`, or None if the image is small enough.
+def _rescaled(image: bytes | np.ndarray, max_side: int) -> tuple[bytes, str] | None:
+    """Return the file of the image scaled down to `max_side`, a JPEG or for an array a PNG, and its suffix without a
+    dot. Return None if the image is small enough.
 
     Raises `UndecodableImage`.
     """
+    if isinstance(image, np.ndarray):
+        picture = to_pil(image, image.shape[2])
+        return None if max(picture.size) <= max_side else (picture_file(_scaled(picture, max_side), "PNG"), "png")
     try:
         with open_file(image) as header:
             size, mode = header.size, header.mode
@@ -389,19 +388,14 @@ def _rescaled(image: bytes, max_side: int) -> bytes | None:
         return None
     if max(size) <= max_side:
         return None
-    return _saved(_scaled(to_pil(image, 1 if mode in GREY else 3), max_side), "JPEG", quality=JPEG_QUALITY)
+    picture = to_pil(image, 1 if mode in GREY else 3)
+    return picture_file(_scaled(picture, max_side), "JPEG", quality=JPEG_QUALITY), "jpg"
 
 
 def _scaled(picture: Image.Image, max_side: int) -> Image.Image:
     scale = max_side / max(picture.size)
     width, height = (max(1, round(side * scale)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _saved(picture: Image.Image, file_format: str, **options: int) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, file_format, **options)
-    return file.getvalue()
 
 
 def _suffix(key: str, image: bytes) -> str:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int64
 
-from vitrail.data.source import Samples, Source, fingerprint, samples_of
-from vitrail.data.splits import CutMethod, Splits
+from vitrail.data.cuts import CutMethod
+from vitrail.data.source import Samples, Source, fingerprint, samples_of, subset
+from vitrail.data.sources import DataConfig, open_whole
+from vitrail.data.splits import Splits, divided_spec
 from vitrail.data.targets import SoftRows, Targets
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, plural
 from vitrail.files import replacing_folder, write_json
 from vitrail.settings import from_plain, to_plain
 
@@ -50,6 +51,26 @@ class Pool:
     validation: str = "auto"
     validation_share: float = 0.0
     cut_method: CutMethod = "stratified"
+
+
+def open_pool(pool: Pool) -> Source:
+    """Return the images that a model labels. Raises `DataError` if there are none."""
+    config = DataConfig(**{name: value for name, value in vars(pool).items() if name != "rest"})
+    location, amount = divided_spec(pool.spec)
+    opened = open_whole(location if pool.rest else pool.spec, unlabelled=True)
+    if not pool.rest:
+        return config.cut(opened).train
+    everything = replace(config, per_class=None).cut(opened).train
+    labelled = config.cut(replace(opened, spec=pool.spec)).train
+    keys = {labelled.key(index) for index in range(len(labelled))}
+    rest = [index for index in range(len(everything)) if everything.key(index) not in keys]
+    if not rest:
+        selected = "selects all of them" if amount or pool.per_class else "selects no amount of them"
+        raise DataError(
+            f"data {pool.spec!r} leaves none of its {plural(len(everything), 'training image')} to label, because it "
+            f"{selected}; select a part such as [:10%] to learn from its labels, or give unlabelled=..."
+        )
+    return subset(everything, rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +170,7 @@ def write_pseudo_labels(folder: Path, info: PseudoLabelInfo, rows: LabelledRows,
         write_json(partial / INFO, {"format": FORMAT, **to_plain(info)})
 
 
-def open_pseudo_labels(folder: Path, classes: tuple[str, ...] | None, open_pool: Callable[[Pool], Source]) -> Splits:
+def open_pseudo_labels(folder: Path, classes: tuple[str, ...] | None) -> Splits:
     """Return pseudo labels as a training split. If `classes` are the same classes in another order, labels are indices
     into `classes`.
 
@@ -165,7 +186,7 @@ def open_pseudo_labels(folder: Path, classes: tuple[str, ...] | None, open_pool:
         )
     rows = _read_rows(folder, info)
     samples = labelled(pool, rows, info.classes)
-    if classes is not None and set(classes) == set(info.classes):
+    if classes is not None and classes != info.classes and set(classes) == set(info.classes):
         samples = samples.renumbered([classes.index(name) for name in info.classes], classes)
     return Splits(samples, None, None)
 
@@ -233,7 +254,7 @@ def _read_rows(folder: Path, info: PseudoLabelInfo) -> LabelledRows:
             "probabilities are learned, so a changed label has no effect; label the images with --pseudo-labels hard "
             "to correct labels in the table"
         )
-    return rows
+    return rows if probabilities is None else rows._replace(labels=probabilities.argmax(axis=1))
 
 
 def is_confident(probabilities: Float[np.ndarray, "n classes"], least: float) -> Bool[np.ndarray, " n"]:

@@ -20,13 +20,13 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from vitrail.data.faults import TABLES, Fault, column_names, has_predictions, shown
+from vitrail.data.faults import TABLES, Fault, column_names, has_predictions, shown, unknown_class
 from vitrail.data.formats.folder import class_folders
 from vitrail.data.source import Samples, file_samples, inodes_in
 from vitrail.data.splits import (
@@ -102,28 +102,18 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
     without rows are skipped with a note. Rows whose file cannot be used are left out, and are a fault. If the request
     has no classes, so are rows of held-out splits with a label that no training row has. Raises `DataError`.
     """
-    classes, numbers, unlabelled = request.classes, request.numbers, request.unlabelled
     root = Path(os.path.commonpath([table.parent for table in tables]))
     where = str(root if len(tables) > 1 else tables[0])
     parts, notes = _parts(request, root, where, tables)
     has_texts = next(iter(parts.values())).has_texts
-    for split, part in list(parts.items()):
-        parts[split] = part._replace(has_texts=has_texts)
-        are_known = (bool(row.texts) if has_texts else row.label is not None for row in part.rows)
-        if split != "train" and len(parts) > 1 and not (part.rows and (numbers or unlabelled or any(are_known))):
-            reason = f"none of its images has a {'text' if has_texts else 'label'}" if part.rows else "it has no rows"
-            notes += (f"{part.path}: the {split} split is skipped, because {reason}",)
-            del parts[split]
-    for part in parts.values():
-        if not part.rows:
-            raise DataError(f"{part.path} has no rows; each image needs a row")
+    parts, skipped = _with_targets(request, {one: part._replace(has_texts=has_texts) for one, part in parts.items()})
     parts = _renamed(parts)
     labels = [row.label for part in parts.values() for row in part.rows if row.label is not None]
     if len({*map(type, labels)}) > 1:
         raise DataError(
             f"{where}: one split has one label per image, and another has several; use the same form in all splits"
         )
-    if not unlabelled:
+    if not request.unlabelled:
         refuse_joined(where, Counter(one for one in labels if isinstance(one, str)), request.choice.separator)
         refuse_flags(where, (one for one in labels if isinstance(one, tuple)))
     faults: list[Fault] = []
@@ -132,32 +122,64 @@ def open_table(request: Request, tables: Sequence[Path]) -> Splits:
         faults += found
         if not parts[split].rows:
             raise DataError("\n".join(fault.text for fault in found))
-    if numbers or has_texts:
-        if not (numbers or unlabelled or any(row.texts for part in parts.values() for row in part.rows)):
-            raise DataError(f"{where}: no image has a text that can be used")
-        classes = numbers
-    else:
-        first = "train" if "train" in parts else next(iter(parts))
-        known = classes is not None
-        classes = _classes(parts[first], unlabelled) if classes is None else classes
-        for part in parts.values():
-            lacking = [name for name in parts[first].classes or () if name not in (part.classes or (name,))]
-            if lacking:
-                raise DataError(
-                    f"{part.path} has no column {lacking[0]!r}, which {parts[first].path} has, so the images of this "
-                    "class are not known; add the column"
-                )
-        for split in [split for split in parts if known or split != first]:
-            strange = [row for row in parts[split].rows if not set(classes).issuperset(row.names)]
-            if strange:
-                fault = _unknown_class(parts[split].path, split, strange, classes)
-                if known:
-                    raise DataError(fault.text)
-                faults.append(fault)
-                left = set(strange)
-                parts[split] = parts[split]._replace(rows=[row for row in parts[split].rows if row not in left])
+    classes = request.numbers
+    if not (classes or has_texts):
+        parts, classes, strange = _with_classes(request, parts)
+        faults += strange
+    elif not (classes or request.unlabelled or any(row.texts for part in parts.values() for row in part.rows)):
+        raise DataError(f"{where}: no image has a text that can be used")
     sources = {split: _source(part, classes) for split, part in parts.items() if part.rows}
-    return splits_from(sources, notes, faults)
+    return splits_from(sources, (*notes, *skipped), faults)
+
+
+def _with_targets(request: Request, parts: Mapping[Split, Table]) -> tuple[dict[Split, Table], list[str]]:
+    """Return the splits without held-out ones that have no targets, and a note on each of those. Raise `DataError` if
+    one of the others has no rows."""
+    found, notes = dict(parts), []
+    for split, part in parts.items():
+        are_known = (bool(row.texts) if part.has_texts else row.label is not None for row in part.rows)
+        has_targets = part.rows and (request.numbers or request.unlabelled or any(are_known))
+        if split != "train" and len(found) > 1 and not has_targets:
+            noun = "text" if part.has_texts else "label"
+            reason = f"none of its images has a {noun}" if part.rows else "it has no rows"
+            notes.append(f"{part.path}: the {split} split is skipped, because {reason}")
+            del found[split]
+    for part in found.values():
+        if not part.rows:
+            raise DataError(f"{part.path} has no rows; each image needs a row")
+    return found, notes
+
+
+def _with_classes(
+    request: Request, parts: Mapping[Split, Table]
+) -> tuple[dict[Split, Table], tuple[str, ...], list[Fault]]:
+    """Return the splits without rows of unknown classes, the classes, and the faults of those rows. The classes are
+    those of the request, or else those of the training split. Raise `DataError` for a column of a class that a split
+    lacks, and for a class that is not among those of the request."""
+    first = "train" if "train" in parts else next(iter(parts))
+    classes = _classes(parts[first], request.unlabelled) if request.classes is None else request.classes
+    for part in parts.values():
+        lacking = [name for name in parts[first].classes or () if name not in (part.classes or (name,))]
+        if lacking:
+            raise DataError(
+                f"{part.path} has no column {lacking[0]!r}, which {parts[first].path} has, so the images of this "
+                "class are not known; add the column"
+            )
+    found, faults, known = dict(parts), [], set(classes)
+    for split, part in parts.items():
+        strange = [row for row in part.rows if not known.issuperset(row.names)]
+        if strange and (request.classes is not None or split != first):
+            unknown = next(name for name in strange[0].names if name not in known)
+            text = f"{part.path}, line {strange[0].line}: the label {unknown!r} is not among the classes"
+            faults.append(unknown_class(
+                split, len(strange), f"{text}; {nearest(unknown, classes)}",
+                f"leaves out {plural(len(strange), 'row')} of the {split} split",
+                "Add training images of the class, or correct or remove these rows.",
+            ))  # fmt: skip
+            found[split] = part._replace(rows=[row for row in part.rows if known.issuperset(row.names)])
+    if faults and request.classes is not None:
+        raise DataError(faults[0].text)
+    return found, classes, faults
 
 
 def _parts(
@@ -167,12 +189,10 @@ def _parts(
     choice, numbers, unlabelled = request.choice, request.numbers, request.unlabelled
     names = [table.relative_to(root).as_posix() for table in tables]
     if len(tables) == 1 and not (request.is_folder and (split_of(names[0], choice.splits) or split_of(root.name))):
-        table = read(tables[0], choice, numbers, unlabelled=unlabelled)
-        parts, notes = divided(table, choice.splits)
-        return parts, (*table.notes, *notes)
+        return _read(tables[0], choice, numbers, unlabelled=unlabelled)
     by_name, notes = by_split(where, names, choice.splits)
     choice = replace(choice, splits={})  # each table is one split
-    parts = {}
+    parts: dict[Split, Table] = {}
     for split, some in by_name.items():
         if len(some) > 1:
             raise DataError(
@@ -184,7 +204,7 @@ def _parts(
             notes += (f"{path}: the {split} split is skipped, because the file is empty",)
             continue
         try:
-            parts[split] = read(
+            whole, more = _read(
                 path, choice, numbers, unlabelled=unlabelled or split != "train",
                 named=parts["train"].labels if "train" in parts else None,
             )  # fmt: skip
@@ -193,7 +213,8 @@ def _parts(
                 raise
             notes += (f"{path}: the {split} split is skipped, because it has no column of numbers",)
             continue
-        notes += parts[split].notes
+        parts[split] = whole["train"]
+        notes += more
     return parts, notes
 
 
@@ -237,18 +258,6 @@ def _classes(table: Table, unlabelled: bool) -> tuple[str, ...]:
     check_names(str(table.path), names)
     by_value = all(name.isdecimal() for name in names)
     return tuple(sorted(names, key=lambda name: (int(name) if by_value else 0, name)))
-
-
-def _unknown_class(table: Path, split: Split, rows: list[TableRow], classes: tuple[str, ...]) -> Fault:
-    """Return the fault of rows of a held-out split with labels that no training row has."""
-    unknown = next(name for name in rows[0].names if name not in classes)
-    return Fault(
-        "unknown-class", "error", len(rows),
-        f"{table}, line {rows[0].line}: the label {unknown!r} is not among the classes; {nearest(unknown, classes)}",
-        "Training refuses the data, because a network cannot learn a class without training images. This check leaves "
-        f"out {plural(len(rows), 'row')} of the {split} split.",
-        "Add training images of the class, or correct or remove these rows.",
-    )  # fmt: skip
 
 
 def _with_files(table: Table) -> tuple[Table, list[Fault]]:
@@ -357,11 +366,6 @@ class Table(NamedTuple):
     rows: list[TableRow]
     classes: tuple[str, ...] | None
     """The names of the columns of 0 and 1, or None if there are no such columns."""
-    split_column: str
-    """Name of the column that divides the table, or "" if there is none."""
-    splits: list[str]
-    """The value of each row in this column."""
-    notes: tuple[str, ...]
     has_texts: bool
     """True if the targets are texts."""
     labels: tuple[str, ...]
@@ -399,29 +403,33 @@ def has_paths(table: Path) -> bool:
     return any(name.strip().lower() in PATHS for name in names)
 
 
-def read(
+class _Targets(NamedTuple):
+    """The positions of the columns of targets. A table has targets of one kind, or none."""
+
+    label: int | None = None
+    text: int | None = None
+    flags: tuple[int, ...] = ()
+    """The columns of 0 and 1, one for each class."""
+    numbers: tuple[tuple[str, int], ...] = ()
+    """The columns of numbers, with the names that the user gave them."""
+
+
+def _read(
     path: Path,
     choice: Choice,
     numbers: Sequence[str] = (),
     *,
     unlabelled: bool = False,
     named: tuple[str, ...] | None = None,
-) -> Table:
-    """Return the rows of a table. Paths are not checked.
+) -> tuple[dict[Split, Table], tuple[str, ...]]:
+    """Return the rows of a table by split, and notes. Paths are not checked.
 
     If `numbers` names columns, these are the targets, and labels are not read. If `unlabelled` is true, a table without
     labels is accepted. The labels of a held-out table are in the column that is `named` as that of the training table,
     or in one with a usual name. Any other table can also have them in its only other column. Raises `DataError` if the
     table cannot be read, or has no column of paths or of targets.
     """
-    cells_of = _json_cells if path.suffix.lower() == ".jsonl" else _csv_cells
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            cells = cells_of(path, file)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot read {path} as a table in UTF-8: {error}") from error
+    cells = _read_cells(path)
     image = cells.find(PATHS) if choice.image is None else cells.named(choice.image)
     if image is None:
         raise DataError(
@@ -433,31 +441,22 @@ def read(
     if choice.text is not None and text is None and not numbers:
         raise without_texts(str(path), cells.header)
     free = [name for place, name in enumerate(cells.header) if name and place not in (image, label)]
-    column, splits, split_notes = find_split(
+    column, values, notes = find_split(
         str(path), free, lambda name: cells.column(cells.header.index(name)), choice.splits
     )
     split = None if column is None else cells.header.index(column)
-    others = [
-        place for place in range(len(cells.header)) if place not in (image, split) and not _is_index(cells, place)
+    candidates = [
+        place
+        for place, name in enumerate(cells.header)
+        if place not in (image, split, text) and name.lower() not in NAMES and not _is_index(cells, place)
     ]
-    candidates = [place for place in others if cells.header[place].lower() not in NAMES]  # splits are no classes
-    if text is not None and choice.text is None:
-        candidates = [place for place in candidates if place != text]
-        if label is not None or _are_flags(cells, candidates):
-            text = None
-    columns = [(name, place) for name, place in zip(numbers, places_of(str(path), numbers, cells.header), strict=True)]
-    captions = TextReader()
     if numbers:
-        used, classes = [place for _, place in columns], None
-        targets: Iterable[Any] = ()
-    elif text is not None:
-        used, classes, targets = [text], None, ()
+        places = places_of(str(path), numbers, cells.header)
+        targets = _Targets(numbers=tuple(zip(numbers, places, strict=True)))
+    elif text is not None and (choice.text is not None or (label is None and not _are_flags(cells, candidates))):
+        targets = _Targets(text=text)
     elif label is None and _are_flags(cells, candidates):
-        used, classes = candidates, tuple(class_name(cells.header[place]) for place in candidates)
-        targets = (
-            tuple(name for name, place in zip(classes, candidates, strict=True) if str(line[place]).lower() in TRUE)
-            for _, line in cells.lines
-        )
+        targets = _Targets(flags=tuple(candidates))
     else:
         if label is None and named is None and len(candidates) == 1 and not _are_measured(cells.column(candidates[0])):
             (label,) = candidates
@@ -465,33 +464,42 @@ def read(
             raise DataError(_without_labels(cells, candidates))
         if label is not None and not unlabelled:
             _refuse_boxes(cells, image, label, is_chosen=choice.label is not None)
-        used, classes = [] if label is None else [label], None
-        targets = (None for _ in cells.lines) if label is None else cells.column(label)
-    reader = LabelReader(choice.separator if targets else None, keep_missing=choice.keep_missing)
-    rows = [
-        TableRow(
-            str(line[image] or ""),
-            target if classes else reader(target),
-            number,
-            tuple(number_of(f"{path}, line {number}", name, line[place]) for name, place in columns),
-            () if text is None else captions(line[text]),
-        )
-        for (number, line), target in zip(cells.lines, targets or [None] * len(cells.lines), strict=True)
-    ]
+        targets = _Targets(label)
+    rows, about_cells = _rows(cells, choice, image, targets)
+    used = {image, split, targets.label, targets.text, *targets.flags, *dict(targets.numbers).values()}
+    rest = [name or "(without a name)" for place, name in enumerate(cells.header) if place not in used]
+    unused = (f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}",) if rest else ()
+    classes = tuple(class_name(cells.header[place]) for place in targets.flags) or None
+    labels = () if targets.label is None else (cells.header[targets.label],)
+    table = Table(path, rows, classes, targets.text is not None, labels)
+    parts, about_splits = _divided(table, column, values, choice.splits)
+    return parts, (*notes, *about_cells, *unused, *about_splits)
+
+
+def _rows(cells: _Cells, choice: Choice, image: int, targets: _Targets) -> tuple[list[TableRow], tuple[str, ...]]:
+    """Return the rows of a table, and notes on cells that are no targets. Raise `DataError` for a cell that should be a
+    number, and if some rows have one label and others several."""
+    has_labels = targets.label is not None and targets.text is None and not targets.numbers
+    reader = LabelReader(choice.separator if has_labels else None, keep_missing=choice.keep_missing)
+    captions, classes = TextReader(), {place: class_name(cells.header[place]) for place in targets.flags}
+    rows = []
+    for number, line in cells.lines:
+        label: str | tuple[str, ...] | None
+        if classes:
+            label = tuple(name for place, name in classes.items() if str(line[place]).lower() in TRUE)
+        else:
+            label = reader(None if targets.label is None else line[targets.label])
+        where = f"{cells.path}, line {number}"
+        numbers = tuple(number_of(where, name, line[place]) for name, place in targets.numbers)
+        texts = () if targets.text is None else captions(line[targets.text])
+        rows.append(TableRow(str(line[image] or ""), label, number, numbers, texts))
     forms = {isinstance(row.label, tuple) for row in rows if row.label is not None}
     if len(forms) > 1:
-        raise DataError(f"{path}: some rows have one label and others a list of labels; use one form in all rows")
+        raise DataError(f"{cells.path}: some rows have one label and others a list of labels; use one form in all rows")
     if forms == {True}:
         reader.blank += sum(row.label is None for row in rows)
         rows = [row._replace(label=row.label or ()) for row in rows]
-    rest = [name or "(without a name)" for place, name in enumerate(cells.header) if place not in (image, split, *used)]
-    notes = (*split_notes, *reader.notes(str(path)), *captions.notes(str(path)))
-    if rest:
-        notes = (*notes, f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}")
-    return Table(
-        path, rows, classes, column or "", splits, notes, text is not None,
-        () if label is None else (cells.header[label],),
-    )  # fmt: skip
+    return rows, (*reader.notes(str(cells.path)), *captions.notes(str(cells.path)))
 
 
 def _refuse_boxes(cells: _Cells, image: int, label: int, *, is_chosen: bool) -> None:
@@ -520,6 +528,17 @@ def _delimiter(table: Path, first: str) -> str:
         one for one in DELIMITERS if {name.strip(' "').lower() for name in first.split(one)} & {*PATHS, *LABELS, *TEXTS}
     )
     return "," if "," in first else next((one for one in named if one in first), ",")
+
+
+def _read_cells(path: Path) -> _Cells:
+    cells_of = _json_cells if path.suffix.lower() == ".jsonl" else _csv_cells
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return cells_of(path, file)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read {path} as a table in UTF-8: {error}") from error
 
 
 def _csv_cells(table: Path, file: Iterable[str]) -> _Cells:
@@ -629,12 +648,15 @@ def _without_labels(cells: _Cells, others: Sequence[int]) -> str:
 # --- splits
 
 
-def divided(table: Table, chosen: SplitNames | None) -> tuple[dict[Split, Table], tuple[str, ...]]:
-    """Return the rows of each split, and notes. A column of splits divides the table, or else the folders of splits
-    with which all paths begin. Otherwise all rows are of the training split. Raise `DataError` for an unknown split."""
+def _divided(
+    table: Table, column: str | None, values: Sequence[str], chosen: SplitNames | None
+) -> tuple[dict[Split, Table], tuple[str, ...]]:
+    """Return the rows of each split, and notes. A column of splits, whose value in each row is in `values`, divides the
+    table, or else the folders of splits with which all paths begin. Otherwise all rows are of the training split. Raise
+    `DataError` for an unknown split."""
     notes: tuple[str, ...] = ()
-    where, values = f"{table.path}, column {table.split_column!r}", table.splits
-    if not table.split_column:
+    where = f"{table.path}, column {column!r}"
+    if column is None:
         where = f"{table.path}, folders of the paths"
         values = [row.path.rpartition("/")[0] for row in table.rows]
         if chosen is None:

@@ -525,6 +525,13 @@ def to_pil(image: bytes | np.ndarray | Image.Image, channels: int) -> Image.Imag
     return open_image(image).load(channels)
 
 
+def small_picture(image: bytes | np.ndarray | Image.Image, side: int) -> Image.Image:
+    """Return the pixels of `decode` as a Pillow image in mode RGB, reduced to at most `side` pixels on each side."""
+    picture = to_pil(image, 3)
+    picture.thumbnail((side, side))
+    return picture
+
+
 def image_size_of(image: bytes | np.ndarray | Image.Image) -> tuple[int, int]:
     """Return the height and width that `decode` would return. Only the header is read. Raise `UndecodableImage`."""
     return open_image(image).size

@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from vitrail.data.augment.draws import keyed_uniform
-from vitrail.data.splits import ranks_in_groups
+from vitrail.data.cuts import ranks_in_groups
 from vitrail.data.targets import Targets
 from vitrail.errors import DataError, listed
 

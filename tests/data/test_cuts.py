@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.make import MemorySource, keys_of, targets_of
+from vitrail.data.cuts import CutMethod, cut, drawn, drawn_per_class, slice_bounds
 from vitrail.data.objects import Objects
 from vitrail.data.source import Samples, Source, fingerprint, subset, target_kind
-from vitrail.data.splits import CutMethod, cut, drawn, drawn_per_class, slice_bounds
 from vitrail.data.targets import class_indices
 
 labelled_keys = st.lists(
