@@ -28,7 +28,7 @@ from vitrail.cli.options import Call, Command, JsonOption, names_in
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import Precision, describe
-from vitrail.models.variants import build, config_type, variant_config
+from vitrail.models.variants import build, is_variant, variant_config
 from vitrail.registry import optional_module
 from vitrail.settings import setting
 from vitrail.training.stop import interrupted_by_signals
@@ -156,9 +156,7 @@ def _servers(against: str) -> list[str]:
 @contextmanager
 def _model(name: str) -> Iterator[tuple[Path, Bundle]]:
     """Yield a model with the path under which the servers find it."""
-    try:
-        config_type(name)
-    except ConfigError:
+    if not is_variant(name):
         yield Path(name), load(name)
         return
     config = variant_config(name, num_classes=1000)

@@ -216,7 +216,7 @@ class Pack:
     data: str = setting(argument="SPEC")
     """Data set, in any form that `vitrail train --data` accepts."""
     destination: Path = setting(argument="DST")
-    """Folder for the shards. It must be new, empty, or left by the same command when it was stopped."""
+    """Folder to write. It must be new, empty, or left by the same command when it was stopped."""
     numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table to store as the targets, instead of classes."""
     unlabelled: bool = False
@@ -235,7 +235,8 @@ class Pack:
 PACK = Command(
     name="data pack",
     summary="""Write a data set as tar shards in the WebDataset convention: few large files instead of many small
-    ones. If the command is stopped, run the same command again to continue.""",
+    ones. With --to, write boxes or masks in another format. If the command is stopped, run the same command again to
+    continue.""",
     examples=(
         ("vitrail data pack photos shards", "Copy a folder of images into shards."),
         ("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),

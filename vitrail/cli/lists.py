@@ -113,11 +113,14 @@ def _describe(options: Models, given: Mapping[str, Any]) -> None:
         rows["texts"] = f"{text.parameters():,} parameters, {text.context} tokens of {text.vocabulary:,}"
     if isinstance(made := origin.get("zero_shot"), dict):
         names, templates = ([str(text) for text in made.get(part, ())] for part in ("texts", "templates"))
-        later = " Training changed it afterwards." if origin.get("step") else ""
+        # A pair makes a head after its own training.
+        later = " Training changed it afterwards." if made == origin.get("initial", {}).get("zero_shot") else ""
         rows["head"] = f"made from the names of classes in {plural(len(templates), 'text')}.{later}"
         rows |= {"names": listed(names, 10), "templates": listed(templates, 4)}
     rows |= {
-        name: str(origin[name]) for name in ("init", "data", "recipe", "step", "layout", "file") if origin.get(name)
+        "run name" if name == "recipe" else name: str(origin[name])  # --name replaces the recipe's
+        for name in ("init", "data", "recipe", "step", "layout", "file")
+        if origin.get(name)
     }
     rows |= {name: f"{value:.4g}" for name, value in bundle.metrics.items()}
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
