@@ -46,7 +46,7 @@ class BenchServe(JsonOption):
     model: str = setting("ViT-S/16", argument="[MODEL]")
     """Folder of a model or a run, an exported file, a name on the hub, or the name of a network (vitrail models), which
     gets random weights and 1,000 classes."""
-    clients: tuple[int, ...] = setting((1, 8, 32), above=0, may_be_empty=True)
+    clients: tuple[int, ...] = setting((1, 8, 32), least=1, most=10_000, may_be_empty=True)
     """Numbers of clients of closed loops, in which each client sends the next request after an answer."""
     rates: tuple[float, ...] = setting((0.2, 0.5, 0.8, 1.0, 1.2), above=0, may_be_empty=True)
     """Rates of open loops, in which requests arrive at random times, as fractions of the throughput of prediction
@@ -146,7 +146,7 @@ def _check(options: BenchServe) -> None:
 def _servers(against: str) -> list[str]:
     """Return the servers to measure. Raise `ConfigError` for a name that is none."""
     choices = [*SERVERS, "none"][1:]
-    given = names_in(against)
+    given = names_in(against, "against")
     for name in given:
         if name not in choices:
             raise ConfigError(f"against={name!r} is not a server; {nearest(name, choices)}")

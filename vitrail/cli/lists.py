@@ -37,7 +37,7 @@ class Models(JsonOption):
     model: str = setting("", argument="[MODEL]")
     """Model to describe: a folder of a model or a run, a file, or a name on the hub. By default network sizes are
     listed."""
-    image_size: tuple[int, int] | None = setting(None, least=1)
+    image_size: tuple[int, int] | None = setting(None, least=1, most=2**20)
     """Image height and width in pixels. By default each variant's own size, which the table shows."""
     num_classes: int = 1000
     """Number of outputs of the head."""
@@ -45,7 +45,9 @@ class Models(JsonOption):
     """Batch size for which the memory of a training step is estimated (AdamW, bf16)."""
     layers: bool = False
     """Compare only the costs of layers: kinds of attention, recurrence and convolution, of patches and of pixels."""
-    measure: bool = False
+    measure: bool = setting(
+        False, needs=("layers", "only single layers are measured here; add --layers, or use vitrail bench train")
+    )
     """With --layers, also measure each layer on this machine: float32, one image, forward pass."""
 
 
@@ -79,8 +81,6 @@ def run_models(call: Call, options: Models) -> None:
         return
     if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
         raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
-    if options.measure and not options.layers:
-        raise ConfigError("--measure: only single layers are measured here; add --layers, or use vitrail bench train")
     rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
     if options.json:
         print_json(rows)

@@ -85,7 +85,7 @@ Result = tuple[Picture, AnyPrediction | UndecodableImage]
 class Predict(DeviceOption, ImageSizeOption, ModelOption):
     """Options of `vitrail predict`."""
 
-    images: tuple[Path, ...] = setting((), argument="IMAGE...")
+    images: tuple[Path, ...] = setting((), argument="IMAGE...", excludes="data")
     """Image files, folders that are searched for images, or tables of paths. They need no labels."""
     data: str = setting("", metavar="SPEC")
     """Data set whose images are predicted instead of files, in any form that `vitrail train` accepts."""
@@ -240,8 +240,6 @@ def main(call: Call, options: Predict) -> int:
 def _check(options: Predict) -> list[tuple[str, Path, list[str]]]:
     """Return the folders that are written: the option, the path, and patterns of the entries of an earlier prediction.
     Raise `ConfigError` unless there is one choice of images, and `DestinationError` for a place that is taken."""
-    if options.images and options.data:
-        raise ConfigError("IMAGE... and --data exclude each other; give only one of them")
     if not options.images and not options.data:
         raise ConfigError(f"IMAGE... is missing; usage: {COMMAND.usage}, or --data SPEC instead of images")
     folders = [
@@ -253,6 +251,8 @@ def _check(options: Predict) -> list[tuple[str, Path, list[str]]]:
         raise ConfigError(
             f"{listed([flag(name) for name, *_ in folders])} name one folder; give each a folder of its own"
         )
+    if options.overwrite and not (folders or options.coco or options.save):
+        raise ConfigError("--overwrite: no file or folder is written; name one, or leave --overwrite out")
     if options.coco is not None:
         if options.coco.is_file() and not _has_results(options.coco):
             raise DestinationError(f"{options.coco} holds no COCO results, so it is not replaced; choose another file")
