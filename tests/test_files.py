@@ -21,6 +21,7 @@ from vitrail.files import (
     check_new_file,
     check_new_folder,
     check_parent,
+    replacing_file,
     replacing_folder,
     saving,
     write_json,
@@ -161,6 +162,29 @@ def test_json_that_cannot_be_finished_leaves_the_old_file(tmp_path: Path) -> Non
     """)
     assert result.stdout.strip() == str(errno.EFBIG)
     assert json.loads(path.read_text()) == {"a": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_file_that_a_link_names_is_replaced(tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "elsewhere" / "file"
+    file.parent.mkdir()
+    file.touch()
+    link.symlink_to(file)
+    write_json(link, 1)
+    assert link.is_symlink()
+    assert file.read_text() == "1\n"
+    with replacing_file(link) as partial:
+        partial.write_text("2")
+    assert link.is_symlink()
+    assert file.read_text() == "2"
+
+
+@pytest.mark.parametrize("target", ["nowhere", "link"])
+def test_a_link_to_nothing_is_no_destination(tmp_path: Path, target: str) -> None:
+    (link := tmp_path / "link").symlink_to(target)
+    for check in (check_new_file, lambda path, overwrite: check_new_folder(path, (), overwrite=overwrite)):
+        with pytest.raises(DestinationError, match=f"{re.escape(str(link))} is a symbolic link to {target}"):
+            check(link, overwrite=True)
 
 
 def test_a_path_where_nothing_can_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

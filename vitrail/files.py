@@ -117,8 +117,13 @@ def check_new_file(path: Path, *, overwrite: bool) -> None:
 
 
 def check_parent(path: Path) -> None:
-    """Raise `DestinationError` if nothing can be made at `path`, because the nearest of its parent folders that exists
-    is a file or is not writable."""
+    """Raise `DestinationError` if nothing can be made at `path`, because it is a symbolic link to nothing, or because
+    the nearest of its parent folders that exists is a file or is not writable."""
+    if path.is_symlink() and not path.exists():
+        raise DestinationError(
+            f"{path} is a symbolic link to {path.readlink()}, where nothing can be written; delete the link, or choose "
+            "another path"
+        )
     parent = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     if not parent.is_dir():
         raise DestinationError(f"{path} cannot be made, because {parent} is not a folder; choose another path")
@@ -185,7 +190,8 @@ def lock(descriptor: int) -> bool:
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write, which replaces `path` in one step if the block succeeds. Several processes can
-    write the same file at the same time."""
+    write the same file at the same time. If `path` is a symbolic link, the file that it names is replaced."""
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vitrail-") as folder:
         partial = Path(folder) / path.name
@@ -234,10 +240,15 @@ def write_table(path: Path, heads: Sequence[str], rows: Iterable[Sequence[Any]])
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, replacing it in one step."""
+    """Write a file, replacing it in one step. If `path` is a symbolic link, the file that it names is replaced."""
+    path = path.resolve()
     partial = partial_path(path)
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -280,8 +291,7 @@ def _swap(new: Path, path: Path, names: Collection[str]) -> None:
     try:
         new.rename(path)
     except OSError:
-        if old.exists():
-            old.rename(path)
+        recover_folder(path)
         raise
     _flush(path.parent)
     _discard(old, path, names)

@@ -155,7 +155,7 @@ def problem_of(name: str, value: Any, kind: Any, metadata: Mapping[str, Any]) ->
     elif kind == tuple[int, int]:
         if not (isinstance(value, Sequence) and len(value) == 2 and all(isinstance(one, Integral) for one in value)):
             return f"{name}={value!r} is not {NOUNS[kind][0]}"
-        rule = _broken(min(value), metadata)
+        rule = _broken(min(value), metadata) or _broken(max(value), metadata)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         if metadata.get("distinct") and (twice := [one for one in value if value.count(one) > 1]):
             return f"{name}: {twice[0]} is given twice; give each value once"
@@ -204,7 +204,7 @@ def without_none(kind: Any) -> tuple[Any, bool]:
 
 def seconds_in(text: str) -> float | None:
     """Return the seconds in a text such as "90s", "3m" or "1.5h". Return None for any other text, and for no time."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([smh])", text)
     return float(match[1]) * UNITS[match[2]] or None if match else None
 
 
@@ -270,7 +270,7 @@ def from_word(kind: Any, word: str) -> Any:
 def byte_count(text: str, field: str) -> int:
     """Return the number of bytes for a text like "1500000000", "1.5GB" or "2GiB". Raise `ConfigError` for other
     texts."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kMGT]?)(i?)B)?", text.strip())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?(?:([kMGT]?)(i?)B)?", text.strip())
     if match is None:
         raise ConfigError(f"{field}={text!r} is not a size in bytes; write for example 4GB, 1.5GiB or 1500000000")
     number, prefix, binary = match.groups()

@@ -105,6 +105,13 @@ def test_what_is_there_is_kept(embed: Cli, tmp_path: Path) -> None:
     embed.refuses("--overwrite")  # other programs write files of this name
 
 
+def test_features_of_a_split_that_the_data_does_not_have_are_named(embed: Cli, data: Path, tmp_path: Path) -> None:
+    embed.call("--split", "test")
+    shutil.rmtree(data / "test")
+    printed = embed.call("--overwrite", "--no-cache")
+    assert f"{tmp_path / 'out' / 'test'} keeps the features of an earlier command" in printed.out + printed.err
+
+
 def test_features_that_appear_while_others_are_computed_are_kept(
     embed: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,23 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback(cli: Cli, monke
     assert cli.call("recipes", code=130).err == "vitrail: interrupted\n"
 
 
+@pytest.mark.parametrize("words", ["help {}", "--help {}", "-h {}"])
+def test_help_about_a_command_is_that_of_the_command(words: str, cli: Cli) -> None:
+    assert cli.shows(*words.format("data check").split()) == cli.shows("data", "check", "--help")
+    assert cli.shows("--help-all", "recipes") == cli.shows("recipes", "--help-all")
+    assert "unknown command 'trian'; nearest: train" in cli.refuses(*words.format("trian").split())
+
+
+def test_a_missing_package_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_it(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("importlib.import_module", import_it)
+    assert f"torch is not installed in {sys.prefix}; " in cli.refuses("train", "--help")
+    with pytest.raises(ModuleNotFoundError):
+        cli.call("train", "--debug")
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_each_verb_fits_on_a_screen_and_a_half(

@@ -200,7 +200,8 @@ def test_masks_are_written_with_the_values_of_the_data(tmp_path: Path, photos: P
 def test_other_numbers_of_masks_in_data_are_noted(tmp_path: Path, cli: Cli) -> None:
     model = dense_model(tmp_path / "model", "patches")
     data = make_masks_folder(tmp_path / "data", train=2, validation=1, test=1)
-    for number, names in enumerate((NAMES, NAMES[::-1])):
+    moved = "void", *NAMES[1:], NAMES[0]  # only the first name has another number
+    for number, names in enumerate((NAMES, NAMES[::-1], moved)):
         (data / "classes.txt").write_text("\n".join(names))
         said = cli.call("predict", model, "--data", data, "--masks", tmp_path / f"masks{number}").err
         assert ("gives them others" in said) == bool(number)
@@ -226,6 +227,10 @@ def test_images_of_a_data_set_keep_their_numbers(detector: Path, tmp_path: Path,
     other = coco_data(tmp_path / "other", [5, 90, 17])
     words = ["--coco", str(file), "--overwrite"]
     assert "'dog' the number 90" in cli.refuses("predict", detector, "--data", other, *words)
+    for path in data.glob("*/*.json"):
+        path.write_text(path.read_text().replace('"dog"', '"lorry"'))
+    assert "gives them others" in cli.call("predict", detector, "--data", data, "--split", "test", *words).err
+    data = coco_data(tmp_path / "again", IDS)
     config = TrainConfig(task=Detection()).override(
         data=str(data), variant="ViT-Pico/8", image_size=(24, 32), depth=1, steps=1, batch_size=2,
         device="cpu", validation_share=0.25,

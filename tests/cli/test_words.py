@@ -122,6 +122,15 @@ def test_the_texts_of_a_head_are_recorded(words: Path, walls: tuple[str, str, st
     assert "--layers: it belongs to the list" in cli.refuses("models", words, "--layers")
 
 
+def test_a_head_of_a_trained_pair_was_not_trained_itself(words: Path, tmp_path: Path, cli: Cli) -> None:
+    pair = replace(load(words), provenance={"step": 4, "recipe": "mine"})
+    made = zero_shot(pair, ["bee", "wasp"])
+    shown = cli.shows("models", made.save(tmp_path / "made"))
+    assert "Training changed" not in shown and "run name" in shown and "mine" in shown
+    trained = replace(made, provenance={**made.provenance, "initial": made.provenance})
+    assert "Training changed" in " ".join(cli.shows("models", trained.save(tmp_path / "trained")).split())
+
+
 @pytest.mark.slow
 def test_a_pair_beside_a_fine_tuned_model(words: Path, walls: tuple[str, str, str], cli: Cli) -> None:
     made, run, data = walls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from tests.make import MemorySource, keys_of, make_masks_folder, orientation
 from vitrail.cli import main
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
-from vitrail.data.formats.convert import AnnotationFormat, convert
+from vitrail.data.formats.convert import WRITERS, AnnotationFormat, convert
 from vitrail.data.objects import Objects, Runs, drawn
 from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits
@@ -123,10 +124,13 @@ def yolo(root: Path, text: str = "0 0.5 0.5 0.2 0.2\n", names: Any = ("one", "tw
     (root / "data.yaml").write_text(json.dumps({"train": "images/train", "names": list(names), **more}))
 
 
-def masks(root: Path, values: Any, names: str = "sky\nroad\n", size: tuple[int, int] = (40, 60)) -> None:
-    picture(root / "images/train/a.png", size)
-    (root / "masks/train").mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.asarray(values)).save(root / "masks/train/a.png")
+def masks(
+    root: Path, values: Any, names: str = "sky\nroad\n", size: tuple[int, int] = (40, 60), name: str = "train/a"
+) -> None:
+    picture(root / f"images/{name}.png", size)
+    path = root / f"masks/{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(values)).save(path)
     (root / "classes.txt").write_text(names)
 
 
@@ -161,6 +165,8 @@ def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
         ({"annotations": box(1, 2, float("nan"), 4)}, "not made of numbers"),
         ({"annotations": box(1, 2, 3, 4, 0.3)}, "rotated"),
         ({"annotations": box(1, 2, 3, 4, segments_info=[])}, "panoptic"),
+        ({"annotations": box(1, 2, 3, 4, iscrowd="yes")}, "iscrowd is 'yes'"),
+        ({"annotations": box(1, 2, 3, 4, iscrowd=2)}, "iscrowd is 2"),
         ({"annotations": []}, "no image has an object"),
         ({"images": [{"id": 7, "file_name": "gone.png", "height": 40, "width": 60}]}, "cannot be found: gone.png"),
         ({"images": [{"id": [7], "file_name": "a.png"}]}, r"of the image a.png is \[7\]"),
@@ -307,6 +313,13 @@ def test_polygons_of_voc_are_named(tmp_path: Path) -> None:
     assert any("1 object with a polygon" in note for note in opened(tmp_path).notes)
 
 
+def test_annotations_of_voc_that_name_another_picture_are_noted(tmp_path: Path) -> None:
+    for name, stated in (("a", "b.png"), ("b", "b.jpg"), ("c", "gone.png"), ("d", "d.png")):
+        voc(tmp_path, f"<filename>{stated}</filename>" + voc_object(1, 2, 30, 20), name)
+    (note,) = opened(tmp_path).notes
+    assert "1 annotation whose filename" in note and "a.xml" in note
+
+
 def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:
     for name in ("photo 1", "photo 0", "c", "d"):
         voc(tmp_path, voc_object(1, 2, 30, 20) + voc_object(5, 5, 9, 9, "other"), name)
@@ -388,6 +401,14 @@ def test_names_of_yolo_are_texts_whatever_yaml_makes_of_them(tmp_path: Path) -> 
     (tmp_path / "data.yaml").write_text("nc: 2\nnames: [a, b\n")
     with pytest.raises(DataError, match=r"data.yaml does not describe them: it is valid YAML with"):
         opened(tmp_path)
+
+
+def test_a_description_of_yolo_that_states_something_twice_is_refused(tmp_path: Path) -> None:
+    yolo(tmp_path)
+    for names, twice in (("{0: cat, 0: dog, 1: cow}", "0"), ("[cat]\nnames: [dog]", "names")):
+        (tmp_path / "data.yaml").write_text(f"train: images/train\nnames: {names}\n")
+        with pytest.raises(DataError, match=f"data.yaml states {twice} twice"):
+            opened(tmp_path)
 
 
 def test_held_out_splits_that_a_description_names_and_nobody_exported_are_skipped(tmp_path: Path) -> None:
@@ -640,6 +661,15 @@ def test_masks_that_do_not_fit_are_an_error_if_training_would_stop(tmp_path: Pat
     assert (finding.severity, finding.count) == (severity, count)
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_split_without_a_usable_mask_is_checked(tmp_path: Path, split: str) -> None:
+    for name in ("train", "val"):
+        masks(tmp_path, BLANK if name == split else BLANK[:3], name=f"{name}/a")
+    report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
+    assert sorted(one.per_class for one in report.splits) == [(0, 0), (1, 0)]
+    assert main(["data", "check", str(tmp_path), "--page", str(tmp_path / "page.html")]) == 2 * (split == "val")
+
+
 def test_boxes_of_another_size_are_findings(tmp_path: Path) -> None:
     voc(tmp_path, voc_object(1, 2, 30, 20), size="<width>40</width><height>60</height>")
     report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
@@ -732,6 +762,20 @@ def test_what_a_format_does_not_hold_is_said_or_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="masks cannot have the class names"):
             convert(opened(tmp_path / "a"), tmp_path / "c", "masks")
         assert not (tmp_path / "c").exists()
+
+
+def test_numbers_and_objects_that_a_format_does_not_hold_are_counted(tmp_path: Path) -> None:
+    objects = [{"id": n, "image_id": 7, "category_id": 90, "bbox": [5 * n, 2, 4, 4]} for n in range(3)]
+    coco(tmp_path / "gaps", annotations=objects)
+    categories = [{"id": number, "name": f"n{number}"} for number in (1, 2)]
+    coco(tmp_path / "plain", categories=categories, annotations=[{**one, "category_id": 2} for one in objects])
+    kept = ("coco", "gaps"), ("coco", "plain"), ("masks", "plain")
+    for to, name in itertools.product(WRITERS, ("gaps", "plain")):
+        notes = "\n".join(convert(opened(tmp_path / name), tmp_path / f"{name}-{to}", to))
+        assert ("whose numbers" in notes) == ((to, name) not in kept), notes
+        assert ("3 objects in images with several" in notes) == (to == "masks"), notes
+    masks(tmp_path / "void", BLANK + 1, "void\nroad\nsky\n")
+    assert "(1, 2)" in "".join(convert(opened(tmp_path / "void"), tmp_path / "again", "masks"))
 
 
 def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:

@@ -245,6 +245,8 @@ def test_copies_of_other_labels_contradict_and_those_without_do_not() -> None:
     found = accused(report)
     assert found["contradiction"] == [["train/0", "train/1"]]
     assert found["duplicates"] == [["train/2", "train/3"], ["train/4", "train/5"]]
+    texts = check_data(Splits(MemorySource(images[:2], labels=[("a bee",), ("a wasp",)]), None, None))
+    assert {one.kind for one in texts.findings} & {"contradiction", "duplicates"} == {"duplicates"}
 
 
 def test_grey_and_colour_of_the_same_picture_are_the_same() -> None:

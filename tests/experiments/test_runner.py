@@ -16,6 +16,7 @@ import pytest
 from vitrail.errors import RunError, VitrailError
 from vitrail.experiments.accuracy import AccuracyCell, Curve, CurvePoint
 from vitrail.experiments.runner import Pool, experiment, read_cell, read_result, write_result
+from vitrail.training.folder import locked
 
 CELL = AccuracyCell(entry="demo", seed=1, settings={"sizes": (3, 4)}, budget=2.5, evaluations=2, device="cpu")
 
@@ -152,3 +153,15 @@ def test_the_folder_of_an_experiment_is_held_by_one_process(tmp_path: Path) -> N
             pass
     with experiment(tmp_path / "new" / "x.json", {"a": 1}, "a study", "--out"):
         pass
+
+
+def test_an_experiment_that_is_refused_leaves_the_record_of_the_first_one(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x.json"
+    path.parent.mkdir()
+    with (
+        locked(path.parent),  # by a process that has not written its settings yet
+        pytest.raises(RunError, match="is in use"),
+        experiment(path, {"a": 1}, "a study", "--out"),
+    ):
+        pass
+    assert not path.exists()

@@ -105,6 +105,13 @@ def test_the_runtime_computes_only_in_its_own_precision(model: Bundle) -> None:
     assert error <= 1.5 * usual + 1e-3 * exact.norm()
 
 
+def test_outputs_that_are_all_zero_are_computed_in_bf16() -> None:
+    bundle = make_bundle()
+    torch.nn.init.zeros_(bundle.network.head.weight)
+    torch.nn.init.zeros_(bundle.network.head.bias)
+    assert with_engine(bundle, "openvino", precision="bf16").predictor("bf16").precision == "bf16"
+
+
 def test_a_model_without_a_head_and_the_preprocessing_of_tensorflow() -> None:
     bare = make_bundle(num_classes=0, channels=1)
     bare = replace(bare, preprocess=replace(bare.preprocess, resampler="tensorflow"))

@@ -383,7 +383,7 @@ BAD_RESNETS: list[tuple[dict[str, Any], str]] = [
     ({"width": 48, "norm_groups": 16, "depths": ()}, "depths=() leaves no stage, but a ResNet must have at least one"),
     ({"image_size": (0, 8)}, "image_size=(0, 8) is less than 1"),
     ({"channels": 0}, "channels=0 is less than 1"),
-    ({"num_classes": -1}, "num_classes=-1 is less than 0"),
+    ({"num_classes": -1}, "num_classes=-1 is not in [0, 16777216]"),
     ({"head_bias": math.inf}, "head_bias=inf is not in [-1000000000.0, 1000000000.0]"),
 ]
 

@@ -6,12 +6,14 @@ import asyncio
 import gzip
 import json
 import math
+import resource
 import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,8 @@ import pytest
 
 from tests.make import encode, wait_for
 from tests.serving.running import Running, serving
-from vitrail.errors import ConfigError
-from vitrail.serving.server import open_socket
+from vitrail.errors import ConfigError, VitrailError
+from vitrail.serving.server import ServeJob, open_socket, serve
 from vitrail.serving.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
@@ -279,3 +281,13 @@ def test_an_idle_connection_is_closed_after_the_time_of_the_option(bundle: Bundl
         while part := client.recv(4096):
             received += part
         assert received.startswith(b"HTTP/1.1 200")
+
+
+def test_too_few_open_files_for_the_connections_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (48, 48))
+    monkeypatch.setattr(resource, "setrlimit", lambda limit, value: None)
+    job = ServeJob(models={"absent": str(tmp_path / "absent")}, settings=ServeSettings(max_connections=8))
+    notes: list[str] = []
+    with socket.socket() as listening, pytest.raises(VitrailError, match="absent"):
+        serve(job, listening, on_start=lambda: None, on_note=notes.append)
+    assert len(notes) == 1 and "max_connections=1" in notes[0] and "ulimit -n" in notes[0]

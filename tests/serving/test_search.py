@@ -73,6 +73,7 @@ def test_embeddings_of_texts_and_images_in_one_request(searching: Running, words
     [
         ("a bee", "flowers", "no URL is fetched"),
         (" ", "words", "a text is empty"),
+        ("\ud800", "words", "cannot be decoded"),
         ("bee " * 300, "words", "longer than the"),
         ("iVBORw0KGgoAAA", "words", "data:image/png;base64"),
         (["a bee", [3, 4]], "words", "lists of tokens are not read"),

@@ -37,7 +37,8 @@ from vitrail.training.run import resume, train
 def written(folder: Path, **fields: Any) -> Path:
     """Return a run's folder with a small run.json of the newest format. Fields of None are missing."""
     values = {
-        "format": FORMAT, "config": TrainConfig().to_plain(), "data": {"fingerprint": "abc", "train": 7}, **fields
+        "format": FORMAT, "config": TrainConfig().to_plain(),
+        "data": {"fingerprint": "abc", "train": 7, "classes": []}, **fields
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps({name: one for name, one in values.items() if one is not None}))
     return folder

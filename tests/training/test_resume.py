@@ -134,6 +134,18 @@ def test_a_run_of_an_earlier_version_with_settings_that_are_refused_now_goes_on(
     assert resume(tmp_path / "run").summary["steps"] == 24
 
 
+def test_classes_that_were_renamed_are_refused(folder_config: Make, colour_folder: Path, tmp_path: Path) -> None:
+    """The labels of a table stay the same indices, but the model would give them other names."""
+    table = colour_folder / "labels.csv"
+    rows = [f"{path.relative_to(colour_folder)},{path.parent.name}" for path in colour_folder.glob("*/*.png")]
+    table.write_text("\n".join(["path,label", *rows]))
+    config = folder_config(colour_folder).override(data=str(table), run=str(tmp_path / "run"))
+    train_until(config, 5)
+    table.write_text(table.read_text().replace(",red", ",rot"))
+    with pytest.raises(RunError, match="classes"):
+        resume(tmp_path / "run")
+
+
 def test_data_that_changed_is_refused(folder_config: Make, colour_folder: Path) -> None:
     config = folder_config(colour_folder)
     train_until(config, 5)
@@ -145,7 +157,7 @@ def test_data_that_changed_is_refused(folder_config: Make, colour_folder: Path) 
         resume(run)
     added.unlink()
     moved = (colour_folder / "red" / "00.png").rename(colour_folder / "blue" / "zz.png")
-    with pytest.raises(RunError, match=r"has changed since the run began.* names, labels or another split"):
+    with pytest.raises(RunError, match=r"has changed since the run began.* names, labels, classes or another split"):
         resume(run)
     assert sorted((path.relative_to(run), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
     moved.rename(colour_folder / "red" / "00.png")

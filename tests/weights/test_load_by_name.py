@@ -378,6 +378,17 @@ def test_a_folder_of_the_same_name_comes_first(tmp_path: Path, monkeypatch: Monk
         load("smal")
 
 
+@pytest.mark.parametrize("name", ["ViT-S/16", "R50+ViT-B/16", "BiT-R50x1", "BiT-Pico"])
+def test_the_name_of_a_network_without_weights_is_refused_as_such(
+    name: str, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BundleError, match=rf"model '{re.escape(name)}' .*without weights.*--variant {re.escape(name)}"):
+        load(name)
+    load("small", device="cpu").save(name)
+    assert load(name, device="cpu").classes
+
+
 @pytest.mark.slow
 def test_the_stated_accuracy_is_measured_again(capsys: CaptureFixture[str]) -> None:
     arguments = ["--data", DATA, "--validation-share", "0.01", "--split", "validation", "--device", "cpu", "--json"]

@@ -43,9 +43,10 @@ def test_a_long_text_is_cut_and_said_so(model: Bundle) -> None:
         model.embed_texts(["a bee", "wasp " * 40])
 
 
-def test_empty_texts_are_refused(model: Bundle) -> None:
-    with pytest.raises(ConfigError, match="text 2 of 2 is empty"):
-        model.embed_texts(["a bee", " "])
+def test_empty_and_broken_texts_are_refused(model: Bundle) -> None:
+    for text in (" ", "a\udcff"):  # the second one is a byte of the command line that is no UTF-8
+        with pytest.raises(ConfigError, match="text 2 of 2 is empty"):
+            model.embed_texts(["a bee", text])
     with pytest.raises(ConfigError, match="at least one"):
         model.embed_texts([])
 

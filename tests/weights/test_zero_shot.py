@@ -85,8 +85,10 @@ def test_faults_of_class_names(model: Bundle, types_unchecked: None) -> None:
         model.embed_texts(["a", 5])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="empty"):
         zero_shot(model, [])
-    with pytest.raises(ConfigError, match="more than once"):  # the same letter, as one and as two characters
+    with pytest.raises(ConfigError, match="do not differ"):  # the same letter, as one and as two characters
         zero_shot(model, ["b\u00e9e", "be\u0301e"])
+    with pytest.raises(ConfigError, match="do not differ"):  # within the tokens that the model reads
+        zero_shot(model, ["wasp", "bee " * 50, "bee " * 60])
     long = zero_shot(model, ["bee " * 50, "wasp"])
     assert any("12 tokens" in note for note in long.notes)
     if model.words is not None and model.words.bias is None:

@@ -52,6 +52,8 @@ def parse_environments(pairs: Sequence[str]) -> dict[str, str]:
         name, equals, path = pair.partition("=")
         if not (name and equals and path):
             raise ConfigError(f"environment={pair!r} is not LIBRARY=PATH; write for example timm=/opt/timm/bin/python")
+        if name in found:
+            raise ConfigError(f"environment: {name} is given twice; give each library once")
         found[name] = path
     return found
 

@@ -220,8 +220,7 @@ def write_parquet(source: Source, path: Path) -> Path:
 
 def _resident() -> int:
     try:
-        with open("/proc/self/statm", encoding="utf-8") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
     except OSError:
         return peak_memory(torch.device("cpu"))
 

@@ -29,7 +29,7 @@ COMMANDS = {
     "noisy-student": "learn from images that a teacher labels, in rounds",
     "evaluate": "measure a model on a data set",
     "optimize": "make a model's predictions faster",
-    "predict": "classify images with a model",
+    "predict": "predict the classes, objects or masks of images",
     "explain": "show which parts of an image a model attends to",
     "compare": "compare two models on the same images",
     "report": "report the metrics, layers and errors of a model",
@@ -39,7 +39,7 @@ COMMANDS = {
     "export": "write a model for another runtime, and compare the answers",
     "serve": "serve models over HTTP",
     "data check": "find problems in a data set before training",
-    "data pack": "write a data set as tar shards",
+    "data pack": "write a data set as tar shards or in another format",
     "data label": "label images with a model, as data to train on",
     "study": "answer a question of the paper by a grid of training runs",
     "runs": "list runs with their state, metrics and differing settings",
@@ -133,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(typed: list[str], started: float, debug: bool) -> int:
     """Run a command without `--debug`, and return its exit code."""
+    if typed[1:] and typed[0] in (*HELP, "help"):  # help about a command
+        typed = [*typed[1:], typed[0] if typed[0] in HELP else "--help"]
     if not typed or typed[0] in (*HELP, "help"):
         print(USAGE.format(commands=_list_of(COMMANDS)), end="")
         return 0 if typed else 2
@@ -167,12 +169,12 @@ def command_of(name: str) -> tuple[Command, Callable[..., int | None]]:
 
 def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
     """Run a command, or print its help, and return the exit code."""
-    from vitrail.cli.options import Call
-    from vitrail.processes.launch import launch
-
-    command, run = command_of(name)
     given: dict[str, Any] = {}
     try:
+        from vitrail.cli.options import Call
+        from vitrail.processes.launch import launch
+
+        command, run = command_of(name)
         given = command.parse([word for word in arguments if word not in HELP])
         if any(word in HELP for word in arguments):
             from vitrail.cli.help import help_page
@@ -205,6 +207,15 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
         if debug or error.errno not in OF_PATHS or error.filename is None:
             raise
         print(f"vitrail: {error.filename} cannot be used: {error.strerror}; correct the path", file=sys.stderr)
+        return UserError.exit_code
+    except ModuleNotFoundError as error:
+        if debug or error.name is None or error.name.partition(".")[0] == "vitrail":
+            raise
+        print(
+            f"vitrail: the package {error.name} is not installed in {sys.prefix}; activate the environment in which "
+            f"Vitrail was installed, or install the package there",
+            file=sys.stderr,
+        )
         return UserError.exit_code
     except Interrupted as stop:
         again = shlex.join([*name.split(), *arguments, *stop.options])

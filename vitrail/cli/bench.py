@@ -30,6 +30,12 @@ from vitrail.weights.exported import exported_file, input_dtype, load_exported
 
 TASKS = ("train", "infer", "load")
 
+NOT_LOADING = (
+    "batch_size", "precision", "profile", "reduce_tokens", "patch_dropout", "scaling", "largest_batch", "against",
+    "best", "compile", "memory",
+)  # fmt: skip
+"""Options that bench load does not use."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(ReductionOptions):
@@ -122,13 +128,10 @@ def main(call: Call, options: Bench) -> None:
     _check_used(options, call.options)
     device = pick_device(options.device)
     is_file = options.task == "infer" and exported_file(Path(options.variant)) is not None
-    if is_file:
-        for name in call.options:
-            if name not in USED:
-                raise ConfigError(
-                    f"{flag(name)}: an exported file has its own network and number format, and runs alone; leave "
-                    f"{flag(name)} out"
-                )
+    if is_file and (other := [flag(name) for name in call.options if name not in USED]):
+        raise ConfigError(
+            f"{other[0]}: an exported file has its own network and number format, and runs alone; leave {other[0]} out"
+        )
     config = None if is_file else _config(options)
     threads = torch.get_num_threads()
     if options.threads is not None:
@@ -187,7 +190,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
             "leave)"
         )
         return title, {**plain, "largest_batch": largest}, [text]
-    if len(kinds := names_in(options.attention)) > 1:
+    if len(kinds := names_in(options.attention, "attention")) > 1:
         compared = attention_scaling(workload, kinds, repetitions=options.repetitions, warmup=options.warmup)
         what = f"{options.variant}, {options.task}, {options.batch_size} images per step, in {workload.own_format}"
         title = measurement_title(machine, what, rounds)
@@ -197,7 +200,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         return title, {**plain, "scaling": grown}, scale(grown)
     result = compare(
         workload,
-        peers=names_in(options.against),
+        peers=names_in(options.against, "against"),
         best=options.best,
         compile=compiled,
         profile=options.profile,
@@ -220,29 +223,23 @@ def _check(options: Bench) -> None:
         "--memory": options.memory,
     }
     given = [name for name, is_given in modes.items() if is_given]
-    if options.task == "load" and given:
-        raise ConfigError(f"{given[0]}: bench load does not measure this; use bench train or bench infer")
     if len(given) > 1 and given[0] in ("--scaling", "--largest-batch"):
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give only one of them")
-    if len(names_in(options.attention)) > 1 and options.scaling != "tokens":
+    if len(names_in(options.attention, "attention")) > 1 and options.scaling != "tokens":
         raise ConfigError(
             f"--attention {options.attention}: several kinds are compared only by --scaling tokens; add that option, "
             "or choose one kind"
         )
-    if options.largest_batch and options.task != "train":
-        raise ConfigError("--largest-batch: this is measured only for training steps; use bench train")
 
 
 def _check_used(options: Bench, given: Collection[str]) -> None:
     """Raise `ConfigError` if an option was typed that the chosen measurement does not use."""
     unused = {
         "bench train": ("reduce_tokens",) if options.task == "train" else (),
-        "bench infer": ("patch_dropout",) if options.task == "infer" else (),
-        "bench load": (
-            ("batch_size", "precision", "profile", "reduce_tokens", "patch_dropout") if options.task == "load" else ()
-        ),
+        "bench infer": ("patch_dropout", "largest_batch") if options.task == "infer" else (),
+        "bench load": NOT_LOADING if options.task == "load" else (),
         "--largest-batch": ("batch_size", "repetitions", "warmup", "profile") if options.largest_batch else (),
-        "--attention with several kinds": ("image_size",) if len(names_in(options.attention)) > 1 else (),
+        "--attention with several kinds": ("image_size",) if len(names_in(options.attention, "attention")) > 1 else (),
         "--scaling": ("profile",) if options.scaling is not None else (),
     }
     for measurement, names in unused.items():
@@ -255,7 +252,7 @@ def _config(options: Bench) -> AnyConfig:
     names = ("width", "depth", "heads", "mlp_width", "patch_dropout")
     fields: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     size = options.image_size or OWN_SIZES.get(options.variant, (224, 224))
-    if len(kinds := names_in(options.attention)) == 1:
+    if len(kinds := names_in(options.attention, "attention")) == 1:
         fields["attention"] = kinds[0]
     if (reduction := options.reduction()) is not None:
         fields["reduction"] = reduction

@@ -104,7 +104,7 @@ COMMAND = Command(
 
 
 def main(call: Call, options: BenchAccuracy) -> None:
-    entries = peer_entries(names_in(options.against))
+    entries = peer_entries(names_in(options.against, "against"))
     comparison = AccuracyComparison(
         recipes=_recipes(options),
         peers=check_environments(entries, parse_environments(options.environment)),

@@ -56,7 +56,7 @@ class BenchData:
     """Decode large JPEG files at a reduced size, which stays at least twice the size needed."""
     batch_size: int = setting(32, least=1)
     """Images per batch."""
-    threads: int | None = setting(None, least=0)
+    threads: int | None = setting(None, least=0, most=4096)
     """Number of threads that read and decode. By default one per core."""
     processes: int = setting(0, least=0)
     """Number of worker processes, with --threads threads each. 0 reads in the main process."""
@@ -116,7 +116,7 @@ def main(call: Call, options: BenchData) -> None:
         )
         if options.data and (unused := [name for name in ("file_size", "against") if name in call.options]):
             raise ConfigError(f"{COMMAND.known[unused[0]].label}: it needs generated images; leave {options.data} out")
-        check_loaders(names_in(options.against))
+        check_loaders(names_in(options.against, "against"))
         if options.against and options.channels != 3:
             raise ConfigError(f"--channels {options.channels}: --against compares images of 3 channels; leave one out")
         with _reading_sources(options) as (sources, places):
@@ -170,7 +170,7 @@ def _loaders(options: BenchData, preprocess: Preprocess, places: dict[str, Path]
     threads = default_threads() if options.threads is None else options.threads
     workers = threads * max(1, options.processes)
     given = ToRead(places["folder"], places["shards"], preprocess, options.batch_size, workers)
-    return {name: LOADERS[name](given) for name in names_in(options.against)}
+    return {name: LOADERS[name](given) for name in names_in(options.against, "against")}
 
 
 def _reading_title(reading: dict[str, Any], options: BenchData) -> str:

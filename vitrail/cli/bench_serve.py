@@ -28,7 +28,7 @@ from vitrail.cli.options import Call, Command, JsonOption, names_in
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import Precision, describe
-from vitrail.models.variants import build, config_type, variant_config
+from vitrail.models.variants import build, is_variant, variant_config
 from vitrail.registry import optional_module
 from vitrail.settings import setting
 from vitrail.training.stop import interrupted_by_signals
@@ -46,7 +46,7 @@ class BenchServe(JsonOption):
     model: str = setting("ViT-S/16", argument="[MODEL]")
     """Folder of a model or a run, an exported file, a name on the hub, or the name of a network (vitrail models), which
     gets random weights and 1,000 classes."""
-    clients: tuple[int, ...] = setting((1, 8, 32), above=0, may_be_empty=True)
+    clients: tuple[int, ...] = setting((1, 8, 32), least=1, most=10_000, may_be_empty=True)
     """Numbers of clients of closed loops, in which each client sends the next request after an answer."""
     rates: tuple[float, ...] = setting((0.2, 0.5, 0.8, 1.0, 1.2), above=0, may_be_empty=True)
     """Rates of open loops, in which requests arrive at random times, as fractions of the throughput of prediction
@@ -146,7 +146,7 @@ def _check(options: BenchServe) -> None:
 def _servers(against: str) -> list[str]:
     """Return the servers to measure. Raise `ConfigError` for a name that is none."""
     choices = [*SERVERS, "none"][1:]
-    given = names_in(against)
+    given = names_in(against, "against")
     for name in given:
         if name not in choices:
             raise ConfigError(f"against={name!r} is not a server; {nearest(name, choices)}")
@@ -156,9 +156,7 @@ def _servers(against: str) -> list[str]:
 @contextmanager
 def _model(name: str) -> Iterator[tuple[Path, Bundle]]:
     """Yield a model with the path under which the servers find it."""
-    try:
-        config_type(name)
-    except ConfigError:
+    if not is_variant(name):
         yield Path(name), load(name)
         return
     config = variant_config(name, num_classes=1000)

@@ -68,9 +68,7 @@ def _images_of_table(path: Path) -> Iterator[Path]:
 
     splits = open_table(Request(str(path.absolute()), unlabelled=True), [path])
     refuse(splits.faults)
-    for source in splits.sources.values():
-        for index in range(len(source)):
-            yield path.parent / source.key(index)
+    yield from (path.parent / source.key(index) for source in splits.sources.values() for index in range(len(source)))
 
 
 def message_console(is_json: bool) -> Console:

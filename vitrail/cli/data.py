@@ -15,7 +15,7 @@ from rich.text import Text
 from vitrail.cli.console import print_json, print_notes, showing_progress, text_table
 from vitrail.cli.options import Call, Command, JsonOption
 from vitrail.data.check.findings import Finding, Report, Sizes
-from vitrail.data.check.report import amount_rows, check_data, page, text_line
+from vitrail.data.check.report import amount_rows, check_data, count_rows, page, size_text, text_line
 from vitrail.data.cuts import SLICE
 from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.formats.pack import FILE, Manifest, pack
@@ -29,9 +29,6 @@ from vitrail.settings import byte_count, setting, to_plain
 from vitrail.training.stop import StopRequest
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-
-MOST_CLASSES = 20
-"""Largest number of rows in the printed table. The HTML page shows more rows."""
 
 MOST_SHOWN = 3
 """Largest number of groups of images that are printed for a finding."""
@@ -123,7 +120,7 @@ def run_check(call: Call, options: Check) -> None:
     else:
         _show(report, console)
     if path is not None:
-        with saving("the page", path, is_replaced=True), replacing_file(path.resolve()) as partial:
+        with saving("the page", path, is_replaced=True), replacing_file(path) as partial:
             partial.write_text(page(report, splits, options.data), encoding="utf-8", errors="backslashreplace")
         _say(console, f"pictures of it: {path}")
     if report.errors:
@@ -171,30 +168,21 @@ def _show_finding(finding: Finding, console: Console) -> None:
 
 def _counts(report: Report) -> Table:
     table = text_table(("class" if report.splits[0].per_class else "", *(split.name for split in report.splits)))
-    largest = sorted(range(len(report.splits[0].per_class)), key=lambda one: -report.splits[0].per_class[one])
-    for one in largest[:MOST_CLASSES]:
-        table.add_row(Text(report.classes[one]), *(f"{split.per_class[one]:,}" for split in report.splits))
-    if len(largest) > MOST_CLASSES:
-        rest = largest[MOST_CLASSES:]
-        sums = (f"{sum(split.per_class[one] for one in rest):,}" for split in report.splits)
-        table.add_row(f"{len(rest):,} more", *sums)
-    if any(split.unlabelled for split in report.splits):
-        table.add_row("no label", *(f"{split.unlabelled:,}" for split in report.splits))
+    *rows, images = count_rows(report)
+    for name, *counts in rows:
+        table.add_row(Text(name), *counts)
     table.add_section()
-    table.add_row("images", *(f"{split.images:,}" for split in report.splits))
+    table.add_row(*images)
     return table
 
 
 def _sizes(sizes: Sizes) -> str:
-    def named(size: tuple[int, ...]) -> str:
-        return f"{size[0]:,} x {size[1]:,}"
-
     if sizes.different == 1:
-        return f"all {named(sizes.median)} (width x height)"
-    common = ", ".join(f"{named(one)} ({one[2]:,})" for one in sizes.common)
+        return f"all {size_text(sizes.median)} (width x height)"
+    common = ", ".join(f"{size_text(one)} ({one[2]:,})" for one in sizes.common)
     return (
-        f"{named(sizes.smallest)} to {named(sizes.largest)} (width x height), median {named(sizes.median)}; "
-        f"most common: {common}"
+        f"{size_text(sizes.smallest)} to {size_text(sizes.largest)} (width x height), median "
+        f"{size_text(sizes.median)}; most common: {common}"
     )
 
 
@@ -216,7 +204,7 @@ class Pack:
     data: str = setting(argument="SPEC")
     """Data set, in any form that `vitrail train --data` accepts."""
     destination: Path = setting(argument="DST")
-    """Folder for the shards. It must be new, empty, or left by the same command when it was stopped."""
+    """Folder to write. It must be new, empty, or left by the same command when it was stopped."""
     numbers: tuple[str, ...] = setting((), commas=True)
     """Numeric columns of a table to store as the targets, instead of classes."""
     unlabelled: bool = False
@@ -235,7 +223,8 @@ class Pack:
 PACK = Command(
     name="data pack",
     summary="""Write a data set as tar shards in the WebDataset convention: few large files instead of many small
-    ones. If the command is stopped, run the same command again to continue.""",
+    ones. With --to, write boxes or masks in another format. If the command is stopped, run the same command again to
+    continue.""",
     examples=(
         ("vitrail data pack photos shards", "Copy a folder of images into shards."),
         ("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),

@@ -380,7 +380,7 @@ def _settings(given: Mapping[str, Any], by: str) -> dict[str, dict[str, Any]]:
     """Return the settings that the user typed for each evaluator of a list of names, by the evaluator's name."""
     return {
         name: {field: given[option] for option, field in bare_names(EVALUATORS[name]).items() if option in given}
-        for name in names_in(by)
+        for name in names_in(by, "by")
         if name in EVALUATORS
     }
 

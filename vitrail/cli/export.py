@@ -35,7 +35,7 @@ USUAL_IMAGES = 40
 USUAL_IMAGES_INT8 = 1000
 """Default number of images on which the accuracy of 8-bit integers is measured."""
 
-WITH_INT8 = Effect(lambda own: "int8" in names_in(own.precision), "with --precision int8")
+WITH_INT8 = Effect(lambda own: "int8" in names_in(own.precision, "precision"), "with --precision int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Export(JsonOption, ImageSizeOption, ModelOption):
     """Let the file take resized images of any height and width that patches divide. Networks with learned positions
     have one size."""
     opset: int = setting(
-        OPSETS[0], effect=Effect(lambda own: names_in(own.to) != ["pt2"], "with --to onnx, openvino or triton")
+        OPSETS[0], effect=Effect(lambda own: names_in(own.to, "to") != ["pt2"], "with --to onnx, openvino or triton")
     )
     """Version of ONNX's operators: 20, or 23 for newer runtimes."""
     overwrite: bool = False
@@ -177,9 +177,7 @@ class _Target:
 
 def _targets(options: Export) -> list[_Target]:
     """Return the files to write: each format in each precision."""
-    formats, precisions = (names_in(text) for text in (options.to, options.precision))
-    if not formats or not precisions:
-        raise ConfigError(f"to={options.to!r} and precision={options.precision!r} must each name at least one")
+    formats, precisions = names_in(options.to, "to"), names_in(options.precision, "precision")
     chosen = [(to, precision) for to in formats for precision in precisions]
     if len(chosen) == 1:
         ((to, precision),) = chosen

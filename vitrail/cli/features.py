@@ -33,14 +33,10 @@ from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage
 from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.features.extract import FeatureSet, extract
-from vitrail.evaluation.features.feature_files import (
-    check_features_folder,
-    save_features,
-    save_parquet,
-)
+from vitrail.evaluation.features.feature_files import ABOUT, NAMES, save_features, save_parquet
 from vitrail.evaluation.features.index import FeatureIndex, Similar
 from vitrail.evaluation.outputs import Outputs
-from vitrail.files import check_new_file, expanded
+from vitrail.files import check_new_file, check_new_folder, expanded
 from vitrail.machine import Precision, check_memory, keep_freed_memory
 from vitrail.models.cost import prediction_batch, prediction_bytes
 from vitrail.processes.group import Processes, join_processes
@@ -265,6 +261,8 @@ def _embed(options: Embed, processes: Processes) -> None:
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
     print_notes(console, *map(EMBED.note, (*bundle.notes, *notes, *filter(None, [colour]))))
     console.print(_memory(bundle, options), markup=False)
+    kept = {file.parent for file in options.out.glob(f"*/{ABOUT}") if options.split == "all"} - {*targets.values()}
+    print_notes(console, *(EMBED.note(f"{place} keeps the features of an earlier command") for place in sorted(kept)))
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
         try:
@@ -307,7 +305,9 @@ def _target(options: Embed, split: str) -> Path:
         check_new_file(target, overwrite=options.overwrite)
     else:
         target = options.out / split
-        check_features_folder(target, overwrite=options.overwrite)
+        check_new_folder(
+            target, NAMES, overwrite=options.overwrite, recognise=lambda folder: (folder / ABOUT).is_file()
+        )
     return target
 
 

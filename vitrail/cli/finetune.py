@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from vitrail.cli.console import ConsoleDisplay, text_table
 from vitrail.cli.evaluate import suite_table
-from vitrail.cli.options import Call, Command, Option, flag
+from vitrail.cli.options import Call, Command, flag
 from vitrail.cli.run_options import (
     ResumeOptions,
     check_effects,
@@ -33,6 +33,7 @@ from vitrail.machine import pick_device
 from vitrail.models.variants import override_fields
 from vitrail.settings import bare_names, setting
 from vitrail.tasks import TASKS
+from vitrail.tasks.task import HeadlessTask
 from vitrail.training.config import LENGTHS, WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.folder import check_request, has_current, read_record
 from vitrail.training.log import Log
@@ -82,7 +83,7 @@ class Finetune(ResumeOptions):
     learning_rates: tuple[float, ...] | None = None
     """Learning rates to try. The best one on held-out images is then used to train on all training images. By default
     the paper's protocol tries the rates of its table, and the rule tries some settings within the budget."""
-    budget: str | None = None
+    budget: str | None = setting(None, excludes="suite")
     """Time of the command: 90s, 3m, 1h, quick or best (0.4 and 4 times the default: 4 minutes for 300 images, 10 for
     5,000; for boxes and masks 3 times that)."""
     suite: str = ""
@@ -102,11 +103,6 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
     return texts | {"data": "", "task": "chosen from the data"}
 
 
-def _settings() -> Iterator[Option]:
-    """Yield the options of a run with the settings of tasks that learn from labels."""
-    return run_options([name for name, task in TASKS.items() if "none" not in task.targets])
-
-
 COMMAND = Command(
     name="finetune",
     summary="""Adapt a pre-trained model to your images, and write a report with its metrics and errors.
@@ -121,7 +117,7 @@ COMMAND = Command(
     ),
     options=(Finetune,),
     has_recipe=True,
-    settings=_settings,
+    settings=lambda: run_options([name for name, task in TASKS.items() if not issubclass(task, HeadlessTask)]),
     common=common_options,
     depends=lambda given: task_options(task_of(given, TrainConfig().task.name)),
     essential={
@@ -143,8 +139,6 @@ def main(call: Call) -> None:
     console = Console()
     log = Log(ConsoleDisplay(console, COMMAND.note))
     given = call.options
-    if "budget" in given and "suite" in given:
-        raise ConfigError("--budget: every task of a --suite has its own length; leave --budget out")
     try:
         if (folder := given.get("resume")) is not None:
             result = _resumed(folder, given, log, call.started)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, ModelOp
 from vitrail.data.batch import Skipped
 from vitrail.data.source import Source, mixed
 from vitrail.errors import ConfigError, DataError, UndecodableImage, nearest
+from vitrail.evaluation.evaluators import Bootstrapped
 from vitrail.evaluation.measured_images import common_images, open_images
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_listed_folder, check_new_folder, replacing_folder, write_json
@@ -70,7 +70,7 @@ class Explain(DeviceOption, ModelOption):
     """Heads that are written as PNG files, from 0, or backward from -1. The default is all of them."""
     top: int = setting(5, least=1, advice="choose the number of classes to show")
     """Number of the likeliest classes on the page. The first 10 have their relevance."""
-    page_size: float = setting(MAX_BYTES / 1e6, above=0, below=math.inf, advice="choose a number of MB, such as 5")
+    page_size: float = setting(MAX_BYTES / 1e6, above=0, most=1_000_000, advice="choose a number of MB, such as 5")
     """Largest size of a page in MB. A page that would be larger has coarser attention, or fewer layers or heads."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. A larger size gives finer maps."""
@@ -184,10 +184,10 @@ class OpenedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummaryOptions(DeviceOption, JsonOption):
+class SummaryOptions(DeviceOption, JsonOption, Bootstrapped):
     """Options of `vitrail report` and `vitrail compare`."""
 
-    data: str = setting("", metavar="SPEC")
+    data: str = setting(metavar="SPEC")
     """Data set, in any form that `vitrail train` accepts."""
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
     """Split to measure. held-out is the test split if there is one, else images that no model learned from. all
@@ -199,20 +199,16 @@ class SummaryOptions(DeviceOption, JsonOption):
     split."""
     examples: int = setting(least=0)
     """Number of example images on the page."""
-    bootstrap: int = setting(1000, least=0)
-    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
     batch_size: int | None = setting(None, least=1)
     """Images per forward pass. The default follows from the model's cost."""
     overwrite: bool = False
     """Replace earlier results in the folder."""
 
     def check(self, files: Sequence[str]) -> None:
-        """Raise `ConfigError` if there is no data or the folder cannot be written, before a model or data is read.
+        """Raise `DestinationError` if the folder cannot be written, before a model or data is read.
 
         `files` are the files of the results. If a folder has the first one, it holds earlier results.
         """
-        if not self.data:
-            raise ConfigError("--data is missing: name a data set with the classes of the model")
         check_new_folder(
             self.out, files, overwrite=self.overwrite, recognise=lambda folder: (folder / files[0]).is_file()
         )
@@ -298,13 +294,15 @@ COMPARE = Command(
 
 
 def run_compare(call: Call, options: Compare) -> None:
-    if len(options.models) != 2 or options.models[0] == options.models[1]:
+    if len(options.models) != 2 or len(set(map(Path, options.models))) < 2:
         raise ConfigError(f"MODEL: name two different models to compare, not {' '.join(options.models)}")
     options.check(COMPARISON_FILES)
     console = message_console(options.json)
     bundles = [load(name, device=options.device) for name in options.models]
     check_comparable(bundles[0], bundles[1])
-    opened = options.open(dict(zip(_model_names(options.models), bundles, strict=True)), COMPARE, console)
+    last = [Path(name).name or name for name in options.models]
+    names = last if last[0] != last[1] else options.models
+    opened = options.open(dict(zip(names, bundles, strict=True)), COMPARE, console)
     first, second = opened
     with images_bar(console, transient=True) as bar:
         found = compare(
@@ -318,12 +316,6 @@ def run_compare(call: Call, options: Compare) -> None:
     with replacing_folder("the comparison", options.out, COMPARISON_FILES) as partial:
         write_comparison(found, partial)
     options.show(console, verdict(found), "compare.html", comparison_as_plain(found), found.skipped)
-
-
-def _model_names(models: tuple[str, ...]) -> tuple[str, str]:
-    """Return short names of both models: the last parts of their paths, if these differ."""
-    first, second = (Path(name).name or name for name in models)
-    return (models[0], models[1]) if first == second else (first, second)
 
 
 # `vitrail report`: report the metrics, layers and errors of a model on a data set, as one HTML page.

@@ -37,7 +37,7 @@ class Models(JsonOption):
     model: str = setting("", argument="[MODEL]")
     """Model to describe: a folder of a model or a run, a file, or a name on the hub. By default network sizes are
     listed."""
-    image_size: tuple[int, int] | None = setting(None, least=1)
+    image_size: tuple[int, int] | None = setting(None, least=1, most=2**20)
     """Image height and width in pixels. By default each variant's own size, which the table shows."""
     num_classes: int = 1000
     """Number of outputs of the head."""
@@ -45,7 +45,9 @@ class Models(JsonOption):
     """Batch size for which the memory of a training step is estimated (AdamW, bf16)."""
     layers: bool = False
     """Compare only the costs of layers: kinds of attention, recurrence and convolution, of patches and of pixels."""
-    measure: bool = False
+    measure: bool = setting(
+        False, needs=("layers", "only single layers are measured here; add --layers, or use vitrail bench train")
+    )
     """With --layers, also measure each layer on this machine: float32, one image, forward pass."""
 
 
@@ -79,8 +81,6 @@ def run_models(call: Call, options: Models) -> None:
         return
     if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
         raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
-    if options.measure and not options.layers:
-        raise ConfigError("--measure: only single layers are measured here; add --layers, or use vitrail bench train")
     rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
     if options.json:
         print_json(rows)
@@ -113,11 +113,14 @@ def _describe(options: Models, given: Mapping[str, Any]) -> None:
         rows["texts"] = f"{text.parameters():,} parameters, {text.context} tokens of {text.vocabulary:,}"
     if isinstance(made := origin.get("zero_shot"), dict):
         names, templates = ([str(text) for text in made.get(part, ())] for part in ("texts", "templates"))
-        later = " Training changed it afterwards." if origin.get("step") else ""
+        # A pair makes a head after its own training.
+        later = " Training changed it afterwards." if made == origin.get("initial", {}).get("zero_shot") else ""
         rows["head"] = f"made from the names of classes in {plural(len(templates), 'text')}.{later}"
         rows |= {"names": listed(names, 10), "templates": listed(templates, 4)}
     rows |= {
-        name: str(origin[name]) for name in ("init", "data", "recipe", "step", "layout", "file") if origin.get(name)
+        "run name" if name == "recipe" else name: str(origin[name])  # --name replaces the recipe's
+        for name in ("init", "data", "recipe", "step", "layout", "file")
+        if origin.get(name)
     }
     rows |= {name: f"{value:.4g}" for name, value in bundle.metrics.items()}
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

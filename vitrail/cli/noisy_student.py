@@ -23,7 +23,7 @@ from vitrail.cli.console import (
     showing_progress,
     terminal_table,
 )
-from vitrail.cli.options import Call, Command, DeviceOption, JsonOption
+from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, check_own_effects
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.data.splits import absolute_spec
@@ -41,7 +41,7 @@ from vitrail.files import check_new_folder, expanded
 from vitrail.machine import Precision
 from vitrail.models.variants import ModelConfig
 from vitrail.recipes.semi_supervised import NOISY_STUDENT_RECIPES
-from vitrail.settings import bare_names, setting, to_plain
+from vitrail.settings import Effect, bare_names, setting, to_plain
 from vitrail.tasks.classification import Classification
 from vitrail.training.log import Log
 from vitrail.training.stop import interrupted_by_signals
@@ -194,7 +194,7 @@ class Label(DeviceOption, JsonOption):
     """Model that labels the images: a run, a model's folder or file, or a name on the hub."""
     out: Path
     """Folder for the labels. The images are not copied."""
-    seed: int = setting(0, least=0)
+    seed: int = setting(0, effect=Effect(lambda own: own.balance, "with --balance", of_run=True), least=0)
     """Random seed that chooses which images of scarce classes are repeated once more."""
     precision: Precision = "auto"
     """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
@@ -223,6 +223,7 @@ LABEL = Command(
 
 
 def run_label(call: Call, options: Label, labelling: Labelling) -> None:
+    check_own_effects(call.options, options, run=labelling)
     check_new_folder(options.out, FILES, overwrite=options.overwrite, recognise=looks_like_pseudo_labels)
     console = message_console(options.json)
     with interrupted_by_signals(), showing_progress(console, "labelling") as show:

@@ -120,6 +120,8 @@ def _opened(bundle: Bundle, options: Optimize) -> tuple[Bundle, Images, tuple[st
     from vitrail.data.source import target_kind
     from vitrail.evaluation.measured_images import open_images
     from vitrail.experiments.faster import Images, linear_head
+    from vitrail.machine import check_memory
+    from vitrail.models.cost import prediction_bytes
     from vitrail.weights.answers import check_predicts_classes
     from vitrail.weights.exported import ExportedNetwork
 
@@ -127,6 +129,12 @@ def _opened(bundle: Bundle, options: Optimize) -> tuple[Bundle, Images, tuple[st
     if isinstance(network, ExportedNetwork):
         network.refuse("it cannot be made faster")
     check_predicts_classes(bundle.output, "made faster by this command, which keeps the accuracy")
+    check_memory(
+        prediction_bytes(network.config, options.batch_size),
+        bundle.device,
+        f"predicting batches of {options.batch_size} images",
+        "choose a smaller --batch-size",
+    )
     opened = open_images(bundle, options.data, "validation")
     train = _some(opened.train, TRAIN_TIMES * options.images)
     held_out = _some(opened.sources["validation"], options.images)

@@ -487,9 +487,13 @@ def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
         yield Option(name, field.name, kind, accepts_none, field.default, cls, section, field.metadata)
 
 
-def names_in(text: str) -> list[str]:
-    """Return the names in a text that are separated by commas, without repetitions."""
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def names_in(text: str, option: str) -> list[str]:
+    """Return the names in the text of an option that are separated by commas, without repetitions. Raise `ConfigError`
+    for a text without a name, such as a comma."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if text and not names:
+        raise ConfigError(f"{option}={text!r} names nothing; give a name, or several with commas between them")
+    return names
 
 
 def check_own_effects(given: Options, settings: Any, *, run: Any = None, by_user: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import sys
 from collections import Counter
@@ -84,7 +85,7 @@ Result = tuple[Picture, AnyPrediction | UndecodableImage]
 class Predict(DeviceOption, ImageSizeOption, ModelOption):
     """Options of `vitrail predict`."""
 
-    images: tuple[Path, ...] = setting((), argument="IMAGE...")
+    images: tuple[Path, ...] = setting((), argument="IMAGE...", excludes="data")
     """Image files, folders that are searched for images, or tables of paths. They need no labels."""
     data: str = setting("", metavar="SPEC")
     """Data set whose images are predicted instead of files, in any form that `vitrail train` accepts."""
@@ -239,8 +240,6 @@ def main(call: Call, options: Predict) -> int:
 def _check(options: Predict) -> list[tuple[str, Path, list[str]]]:
     """Return the folders that are written: the option, the path, and patterns of the entries of an earlier prediction.
     Raise `ConfigError` unless there is one choice of images, and `DestinationError` for a place that is taken."""
-    if options.images and options.data:
-        raise ConfigError("IMAGE... and --data exclude each other; give only one of them")
     if not options.images and not options.data:
         raise ConfigError(f"IMAGE... is missing; usage: {COMMAND.usage}, or --data SPEC instead of images")
     folders = [
@@ -252,6 +251,8 @@ def _check(options: Predict) -> list[tuple[str, Path, list[str]]]:
         raise ConfigError(
             f"{listed([flag(name) for name, *_ in folders])} name one folder; give each a folder of its own"
         )
+    if options.overwrite and not (folders or options.coco or options.save):
+        raise ConfigError("--overwrite: no file or folder is written; name one, or leave --overwrite out")
     if options.coco is not None:
         if options.coco.is_file() and not _has_results(options.coco):
             raise DestinationError(f"{options.coco} holds no COCO results, so it is not replaced; choose another file")
@@ -342,12 +343,16 @@ def _pictures(options: Predict, bundle: Bundle) -> tuple[list[Picture], tuple[st
             found.append(Picture(key, key, number, read))
     notes = opened.notes
     ids = source.targets.ids
-    if source.target_kind == bundle.output and (options.masks or (options.yolo and not ids)):  # COCO's were checked
-        mine = bundle.class_ids if options.masks else ()  # YOLO counts from 0
-        written = dict(zip(mine or range(len(bundle.classes)), bundle.classes, strict=True))
-        theirs = zip(ids or range(len(source.classes)), source.classes, strict=True)
-        if any(written.get(number, name) != name for number, name in theirs):
-            option = "--masks" if options.masks else "--yolo"
+    count = len(bundle.classes)
+    for option, is_written, numbers in (
+        ("--masks", options.masks, bundle.class_ids or range(count)),
+        ("--coco", options.coco and ids, bundle.class_ids or range(1, count + 1)),
+        ("--yolo", options.yolo and not ids, range(count)),
+    ):
+        written = {*zip(numbers, bundle.classes, strict=True)}
+        others = {*zip(ids or range(len(source.classes)), source.classes, strict=True)} - written
+        both = {*itertools.chain(*others)} & {*itertools.chain(*written)}  # numbers and names
+        if source.target_kind == bundle.output and is_written and both:
             notes = (*notes, f"{option} writes the numbers that the model's classes have, and --data gives them others")
     if options.coco is not None and len({picture.number for picture in found}) < len(found):
         notes = (

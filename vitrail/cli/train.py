@@ -139,10 +139,12 @@ def _data_like(run: Path, config: TrainConfig, log: Log) -> OpenedData | None:
     check_columns(config)
     data = config.data.open_whole(**config.task.wanted)
     splits = config.data.cut(data)
-    if fingerprint(splits.train, splits.validation, splits.test) != record.fingerprint:
+    found = fingerprint(splits.train, splits.validation, splits.test), splits.classes
+    if found != (record.fingerprint, record.classes):
         log.note(
             f"the data has changed since {run} was trained: it had {record.images:,} training images, and has "
-            f"{len(splits.train):,} now; if both numbers are equal, names, labels or another split have changed"
+            f"{len(splits.train):,} now; if both numbers are equal, names, labels, classes or another split have "
+            "changed"
         )
     return data
 

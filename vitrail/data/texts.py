@@ -21,6 +21,8 @@ from vitrail.registry import optional_module
 TEXTS = ("text", "texts", "caption", "captions", "sentence", "sentences", "title", "description", "alt_text")
 """Names of columns and of JSON fields that hold texts, in lower case. The first one that is present is used."""
 
+_library = functools.partial(optional_module, extra="words")
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """The character that programs write for bytes that they cannot decode."""
 
@@ -77,6 +79,11 @@ class TextReader:
         for kind, count in found:
             if count:
                 yield f"{title}: {plural(count, 'text')} {'is' if count == 1 else 'are'} {kind} and not used"
+
+
+def is_usable(text: str) -> bool:
+    """Return True unless a text is empty or has a half of a character (a surrogate), which no tokenizer reads."""
+    return bool(text.strip()) and text.encode(errors="ignore").decode() == text
 
 
 def without_texts(title: str, names: Sequence[str]) -> DataError:
@@ -307,8 +314,3 @@ def _read(content: bytes, kind: TokenizerKind) -> tuple[int, Callable[[str], lis
     reader.no_truncation()
     reader.no_padding()
     return reader.get_vocab_size(), lambda text: reader.encode(text, add_special_tokens=False).ids
-
-
-def _library(name: str) -> Any:
-    """Return a library of the extra `words`. Raise `ConfigError` if it is not installed."""
-    return optional_module(name, "words")

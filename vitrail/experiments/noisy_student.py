@@ -7,7 +7,6 @@ a teacher. A stopped command continues from these folders: what is finished is n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,7 +196,7 @@ class Labelling(Checked):
     balance: bool = True
     """Use equally many images of each predicted class. A class with too many keeps the most confident ones, and a class
     with too few repeats them."""
-    images_per_class: int | None = setting(None, least=1)
+    images_per_class: int | None = setting(None, least=1, most=1_000_000)
     """Images of each predicted class, with repetitions. By default the mean over the classes. The paper has 130,000."""
 
     def _problems(self) -> Iterator[str]:
@@ -364,7 +363,7 @@ class Rounds(Checked):
     amount such as --data bundled[:500] or --per-class does not select."""
     rounds: int = setting(3, least=1)
     """Number of students. Each student is the teacher of the next one."""
-    pseudo_ratio: float = setting(3.0, above=0, below=math.inf)
+    pseudo_ratio: float = setting(3.0, least=1e-5, most=100_000)
     """Images with pseudo labels per labelled image of a batch. The paper has 14 for its largest networks."""
 
 

@@ -34,7 +34,7 @@ from vitrail.processes.group import join_processes
 from vitrail.settings import from_plain
 from vitrail.tasks.pictures import spread
 from vitrail.training.config import RESOLVED, TrainConfig
-from vitrail.training.folder import is_unrecorded, locked, read_record
+from vitrail.training.folder import LOCK, is_unrecorded, locked, read_record
 from vitrail.training.log import Log, end_of, read_journal
 from vitrail.training.run import RunResult, resume, train
 from vitrail.training.state import pixels_fit
@@ -81,7 +81,7 @@ def check_folder(path: Path, settings: Mapping[str, Any], content: str, option: 
                 f"{folder} holds {content} with other settings: {'; '.join(changed[:5])}. Give the same settings to "
                 f"continue, or choose another {option}"
             )
-    elif not folder.is_dir() or any(entry != partial_path(path) for entry in folder.iterdir()):
+    elif not folder.is_dir() or not {*folder.iterdir()} <= {partial_path(path), folder / LOCK}:
         raise RunError(f"{folder} exists and does not hold {content}: it has no {path.name}; choose another {option}")
 
 
@@ -90,10 +90,10 @@ def experiment(path: Path, settings: Mapping[str, Any], content: str, option: st
     """Hold the folder of an experiment inside the `with` block, with its settings in the file `path`. Raises the errors
     of `check_folder`, and `RunError` if another process works in the folder."""
     check_folder(path, settings, content, option)
-    with saving(content, path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, settings)
     with locked(path.parent):
+        check_folder(path, settings, content, option)  # another process may have begun here in the meantime
+        with saving(content, path.parent):
+            write_json(path, settings)
         yield
 
 
@@ -342,9 +342,8 @@ def _plain(cell: Cell) -> Any:
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
     """End the process of a cell, unless it has ended already."""
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    process.kill()
+    process.wait()
     assert process.stdin is not None
     process.stdin.close()
 

@@ -297,7 +297,7 @@ class _Engines:
                 raise ExportFailed(f"{engine.title} differs from PyTorch by {error:.2g}; {TOLERANCE} is tolerated")
             return
         own = self._run_of_torch()(images).float()
-        error, usual = (float((exact - values).norm() / exact.norm()) for values in (found, own))
+        error, usual = (float((exact - values).norm() / exact.norm().clamp(min=1e-30)) for values in (found, own))
         if not error <= ROUNDING * usual + TOLERANCE:
             raise ExportFailed(
                 f"{engine.title} in {self.precision} has an error of {error:.2g}, and PyTorch one of {usual:.2g}"

@@ -161,7 +161,7 @@ class ResNetConfig(Stages, NetworkConfig):
     stride of 2 (1512.03385), and learns more from each image."""
     norm_groups: int = 32
     """Number of groups of every group norm."""
-    num_classes: int = setting(1000, least=0)
+    num_classes: int = setting(1000, least=0, most=2**24)
     """Number of outputs of the head. 0 makes a network without a head."""
     head_bias: float = setting(0.0, least=-1e9, most=1e9)
     """Initial value of the head's biases."""

@@ -132,6 +132,11 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
     return dataclasses.replace(config, **typed_fields(type(config), {"image_size": size, **fields}))
 
 
+def is_variant(name: str) -> bool:
+    """Return True if a name has the form of a variant. Its size may be unknown."""
+    return name in PUBLISHED or any(pattern.fullmatch(name) for pattern in (VIT, HYBRID, BIT))
+
+
 def create(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any) -> AnyNetwork:
     """Return a network with random weights: `create("ViT-S/16", num_classes=10, image_size=(224, 160))`."""
     return build(variant_config(name, image_size=image_size, **fields))
@@ -151,11 +156,6 @@ def transformer(network: nn.Module) -> VisionTransformer | None:
 def transformer_config(config: AnyConfig | None) -> ViTConfig | None:
     """Return the config if it describes a Vision Transformer or a hybrid, and None otherwise."""
     return config if isinstance(config, ViTConfig) else None
-
-
-def config_type(name: str) -> type[ViTConfig] | type[ResNetConfig]:
-    """Return the class of the config that `name` stands for. Raises `ConfigError` for an unknown name."""
-    return type(_named(name))
 
 
 def _named(name: str) -> AnyConfig:
@@ -249,7 +249,7 @@ class ModelConfig:
         for name, cls in (("root", RootConfig), ("reduction", TokenReduction)):
             if isinstance(value := overrides.get(name), dict):  # JSON has lists instead of tuples
                 overrides[name] = from_plain(cls, value)
-        for kind in (ResNetConfig, ViTConfig) if self.variant is None else (config_type(self.variant),):
+        for kind in (ResNetConfig, ViTConfig) if self.variant is None else (type(_named(self.variant)),):
             own = {name: value for name, value in overrides.items() if name in bare_names(kind)}
             overrides |= typed_fields(kind, own)
         object.__setattr__(self, "overrides", overrides)
@@ -296,7 +296,7 @@ class ModelConfig:
 
 def override_fields(variant: str | None = None) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields that can be overridden, by name. If `variant` is None, return the fields of all configs."""
-    types = (ViTConfig, ResNetConfig) if variant is None else (config_type(variant),)
+    types = (ViTConfig, ResNetConfig) if variant is None else (type(_named(variant)),)
     return {
         item.name: item for cls in reversed(types) for item in dataclasses.fields(cls) if item.name not in FROM_DATA
     }

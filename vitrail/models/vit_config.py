@@ -82,7 +82,7 @@ class ViTConfig(NetworkConfig):
     """Kind of attention: a name of `vitrail.models.attention.ATTENTION`, and its settings: "local:window=9"."""
     mlp_width: int = setting(3072, least=1, most=2**20)
     """Hidden units of each block's MLP. With "swiglu", the gate and the value each have this many units."""
-    num_classes: int = setting(1000, least=0, advice="0 means none")
+    num_classes: int = setting(1000, least=0, most=2**24, advice="0 means none")
     """Number of outputs of the head. 0 makes a network without a head."""
     head_kind: str = setting("pooled", changes_weights=False, choices=ChainMap[str, Any]({"pooled": None}, HEADS))
     """Kind of head: a linear layer of the pooled tokens (pooled), or a name of `vitrail.models.heads.HEADS`, whose

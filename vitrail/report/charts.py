@@ -269,8 +269,10 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
         middle = (number + 0.5) * side
         text = f"<title>{escape(name)}</title>{escape(shown)}"
         x, y = left + middle + 3, top - 6
-        parts.append(f'<text x="{left - 8:g}" y="{top + middle + 4:g}" text-anchor="end">{text}</text>')
-        parts.append(f'<text x="{x:g}" y="{y:g}" transform="rotate(-45 {x:g} {y:g})">{text}</text>')
+        parts += [
+            f'<text x="{left - 8:g}" y="{top + middle + 4:g}" text-anchor="end">{text}</text>',
+            f'<text x="{x:g}" y="{y:g}" transform="rotate(-45 {x:g} {y:g})">{text}</text>',
+        ]
     for row, column, count in found:
         fraction = count / totals[row]
         opacity = 0.05 + 0.95 * fraction  # a minimum opacity keeps the cell of a single image visible

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from jaxtyping import Bool, Float, UInt8
@@ -26,6 +27,18 @@ def colour_of(number: int) -> Colour:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
+FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial Unicode.ttf", "arial.ttf")
+"""Fonts of common systems with more letters than that of Pillow, which has ASCII only."""
+
+
+def font_of(texts: Iterable[str], size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Return the font of Pillow, or one of this machine if a text has letters beyond ASCII."""
+    for name in () if all(text.isascii() for text in texts) else FONTS:
+        with suppress(OSError):
+            return ImageFont.truetype(name, size)
+    return ImageFont.load_default(size)
+
+
 def draw_boxes(
     image: Image.Image,
     boxes: Float[np.ndarray, "n 4"],
@@ -44,7 +57,7 @@ def draw_boxes(
             found = _covered(found, mask, colour_of(classes[number]))
     pen = ImageDraw.Draw(found)
     line = max(1, round(min(found.size) / 250))
-    font = ImageFont.load_default(max(10.0, min(found.size) / 32))
+    font = font_of(texts, max(10.0, min(found.size) / 32))
     for number in order:
         colour = colour_of(classes[number])
         left, top, right, bottom = boxes[number].tolist()
@@ -73,7 +86,7 @@ def draw_legend(names: Sequence[str], across: int = 4, classes: Sequence[int] | 
     """Return an image of the colours of classes with their names, in columns. `classes` are the indices of those that
     are shown, by default all."""
     shown = range(len(names)) if classes is None else classes
-    font = ImageFont.load_default(14)
+    font = font_of(names, 14.0)
     width = max(24 + round(font.getlength(names[number])) for number in shown) + 16
     down = math.ceil(len(shown) / across)
     found = Image.new("RGB", (width * min(across, len(shown)), 22 * down), "white")
@@ -96,7 +109,7 @@ def beside(first: Image.Image, second: Image.Image) -> Image.Image:
 
 def with_legend(image: Image.Image, names: Sequence[str], classes: Sequence[int]) -> Image.Image:
     """Return an image above the legend of these classes."""
-    widest = max(ImageFont.load_default(14).getlength(names[number]) for number in classes)
+    widest = max(font_of(names, 14.0).getlength(names[number]) for number in classes)
     legend = draw_legend(names, max(1, image.width // (40 + round(widest))), classes)
     found = Image.new("RGB", (max(image.width, legend.width), image.height + legend.height), "white")
     found.paste(image, (0, 0))

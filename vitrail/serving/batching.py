@@ -196,8 +196,8 @@ class Batcher:
             item, _ = self._waiting.popitem(last=False)
             if time.monotonic() - item.since > self._seconds:
                 item.answer.set_exception(TooLate())
-                continue
-            batch.append(item)
+            else:
+                batch.append(item)
         return batch
 
 

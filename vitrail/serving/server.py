@@ -166,7 +166,6 @@ class Server(uvicorn.Server):
         self._stops_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        _allow_files(2 * self._service.settings.max_connections + FILES)
         await super().startup(sockets)
         self._on_start()
 
@@ -209,12 +208,14 @@ def open_socket(settings: ServeSettings) -> socket.socket:
     return opened
 
 
-def _allow_files(wanted: int) -> None:
-    """Let this process open at least this many files, as far as the system permits it."""
+def _allow_files(wanted: int) -> int:
+    """Let this process open at least this many files, as far as the system permits it. Return the number of them that
+    it permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    permitted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (permitted, hard))
+    return permitted
 
 
 # --- one process
@@ -265,10 +266,15 @@ def serve(
     loaded or served. `on_note` is called with each note on loading, and `on_start` when the server listens.
     `supervisor` is the process of a worker's supervisor."""
     keep_freed_memory()  # otherwise each batch gets its memory from the system anew
-    files, states = {}, {}
-    if job.settings.watch:
-        files = {name: ModelFiles.of(path, job.device) for name, path in job.models.items()}
-        states = {name: one.state() for name, one in files.items()}
+    wanted = 2 * job.settings.max_connections + FILES
+    if (permitted := _allow_files(wanted)) < wanted:
+        on_note(
+            f"{job.settings.max_connections:,} connections need {wanted:,} open files, and the system permits "
+            f"{permitted:,}; raise that limit (ulimit -n), or choose max_connections={max(1, (permitted - FILES) // 2)}"
+        )
+    watched = job.models if job.settings.watch else {}
+    files = {name: ModelFiles.of(path, job.device) for name, path in watched.items()}
+    states = {name: one.state() for name, one in files.items()}
     index = None if job.index is None else FeatureIndex.open(job.index)  # before the models are loaded in vain
     service = Service(_load(job, files, on_note), job.settings, job.precision, job.overlays, index)
     watch = Watcher(service, files, states).run if files else None
@@ -363,7 +369,6 @@ class Supervisor:
                     worker.process.join()
 
     def _start(self, number: int) -> None:
-        theirs: Connection
         told, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=self._work, args=(number, self._listening, theirs))
         before = os.environ.get(FOLDER)

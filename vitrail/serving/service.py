@@ -21,6 +21,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from vitrail.cores import compute_threads
 from vitrail.data.pixels.decode import allow_pixels, image_size_of, pixel_limit
 from vitrail.data.pixels.preprocess import Pixels
+from vitrail.data.texts import is_usable
 from vitrail.errors import ConfigError, ExportFailed, UndecodableImage
 from vitrail.evaluation.features.index import FeatureIndex, Similar
 from vitrail.export.engines import with_engine
@@ -179,8 +180,11 @@ class Service:
         if words is None:
             raise Refused(400, f"model {model.name!r} reads no texts; give images")
         with self._accept(model, ("embedding",), len(texts)):
-            if not all(text.strip() for text in texts):
-                raise Refused(400, "a text is empty; give every text at least one character")
+            if not all(map(is_usable, texts)):
+                raise Refused(
+                    400,
+                    "a text is empty, or has characters that cannot be decoded; give every text at least one character",
+                )
             _, cut = await self.parse(words.tokenizer.encode, texts)
             if cut:
                 raise Refused(

@@ -77,9 +77,11 @@ def lines_chart(results: Results, metric: str, name: str, x_name: str) -> Markup
     x_axis = make_log_axis(point.x or 1.0 for point, _ in known)
     left = 40 + DIGIT_WIDTH * max(len(y_axis.label(tick)) for tick in y_axis.ticks)
     area = PlotArea(left, TOP, WIDTH - 16, HEIGHT - BOTTOM, x_axis, y_axis)
-    parts = [area.grid(y_unit="%")]
-    parts.append(horizontal_text((left + area.right) / 2, HEIGHT - 6, x_name, "middle"))
-    parts.append(vertical_text(12.0, (area.top + area.bottom) / 2, name))
+    parts = [
+        area.grid(y_unit="%"),
+        horizontal_text((left + area.right) / 2, HEIGHT - 6, x_name, "middle"),
+        vertical_text(12.0, (area.top + area.bottom) / 2, name),
+    ]
     for number, arm in enumerate(results.arms):
         line = sorted(
             ((point.x or 1.0, mean, point) for point, mean in known if point.arm == arm),
@@ -107,12 +109,14 @@ def _line(area: PlotArea, line: Sequence[tuple[float, Estimate, PointResult]], n
 
 
 def _legend(arms: Sequence[str]) -> list[str]:
-    parts = []
+    parts: list[str] = []
     for number, arm in enumerate(arms):
         y = HEIGHT + LEGEND_LINE * (number + 0.6)
         colour, dashes = series_look(number)
-        parts.append(f'<path class="series" stroke="{colour}"{dashes} d="M14 {y - 4:g}h24"/>')
-        parts.append(horizontal_text(44.0, y, arm))
+        parts += [
+            f'<path class="series" stroke="{colour}"{dashes} d="M14 {y - 4:g}h24"/>',
+            horizontal_text(44.0, y, arm),
+        ]
     return parts
 
 

@@ -112,6 +112,11 @@ class PairTask(HeadlessTask):
     initial_scale: float = setting(1 / 0.07, above=0, below=math.inf)
     """Initial factor of the cosine similarities."""
 
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.text_width % (heads := max(1, self.text_width // 64)):
+            yield f"text_width={self.text_width} is not divisible by its {heads} heads; choose a multiple of {heads}"
+
     @property
     def trains_network(self) -> bool:
         return self.freeze != "image"

@@ -184,7 +184,7 @@ class StartConfig(Checked):
     train_blocks: int | None = setting(None, least=0)
     """With --init: number of last blocks to train with the final norm, pooling and head. By default all blocks. 0
     trains only the head. The blocks of a ResNet are its residual units."""
-    lora_rank: int | None = setting(None, least=1)
+    lora_rank: int | None = setting(None, least=1, most=2**16)
     """With --init: rank of the LoRA updates (2106.09685). If given, only these updates and the head of the network are
     trained, beside a text tower."""
     lora_alpha: float | None = setting(None, above=0, below=math.inf)
@@ -507,9 +507,9 @@ class TrainConfig(Checked):
                         f"{name}={value} changes images in a way that boxes and masks do not follow, so it cannot be "
                         f"used with the task {self.task.name}; leave it out"
                     )
-            if self.start.linear_head:
+            for name in filter(given.get, ("linear_head", "head_bias", "head_normalises")):
                 yield (
-                    f"linear_head=True starts with a linear model of one vector per image, but the task "
+                    f"{name}={given[name]} is for a linear model of one vector per image, but the task "
                     f"{self.task.name} learns {' and '.join(self.task.targets)}; leave it out"
                 )
         sizes = [("early_batch_size", size) for size, _ in self.early.course("early_batch_size")]

@@ -38,6 +38,8 @@ class Record(NamedTuple):
     """A hash of the keys and targets of all samples."""
     images: int
     """Number of training images."""
+    classes: tuple[str, ...]
+    """Names of the classes, to which the targets of the samples are indices."""
     origin: Origin | None
     """The model that the run started from, or None."""
     objects: tuple[str, ...] = ()
@@ -78,6 +80,7 @@ def read_record(folder: Path) -> Record:
             TrainConfig.from_plain(config),
             str(_field(path, data, "data.fingerprint")),
             int(_field(path, data, "data.train")),
+            tuple(_field(path, data, "data.classes")),
             Origin.from_plain(values.get("init")),
             tuple(values.get("objects", ())),
             tuple((name, str(sha256)) for name, sha256 in dict(values.get("models", {})).items()),
@@ -150,13 +153,14 @@ LOCK = "run.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder inside the `with` block. The operating system releases the lock if the process
-    ends in any other way.
+    """Hold the lock of a run's folder inside the `with` block. The folder is made if it does not exist. The operating
+    system releases the lock if the process ends in any other way.
 
     Raises `RunError` if another process or thread holds the lock. On a file system without locks, nothing is locked.
     """
     path = folder / LOCK
     with saving("the lock", path):
+        folder.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not _acquire(file):

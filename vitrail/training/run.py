@@ -302,11 +302,11 @@ def _check_objects(folder: Path, record: Record, names: Sequence[str]) -> None:
 def _check_sources(folder: Path, record: Record, job: Job) -> None:
     """Raise `RunError` if the data of a run, or the weights of a model that it learns from, are not what they were when
     the run began."""
-    if record.fingerprint != job.fingerprint:
+    if (record.fingerprint, record.classes) != (job.fingerprint, job.splits.classes):
         raise RunError(
             f"the data of run {folder} has changed since the run began: it had {record.images:,} training images then, "
-            f"and has {len(job.splits.train):,} now. If both numbers are equal, names, labels or another split "
-            "have changed. To resume the run, restore its data"
+            f"and has {len(job.splits.train):,} now. If both numbers are equal, names, labels, classes or another "
+            "split have changed. To resume the run, restore its data"
         )
     found = record.config.task.models()
     for name, sha256 in record.models:

@@ -22,6 +22,7 @@ from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.machine import Precision, available_memory, keep_freed_memory, pick_device, resolve_precision
 from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.regression import Regression
+from vitrail.tasks.task import HeadlessTask
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
 from vitrail.training.log import Log
@@ -133,10 +134,10 @@ def plan(
     kind = data.whole.target_kind
     usual = Regression.name if kind == "numbers" else TASKS_OF_TARGETS.get(kind, config.task.name)
     config = config.override(**{"task": usual, **explicit})
-    if "none" in config.task.targets:
+    if isinstance(config.task, HeadlessTask):
         raise ConfigError(
-            f"task={config.task.name!r} learns without labels, but fine-tuning learns labels; to continue "
-            "pre-training, use: vitrail train --init MODEL --task " + config.task.name
+            f"task={config.task.name!r} learns no labels, but fine-tuning does; to train the model by this task, use: "
+            f"vitrail train --init MODEL --task {config.task.name}"
         )
     if kind in (*TASKS_OF_TARGETS, "texts") or config.task.output in DENSE:
         config.task.check_data(data.whole)

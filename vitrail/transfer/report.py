@@ -252,9 +252,11 @@ def _settings(
     ]
     if rates.average:
         rows.append(("averaging", f"exponential moving average of the weights, decay {rates.average:g}"))
-    for item in dataclasses.fields(config.task):
-        if (value := getattr(config.task, item.name)) != item.default:
-            rows.append((item.name.replace("_", " "), f"{value:g}" if isinstance(value, float) else str(value)))
+    rows += [
+        (item.name.replace("_", " "), f"{value:g}" if isinstance(value, float) else str(value))
+        for item in dataclasses.fields(config.task)
+        if (value := getattr(config.task, item.name)) != item.default
+    ]
     if (step := bundle.provenance.get("step")) is not None:
         rows.append(("saved weights", f"the {config.run.keep} ones, of step {step:,}"))
     rows += [("precision", config.run.precision), ("seed", str(config.run.seed))]
@@ -347,10 +349,12 @@ def number_rows(report: RegressionReport) -> list[tuple[str, str, str]]:
     If there are several numbers, the first rows are their mean R² and their mean standardised error. Errors with a unit
     are not averaged over numbers.
     """
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     if len(report.names) > 1:
-        rows.append(_row("mean R²", report.metrics["r2"], ".3f"))
-        rows.append(_row("mean error, in standard deviations", report.metrics["standardised_error"], ".3f"))
+        rows += [
+            _row("mean R²", report.metrics["r2"], ".3f"),
+            _row("mean error, in standard deviations", report.metrics["standardised_error"], ".3f"),
+        ]
     for output in report.per_output:
         if output.metrics is None:
             rows.append((f"{output.name}: no image has a known number", UNDEFINED, UNDEFINED))

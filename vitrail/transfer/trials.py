@@ -293,8 +293,6 @@ class _Trials:
         self.on_trial(f"trying {len(candidates)} settings for {steps:,} steps each, the better half twice as long")
         self.recorded_steps = steps
         left, count = list(candidates), len(candidates)
-        with saving("the trials", self.place):
-            self.place.mkdir(parents=True, exist_ok=True)
         with locked(self.place):
             while count > 1:
                 values = {one.name: self._run(one, steps) for one in left}

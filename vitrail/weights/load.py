@@ -16,6 +16,7 @@ from vitrail.errors import BundleError, ConfigError, listed, nearest
 from vitrail.files import check_new_file, check_new_folder, expanded
 from vitrail.hub import Repository, cached_folder, fetch, from_cache, keep_branch, listing, parse
 from vitrail.machine import pick_device
+from vitrail.models.variants import is_variant
 from vitrail.registry import Registry
 from vitrail.settings import typed
 from vitrail.weights.adapt import adapted
@@ -259,8 +260,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open a file of weights, or a folder with `config.json` and a file of weights. Raise `BundleError`."""
     if not path.exists():
         raise BundleError(
-            f"model {str(path)!r} does not exist: there is no such file or folder. Vitrail itself contains "
-            f"{', '.join(SHIPPED)}, which needs no file"
+            f"model {str(path)!r} does not exist: there is no such file or folder, and names on the hub have the "
+            f"form ORG/NAME. Vitrail itself contains {', '.join(SHIPPED)}, which needs no file"
         )
     if not path.is_dir():
         return Checkpoint(open_tensors(path))
@@ -328,6 +329,11 @@ def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
     """Return the file or folder of a model, and notes: a path on disk, a model of the package, or a name on the hub,
     whose files are downloaded. Raise the errors of `download`."""
     place: str = typed(str, os.fspath(path) if isinstance(path, os.PathLike) else path, "path")
+    if is_variant(place) and not os.path.lexists(place):
+        raise BundleError(
+            f"model {place!r} is the name of a network without weights; name a file, a folder or a name on the hub, "
+            f"or train the network: vitrail train --variant {place} --data DIR"
+        )
     return download(place) if looks_like_hub_name(place) else (shipped_folder(place) or expanded(place), ())
 
 

@@ -131,7 +131,6 @@ def save_tensors(
     """
     if not path.name.endswith(suffixes):
         raise BundleError(f"cannot write {str(path)!r}: the file name must end in {' or '.join(suffixes)}")
-    path = path.resolve()
     with saving("the weights", path, is_replaced=True), replacing_file(path) as partial:
         try:
             if path.suffix == ".safetensors":

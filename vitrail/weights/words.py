@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from vitrail.data.texts import FILES, TextTokenizer
+from vitrail.data.texts import FILES, TextTokenizer, is_usable
 from vitrail.errors import BundleError, ConfigError, listed, plural
 from vitrail.models.text import Pair, TextConfig, TextTower
 from vitrail.settings import from_plain, to_plain, typed
@@ -82,12 +82,16 @@ class Words:
     @torch.no_grad()
     def embed(self, texts: Sequence[str], *, batch_size: int = 64) -> TextEmbeddings:
         """Return the embeddings of texts, scaled to length 1, in float32 on the CPU. Texts that are longer than the
-        context are cut, and a note says so. Raise `ConfigError` for an empty list or an empty text."""
+        context are cut, and a note says so. Raise `ConfigError` for an empty list and for a text that is empty or
+        broken."""
         if not texts or isinstance(texts, str):
             raise ConfigError("texts must be a list with at least one text")
         texts = typed(tuple[str, ...], [*texts], "texts")
-        if empty := [number for number, text in enumerate(texts) if not text.strip()]:
-            raise ConfigError(f"text {empty[0] + 1} of {len(texts)} is empty; give every text at least one character")
+        if wrong := [number for number, text in enumerate(texts) if not is_usable(text)]:
+            raise ConfigError(
+                f"text {wrong[0] + 1} of {len(texts)} is empty, or has characters that cannot be decoded; give every "
+                "text at least one character"
+            )
         tokens, cut = self.tokenizer.encode(texts)
         config, device = self.tower.config, next(self.tower.parameters()).device
         lengths = torch.full((len(texts),), config.context)

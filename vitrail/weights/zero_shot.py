@@ -22,7 +22,7 @@ from vitrail.models.network import separate_copy
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import typed
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.words import TextEmbeddings
+from vitrail.weights.words import TextEmbeddings, Words
 
 PLACE = "{}"
 """Place of the name of a class in a template."""
@@ -46,8 +46,8 @@ def zero_shot(
     templates = typed(str | tuple[str, ...], templates, "templates")
     texts = [readable_name(name) for name in classes] if readable else list(classes)
     chosen = read_templates(templates) if isinstance(templates, str) else _checked(templates, "templates")
-    found = embed_classes(bundle, texts, chosen)
     words = bundle.reader_of_texts()
+    found = embed_classes(words, texts, chosen)
     if words.output == "softmax" and len(classes) < 2:
         raise ConfigError(
             f"classes={list(classes)}: this model compares classes with each other, so it needs two or more; add "
@@ -72,20 +72,20 @@ def zero_shot(
     )  # fmt: skip
 
 
-def embed_classes(bundle: Bundle, names: Sequence[str], templates: Sequence[str]) -> TextEmbeddings:
+def embed_classes(words: Words, names: Sequence[str], templates: Sequence[str]) -> TextEmbeddings:
     """Return an embedding for each class: the mean of the embeddings of all templates, scaled to length 1. Raise the
     errors of `zero_shot`."""
-    words = bundle.reader_of_texts()
     if not all(map(class_name, names)) or not names:
         raise ConfigError(f"classes={list(names)[:5]}: the name of a class is empty; name what the images show")
-    counts = Counter(class_name(name).lower() for name in names)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ConfigError(
-            f"classes: {plural(len(twice), 'name')} of {plural(len(names), 'class')} occur more than once, so that "
-            f"their texts do not differ: {listed(twice)}; give each class a name of its own"
-        )
     texts = [template.replace(PLACE, class_name(name)) for name in names for template in templates]
     vectors, notes = words.embed(texts)
+    tokens = [row.tobytes() for row in words.tokenizer.encode(texts[:: len(templates)]).tokens]
+    counts = Counter(tokens)
+    if same := [name for name, row in zip(names, tokens, strict=True) if counts[row] > 1]:
+        raise ConfigError(
+            f"classes: the texts of {len(same)} of {plural(len(names), 'class')} do not differ for this model: "
+            f"{listed(same)}; give each class a name that differs within the tokens that the model reads"
+        )
     mean = vectors.view(len(names), len(templates), -1).mean(dim=1)
     return TextEmbeddings(F.normalize(mean, dim=-1), notes)
 

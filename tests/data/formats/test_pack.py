@@ -25,6 +25,7 @@ from vitrail.data.source import Sample, fingerprint
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, DestinationError, SaveError, Stopped
+from vitrail.files import partial_path
 from vitrail.testing import check_source
 
 
@@ -261,6 +262,15 @@ def test_a_pack_that_was_killed_goes_on_to_the_same_bytes(folder: Path, tmp_path
     assert child.returncode == -signal.SIGKILL and (out / UNFINISHED).is_file() and not (out / FILE).exists()
     assert list(out.glob("*.tar")) and list(out.glob("*.partial"))
     pack(opened(folder), out, shard_size=9_000)
+    assert files_of(out) == files_of(tmp_path / "straight")
+
+
+def test_a_pack_that_was_killed_while_it_began_goes_on(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    partial_path(out / UNFINISHED).write_text("{")
+    pack(opened(folder), out)
+    pack(opened(folder), tmp_path / "straight")
     assert files_of(out) == files_of(tmp_path / "straight")
 
 

@@ -254,7 +254,7 @@ class Wanted(NamedTuple):
                     f"{OUTPUT_NOUNS[output]}; leave it out"
                 )
         if self.box is not None and self.label is not None:
-            raise ConfigError(f"box={self.box} and label choose an object; give only one of them")
+            raise ConfigError(f"box={self.box} and a label both choose an object; give only one of them")
 
 
 def outputs_to_explain(

@@ -187,8 +187,8 @@ def count(name: str, source: Source, looked_at: int) -> SplitCounts:
 def count_masks(counts: SplitCounts, looks: Looks, split: int, classes: int) -> SplitCounts:
     """Return the counts of a split with masks, with the number of checked images that have each class."""
     rows = [row for row in np.flatnonzero(looks.split == split).tolist() if row in looks.amounts]
-    present = [looks.amounts[row][:classes] > 0 for row in rows]
-    return replace(counts, per_class=tuple(np.array(present).sum(axis=0).tolist()) if rows else ())
+    present = np.array([looks.amounts[row][:classes] > 0 for row in rows], np.bool_).reshape(len(rows), classes)
+    return replace(counts, per_class=tuple(present.sum(axis=0).tolist()))
 
 
 MOST_WORDS = 60
@@ -443,8 +443,8 @@ class Examined:
         return tuple(self.sources)[self.looks.split[row]]
 
     def label(self, row: int) -> object:
-        """Return the class or the classes of an image. Boxes and masks of two copies are not compared."""
-        if target_kind(self.sources[self.split(row)]) in ("boxes", "mask"):
+        """Return the class or the classes of an image. Boxes, masks and texts of two copies are not compared."""
+        if target_kind(self.sources[self.split(row)]) in ("boxes", "mask", "texts"):
             return None
         return self.sources[self.split(row)].target(int(self.looks.index[row]))
 
@@ -740,9 +740,11 @@ def _broken_now(source: Source, looks: Looks) -> list[Finding]:
 def _misfits_now(source: Source, looks: Looks) -> Iterator[Finding]:
     """Yield a finding if the boxes or masks of some of the examined images cannot be used."""
     for row, reason in list(looks.misfits.items())[:1]:
-        text = f"{len(looks.misfits)} of {plural(len(looks), 'checked image')} have boxes or a mask that cannot be used"
-        first = f"{text}, such as {printable(source.key(int(looks.index[row])))}: {reason}"
-        yield Finding("misfit", "warning", len(looks.misfits), first, "", "")
+        text = (
+            f"{len(looks.misfits)} of {plural(len(looks), 'checked image')} have boxes or a mask that cannot be used, "
+            f"such as {printable(source.key(int(looks.index[row])))}: {reason}"
+        )
+        yield Finding("misfit", "warning", len(looks.misfits), text, "", "")
 
 
 def _masks_now(classes: Sequence[str], train: SplitCounts, looks: Looks) -> Iterator[Finding]:
@@ -750,7 +752,7 @@ def _masks_now(classes: Sequence[str], train: SplitCounts, looks: Looks) -> Iter
     not even two classes were seen."""
     present = count_masks(train, looks, 0, len(classes)).per_class
     missing = [name for name, number in zip(classes, present, strict=False) if not number]
-    if missing and (len(looks) == train.images or len(classes) - len(missing) < 2):
+    if looks.amounts and missing and (len(looks) == train.images or len(classes) - len(missing) < 2):
         total = np.sum(list(looks.amounts.values()), axis=0)
         ignored = f"; {total[-1] / total.sum():.0%} of their pixels are ignored" if total[-1] else ""
         text = f"no pixel of {listed(missing)} in {plural(len(looks.amounts), 'checked mask')}{ignored}"

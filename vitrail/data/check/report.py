@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -114,7 +114,7 @@ def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:
 MOST_GROUPS = 12
 MOST_MEMBERS = 4
 MOST_ROWS = 20
-"""Largest number of classes in the table, as in the terminal. The other classes share a row, and have another table."""
+"""Largest number of classes in the table, also in the terminal. Other classes share a row, and have another table."""
 
 MOST_CLASSES = 24
 OF_EACH_CLASS = 5
@@ -128,11 +128,7 @@ def page(report: Report, splits: Splits, title: str) -> str:
     sources = splits.sources
     severities = [finding.severity for finding in report.findings]
     verdict = ", ".join(plural(severities.count(one), one) for one in ("error", "warning", "note") if one in severities)
-    counted = bool(report.splits[0].per_class)
-    classes = [
-        (report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits))
-        for one in _largest_first(report)
-    ]
+    counted = len(report.splits[0].per_class)
     if counted:
         counts_title = plural(len(report.classes), "class")
     else:
@@ -152,7 +148,7 @@ def page(report: Report, splits: Splits, title: str) -> str:
         verdict=verdict or "no problem found",
         counts_title=counts_title,
         count_heads=("class" if counted else "", *(split.name for split in report.splits)),
-        counts=_counts(report, classes),
+        counts=count_rows(report),
         findings=[
             (
                 finding,
@@ -163,8 +159,8 @@ def page(report: Report, splits: Splits, title: str) -> str:
             )
             for finding in report.findings
         ],
-        size=_size,
-        sizes=[(_size(one[:2]), f"{one[2]:,}") for one in report.sizes.common] if report.sizes else [],
+        size=size_text,
+        sizes=[(size_text(one[:2]), f"{one[2]:,}") for one in report.sizes.common] if report.sizes else [],
         kinds=[(kind, f"{count:,}") for kind, count in report.kinds.items()],
         has_classes=has_classes,
         counted={"boxes": "objects", "mask": "the checked images that have the class"}.get(
@@ -178,7 +174,7 @@ def page(report: Report, splits: Splits, title: str) -> str:
         legend=large_address(draw_legend(report.classes), 1200) if report.target_kind == "mask" else None,
         amounts=[(name, f"{count:,}", share) for name, count, share in amount_rows(report)],
         amounts_head="objects" if report.target_kind == "boxes" else "pixels",
-        all_classes=classes if len(classes) > MOST_ROWS else [],
+        all_classes=count_rows(report, counted)[:counted] if counted > MOST_ROWS else [],
     )
 
 
@@ -213,10 +209,13 @@ def _drawn_examples(train: Source) -> Iterator[tuple[str, str]]:
             yield large_address(picture), printable(sample.key)
 
 
-def _counts(report: Report, classes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the number of images per class and split, as the terminal shows it."""
-    rows = list(classes[:MOST_ROWS])
-    if rest := _largest_first(report)[MOST_ROWS:]:
+def count_rows(report: Report, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
+    """Return the number of images per class and split: of the `most` largest classes, of the others, without a label,
+    and of all."""
+    counts = report.splits[0].per_class
+    order = sorted(range(len(counts)), key=lambda one: -counts[one])
+    rows = [(report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits)) for one in order[:most]]
+    if rest := order[most:]:
         sums = (f"{sum(split.per_class[one] for one in rest):,}" for split in report.splits)
         rows.append((f"{len(rest):,} more", *sums))
     if any(split.unlabelled for split in report.splits):
@@ -224,12 +223,7 @@ def _counts(report: Report, classes: Sequence[tuple[str, ...]]) -> list[tuple[st
     return [*rows, ("images", *(f"{split.images:,}" for split in report.splits))]
 
 
-def _largest_first(report: Report) -> list[int]:
-    counted = report.splits[0].per_class
-    return sorted(range(len(counted)), key=lambda one: -counted[one])
-
-
-def _size(size: tuple[int, int]) -> str:
+def size_text(size: tuple[int, ...]) -> str:
     return f"{size[0]:,} x {size[1]:,}"
 
 

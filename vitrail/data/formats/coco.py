@@ -242,8 +242,7 @@ def _images(
     """Return the images of a file. If `sized` is true, the size of each image is needed."""
     result = AnnotatedImages()
     near = path.parent.relative_to(images.root).as_posix() if path.parent != images.root else ""
-    missing: list[str] = []
-    unstated: list[str] = []
+    missing, unstated = list[str](), list[str]()
     known = set()
     for one in values["images"]:
         if not isinstance(one, dict) or "id" not in one or not isinstance(one.get("file_name"), str):
@@ -278,10 +277,7 @@ def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any],
     known = {one["id"] for one in values["images"]}
     rows = {number: row for row, number in enumerate(result.ids)}
     places = {number: place for place, number in enumerate(categories)}
-    strange: list[str] = []
-    with_keypoints: list[str] = []
-    short: list[str] = []
-    ignored: list[str] = []
+    strange, with_keypoints, short, ignored = (list[str]() for _ in range(4))
     for number, one in enumerate(values["annotations"]):
         if not isinstance(one, dict):
             raise DataError(f"{path}: annotation {number} is not an object with fields")
@@ -296,10 +292,9 @@ def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any],
             continue
         with_keypoints += [where] * bool(one.get("keypoints"))
         result.objects.append(_annotation(path, where, one, row, result.sizes[row], places))
-        if isinstance(parts := one.get("segmentation"), list) and any(len(part) < LEAST_NUMBERS for part in parts):
-            short.append(where)
-        if one.get("ignore") and not one.get("iscrowd"):
-            ignored.append(where)
+        polygons = outline if isinstance(outline := one.get("segmentation"), list) else []
+        short += [where] * any(len(part) < LEAST_NUMBERS for part in polygons)
+        ignored += [where] * bool(one.get("ignore") and not one.get("iscrowd"))
     result.faults += fault_at(
         ignored, "ignored", "note",
         f"{path}: {plural(len(ignored), 'object')} with the field ignore, which are read like all others",
@@ -323,14 +318,17 @@ def _annotation(
 ) -> Annotation:
     height, width = size
     outline = _outline(path, where, one.get("segmentation"), size)
-    box = one.get("bbox")
+    box: Any = one.get("bbox")
     if isinstance(box, list) and len(box) == 5:
         raise DataError(f"{where}: the box has five numbers, so it is rotated; only upright boxes are read")
     if not box and outline is not None:
         sides = box_around(outline)
     else:
-        x, y, across, down = _four(box)
+        is_read = isinstance(box, list) and len(box) == 4 and all(type(one) in (int, float) for one in box)
+        x, y, across, down = map(float, box) if is_read else (math.nan,) * 4
         sides = x / width, y / height, (x + across) / width, (y + down) / height
+    if (crowd := one.get("iscrowd")) not in (None, 0, 1, "0", "1"):  # True equals 1
+        raise DataError(f"{where}: iscrowd is {crowd!r}, but it must be 0 or 1")
     area = one.get("area")
     is_stated = isinstance(area, int | float) and math.isfinite(area) and area > 0
     category = one.get("category_id")
@@ -339,17 +337,10 @@ def _annotation(
         places.get(category, -1) if type(category) is int else -1,
         sides,
         where,
-        one.get("iscrowd") in (1, "1"),  # True equals 1
+        crowd in (1, "1"),
         float(area) / (width * height) if is_stated and area is not None else math.nan,
         outline,
     )
-
-
-def _four(box: Any) -> tuple[float, float, float, float]:
-    """Return the four numbers of a box, or NaN if it does not have them."""
-    if isinstance(box, list) and len(box) == 4 and all(type(one) in (int, float) for one in box):
-        return float(box[0]), float(box[1]), float(box[2]), float(box[3])
-    return math.nan, math.nan, math.nan, math.nan
 
 
 def _outline(path: Path, where: str, value: Any, size: tuple[int, int]) -> Outline | None:

@@ -10,7 +10,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +51,7 @@ def convert(
     sources = {NAMES[split]: samples_of(source) for split, source in splits.sources.items() if len(source)}
     with replacing_folder("the data", destination, ()) as folder:
         writer = WRITERS[to](folder, sources)
-        done = 0
+        done = itertools.count(1)
         for split, source in sources.items():
             stems = _stems(source)
             for index in range(len(source)):
@@ -68,8 +68,7 @@ def convert(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
                 writer.write(split, path, size, target, source, index)
-                done += 1
-                progress(done)
+                progress(next(done))
         writer.finish()
     return tuple(f"{plural(count, noun)} {text}" for (noun, text), count in writer.lost.items())
 
@@ -96,7 +95,11 @@ class _Writer(ABC):
         self.names = next(iter(sources.values())).classes
         self.lost: Counter[tuple[str, str]] = Counter()
         """Numbers of things that the format cannot express. A key is a noun and the rest of a sentence about it."""
+        self.numbers: Sequence[int] = ()  # of the classes in the format
         self.begin(sources)
+        ids = next(iter(sources.values())).targets.ids
+        if ids and tuple(self.numbers) != ids:
+            self.lost["class", f"whose numbers ({listed([*map(str, ids)])}) are not kept"] = len(ids)
 
     def begin(self, sources: Mapping[str, Samples]) -> None:  # noqa: B027
         """Prepare for all splits."""
@@ -146,8 +149,8 @@ class CocoWriter(_Writer):
     """Writes `annotations/instances_SPLIT.json` and `images/SPLIT`. Numbers of categories and images are kept."""
 
     def begin(self, sources: Mapping[str, Samples]) -> None:
-        self.ids = next(iter(sources.values())).targets.ids or tuple(range(1, len(self.names) + 1))
-        categories = [{"id": number, "name": name} for number, name in zip(self.ids, self.names, strict=True)]
+        self.numbers = next(iter(sources.values())).targets.ids or range(1, len(self.names) + 1)
+        categories = [{"id": number, "name": name} for number, name in zip(self.numbers, self.names, strict=True)]
         self.files: dict[str, dict[str, list[Any]]] = {
             split: {"images": [], "annotations": [], "categories": categories} for split in sources
         }
@@ -163,7 +166,7 @@ class CocoWriter(_Writer):
             one: dict[str, Any] = {
                 "id": len(file["annotations"]) + 1,
                 "image_id": number,
-                "category_id": self.ids[label],
+                "category_id": self.numbers[label],
                 "bbox": [_short(left), _short(top), _short(right - left), _short(bottom - top)],
                 "area": _short((right - left) * (bottom - top) if math.isnan(area) else area),
                 "iscrowd": int(target.crowd[row]),
@@ -200,6 +203,7 @@ class YoloWriter(_Writer):
     def begin(self, sources: Mapping[str, Samples]) -> None:
         import yaml  # type: ignore[import-untyped]
 
+        self.numbers = range(len(self.names))
         described = {**{split: f"images/{split}" for split in sources}, "names": dict(enumerate(self.names))}
         text = yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
         (self.folder / "data.yaml").write_text(text, encoding="utf-8")
@@ -287,6 +291,7 @@ class MaskWriter(_Writer):
 
     def begin(self, sources: Mapping[str, Samples]) -> None:
         self.first = int(any(source.target_kind == "boxes" for source in sources.values()))
+        self.numbers = range(self.first, self.first + len(self.names))
         names = [BACKGROUND] * self.first + list(self.names)
         if len(set(names)) < len(names) or len(names) > IGNORED:
             raise DataError(f"{plural(len(names), 'class')} with {BACKGROUND} cannot be written as masks; rename them")
@@ -303,6 +308,9 @@ class MaskWriter(_Writer):
         found = np.zeros(size, np.uint8)
         for row in np.flatnonzero(target.crowd).tolist():
             found[target.mask(row, size)] = IGNORED
+        labels = target.labels[~target.crowd]
+        if joined := int((np.bincount(labels)[labels] > 1).sum()):
+            self.lost["object", "in images with several of the same class, which masks do not separate"] += joined
         areas = (target.boxes[:, 2:] - target.boxes[:, :2]).prod(axis=1)
         for row in np.argsort(-areas, kind="stable").tolist():
             if not target.crowd[row]:

@@ -76,11 +76,8 @@ def _mask_folders(root: Path) -> list[Path]:
 
 
 def _first_of_masks(folders: Sequence[Path]) -> Path | None:
-    for name in FOLDERS:
-        for folder in folders:
-            if folder.name.lower() == name and any(path.suffix.lower() == ".png" for path in folder.rglob("*")):
-                return folder
-    return None
+    named = (folder for name in FOLDERS for folder in folders if folder.name.lower() == name)
+    return next((one for one in named if any(path.suffix.lower() == ".png" for path in one.rglob("*"))), None)
 
 
 def open_masks(request: Request) -> Splits:

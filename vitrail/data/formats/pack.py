@@ -229,7 +229,9 @@ def _begin(
             check_parent(destination)
         if destination.exists() and not destination.is_dir():
             raise ConfigError(f"{destination} is a file; shards are written to a folder, so choose another path")
-        if destination.exists() and any(not entry.name.endswith(".partial") for entry in destination.iterdir()):
+        if destination.exists() and any(
+            not entry.name.endswith((".partial", "-partial")) for entry in destination.iterdir()
+        ):
             raise ConfigError(f"{destination} is not empty and has no shards to continue; choose another folder")
     with saving("the description of the shards", destination):
         destination.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from vitrail.data.formats.annotated import (
     unlisted_images,
     unstated_sizes,
 )
+from vitrail.data.pixels.decode import without_suffix
 from vitrail.data.splits import Request, Splits, split_of
 from vitrail.errors import DataError, plural
 
@@ -53,17 +54,20 @@ def open_voc(request: Request) -> Splits:
     files = [name for name in images.others if name.lower().endswith(".xml") and "/." not in f"/{name}"]
     read = {name: one for name in files if (one := _read(folder / name)) is not None}
     of_image: dict[str, str] = {}
-    missing = []
+    missing, renamed = list[str](), list[str]()
+    files_named = {key.rpartition("/")[2] for key in images.inodes}
     for name, one in read.items():
-        stem = name.rpartition("/")[2][:-4]
-        key = images.find(stem, name.rpartition("/")[0], split_of(name))
-        key = key or images.find(one.findtext("filename", ""), name.rpartition("/")[0], split_of(name))
+        place, _, file = name.rpartition("/")
+        stem, stated = file[:-4], one.findtext("filename", "").strip()
+        key = images.find(stem, place, split_of(name)) or images.find(stated, place, split_of(name))
         if key is None:
             missing.append(name)
         elif key in of_image:
             raise DataError(f"{title}: {of_image[key]} and {name} both belong to the image {key}; keep one of them")
         else:
             of_image[key] = name
+            is_other = stated != key.rpartition("/")[2] and without_suffix(stated) != stem
+            renamed += [name] * (is_other and stated in files_named)
     lists = sorted(folder.glob("ImageSets/Main/*.txt")) or sorted(folder.glob("ImageSets/*.txt"))
     splits, notes = divided(images, sorted(of_image), request.choice.splits, lists)
     names = sorted({one.findtext("name", "").strip() for tree in read.values() for one in tree.iter("object")})
@@ -76,6 +80,14 @@ def open_voc(request: Request) -> Splits:
     faults = [
         *missing_images(f"{title}: annotations in XML", missing),
         *unlisted_images(title, unlisted, "no XML file belongs to them"),
+        *fault_at(
+            renamed,
+            "other-image",
+            "warning",
+            f"{title}: {plural(len(renamed), 'annotation')} whose filename is that of another image",
+            "The name of the XML file decides, so these objects belong to the image of this name.",
+            "Rename the XML files, or correct their filename.",
+        ),
     ]
     return object_splits(title, images, found, names, request.classes, notes=notes, faults=faults)
 

@@ -44,8 +44,9 @@ LINE = re.compile(r"\s*\d+(\.0*)?(\s+-?[\d.]+(e-?\d+)?){4,}\s*", re.I)
 def holds_yolo(root: Path, files: Iterable[Path]) -> bool:
     """Return True if `files`, which are `root` or lie in it, have a description of YOLO data, or if there are labels in
     text in `root`."""
-    described = (path for path in files if path in (root, root / path.name) and _described(path))
-    return next(described, None) is not None or (root.is_dir() and next(_label_files(root), None) is not None)
+    return any(path in (root, root / path.name) and _described(path) for path in files) or (
+        root.is_dir() and next(_label_files(root), None) is not None
+    )
 
 
 def _description(root: Path) -> Path | None:
@@ -65,8 +66,14 @@ def _described(path: Path) -> dict[str, Any]:
         values, as_text = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
-    is_one = isinstance(values, dict) and "names" in values and bool({"train", "val", "test", "nc"} & values.keys())
-    return {**values, "names": as_text["names"]} if is_one else {}  # the class `no` is not the value False
+    if not (isinstance(values, dict) and "names" in values and {"train", "val", "test", "nc"} & values.keys()):
+        return {}
+    root = yaml.compose(text)
+    for node in (root, *(value for key, value in root.value if key.value == "names")):
+        keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+            raise DataError(f"{path} states {twice[0]} twice, so one of its values would be lost; remove one")
+    return {**values, "names": as_text["names"]}  # the class `no` is not the value False
 
 
 def _label_files(root: Path) -> Iterator[Path]:
@@ -206,14 +213,10 @@ def _label_of(key: str, texts: set[str]) -> str | None:
     """Return the label file of an image: in the folder labels instead of images, or else beside the image."""
     stem = re.sub(r"\.[^./]*$", ".txt", key)
     parts = stem.split("/")
-    for place in reversed(range(len(parts) - 1)):
-        if parts[place].lower() in IMAGES:
-            for word in ("labels", "label", "Labels", "LABELS"):
-                if (moved := "/".join([*parts[:place], word, *parts[place + 1 :]])) in texts:
-                    return moved
-    if stem in texts:
-        return stem
-    return moved if (moved := f"labels/{parts[-1]}") in texts else None
+    places = [place for place, part in enumerate(parts[:-1]) if part.lower() in IMAGES]
+    words = ("labels", "label", "Labels", "LABELS")
+    moved = ["/".join([*parts[:place], word, *parts[place + 1 :]]) for place in reversed(places) for word in words]
+    return next((name for name in (*moved, stem, f"labels/{parts[-1]}") if name in texts), None)
 
 
 def _images(folder: Path, keys: Sequence[str], texts: set[str], classes: int) -> AnnotatedImages:

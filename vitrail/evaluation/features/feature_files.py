@@ -17,7 +17,7 @@ from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError
 from vitrail.evaluation.features.cache import map_features
 from vitrail.evaluation.features.extract import FeatureSet
-from vitrail.files import check_new_folder, only_writer, partial_path, replacing_folder, saving
+from vitrail.files import only_writer, partial_path, replacing_folder, saving
 from vitrail.settings import from_plain, to_plain
 
 FORMAT = 2
@@ -111,13 +111,6 @@ def _read_about(folder: Path) -> _Written:
             "a newer one"
         )
     return written
-
-
-def check_features_folder(path: Path, *, overwrite: bool) -> None:
-    """Raise `DestinationError` unless features may be saved at `path`, by the rules of
-    `vitrail.files.check_new_folder`.
-    """
-    check_new_folder(path, NAMES, overwrite=overwrite, recognise=lambda folder: (folder / ABOUT).is_file())
 
 
 def save_parquet(features: FeatureSet, path: Path) -> None:

@@ -141,16 +141,17 @@ class FeatureIndex:
         """Return the `top` images that resemble each vector most, the most similar one first. Images that are equally
         similar are in the order in which they are stored. Raise `DataError` for vectors of another width and for an
         array that is not made of rows, and `ConfigError` for a `top` that is not a number from 1 on."""
-        found, vectors, top = [], np.asarray(vectors), typed(int, top, "top")
+        vectors, top = np.asarray(vectors), typed(int, top, "top")
         if vectors.ndim != 2:
             raise DataError(f"vectors of shape {vectors.shape} must be rows, (number of queries, width)")
-        for part in nearest(self.features, vectors, min(top, len(self)), lengths=self._lengths):
-            for rows, cosines in zip(part.indices.tolist(), part.similarities.tolist(), strict=True):
-                found.append([
-                    Similar(row, self.images[row], cosine, self.labels[row])
-                    for row, cosine in zip(rows, cosines, strict=True)
-                ])  # fmt: skip
-        return found
+        return [
+            [
+                Similar(row, self.images[row], cosine, self.labels[row])
+                for row, cosine in zip(rows, cosines, strict=True)
+            ]
+            for part in nearest(self.features, vectors, min(top, len(self)), lengths=self._lengths)
+            for rows, cosines in zip(part.indices.tolist(), part.similarities.tolist(), strict=True)
+        ]
 
 
 def _path(folder: Any, key: str) -> str:
