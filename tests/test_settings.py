@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Any, Literal, NewType, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +24,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.vit_config import ViTConfig
 from vitrail.serving.settings import ServeSettings
 from vitrail.settings import (
+    Checked,
     Effect,
     bare_names,
     byte_count,
@@ -193,3 +198,56 @@ def test_each_number_of_a_list_is_checked_as_that_of_a_tuple() -> None:
     for value, wrong in (((1, 5), (1, 0)), ([1, 5], [1, 0]), (range(1, 3), range(2))):
         assert not problem_of("k", value, tuple[int, ...], {"least": 1})
         assert problem_of("k", wrong, tuple[int, ...], {"least": 1}) == "k=0 is less than 1"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Word(StrEnum):
+    A = "a"
+
+
+Length = NewType("Length", int)
+
+
+@dataclass(frozen=True)
+class Own(Checked):
+    """Settings of types that files of settings do not have, as classes of users can have them."""
+
+    paths: list[Path] = field(default_factory=list)
+    weights: Sequence[float] = ()
+    level: Level | None = None
+    length: Length = Length(1)
+    missing: int = None  # type: ignore[assignment]
+    derived: int = field(init=False)
+    kind: Literal["a", "b"] = "a"
+    sizes: tuple[int, ...] = ()
+    is_fast: bool = False
+    rate: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("paths", [Path("a")], [Path("a")]),
+        ("weights", (1.0, 2.0), (1.0, 2.0)),
+        ("level", Level.HIGH, Level.HIGH),
+        ("length", Length(3), 3),
+        ("missing", None, None),
+        ("kind", np.str_("b"), "b"),
+        ("kind", Word.A, "a"),
+        ("sizes", range(1, 3), (1, 2)),
+        ("is_fast", np.True_, True),
+        ("rate", np.array(0.5), 0.5),
+    ],
+)
+def test_checked_settings_accept_values_of_their_types(name: str, value: Any, read: Any) -> None:
+    found = getattr(Own(**{name: value}), name)
+    assert found == read
+    assert isinstance(found, type(read))
+
+
+def test_a_number_beyond_all_others_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rate=1000"):
+        Own(rate=10**400)

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -134,8 +135,12 @@ class Checked:
     values of another type, or invalid values. The message names all of these."""
 
     def __post_init__(self) -> None:
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(cast(Any, self))}
-        for name, value in typed_fields(type(self), values).items():
+        given = {
+            item.name: value
+            for item in dataclasses.fields(cast(Any, self))
+            if item.init and (value := getattr(self, item.name)) is not item.default
+        }
+        for name, value in typed_fields(type(self), given).items():
             object.__setattr__(self, name, value)
         raise_problems(self._problems())
 
@@ -244,8 +249,9 @@ def from_plain(cls: type[T], values: Any) -> T:
 
 def typed(kind: Any, value: Any, name: str) -> Any:
     """Return a value that Python code gives as a value of a type. Lists become tuples, paths become texts, and numbers
-    of other libraries become Python's. Raise `ConfigError` with the name for a value of any other type."""
-    return _read(kind, _given(value), name)
+    of other libraries become Python's, unless the type allows the value as it is. Raise `ConfigError` with the name for
+    a value of any other type."""
+    return _read(kind, value if _fits(kind, value) else _given(value), name)
 
 
 def typed_fields(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,10 +292,12 @@ def _tuples(value: Any) -> Any:
 
 def _given(value: Any) -> Any:
     """Return a value of Python code in the form of the values of settings."""
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, range):
         return tuple(map(_given, value))
     if isinstance(value, PurePath):
         return str(value)
+    if getattr(value, "shape", None) == ():  # a number or a truth value of numpy
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -327,7 +335,7 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _object(kind, value, f"{place}.")
     inner = get_args(kind)
-    if inner and isinstance(value, tuple):
+    if get_origin(kind) is tuple:
         return tuple(_read(one, each, place) for one, each in zip(_each(inner, value), value, strict=True))
     if inner and isinstance(value, dict):
         return {name: _read(inner[1], each, f"{place}.{name}") for name, each in value.items()}
@@ -342,15 +350,18 @@ def _fits(kind: Any, value: Any) -> bool:
     if origin in UNIONS:
         return any(_fits(one, value) for one in inner)
     if origin is Literal:
-        return any(value == one and type(value) is type(one) for one in inner)
-    if isinstance(value, bool):  # which Python accepts as a number
-        return kind is bool
+        return any(value == one and (type(value) is type(one) or isinstance(value, str)) for one in inner)
+    if isinstance(value, bool) and kind in (int, float):  # which Python accepts as a number
+        return False
     if origin is tuple:
         kinds = _each(inner, value) if isinstance(value, tuple) else ()
         return isinstance(value, tuple) and len(kinds) == len(value) and all(map(_fits, kinds, value))
     if kind is float:  # other writers of JSON may write 1.0 as 1
-        return isinstance(value, int | float)
-    return isinstance(value, origin or kind) or (dataclasses.is_dataclass(kind) and isinstance(value, dict))
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+    try:
+        return isinstance(value, origin or kind) or (dataclasses.is_dataclass(kind) and isinstance(value, dict))
+    except TypeError:  # Python cannot check the type, such as a `NewType`
+        return True
 
 
 @cache
@@ -361,7 +372,7 @@ def _kinds(cls: Any) -> dict[str, Any]:
 
 def _each(kinds: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
     """Return the types of the values of a tuple."""
-    return [kinds[0]] * len(values) if kinds[-1] is ... else kinds
+    return [kinds[0]] * len(values) if kinds[-1:] == (...,) else kinds
 
 
 def _noun(kind: Any, shown: Callable[[Any], str] = repr) -> str:
