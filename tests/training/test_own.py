@@ -31,6 +31,7 @@ from vitrail.tasks.classification import ClassificationObjective
 from vitrail.tasks.own_model import OwnModel
 from vitrail.tasks.task import LossOutput, Objective
 from vitrail.testing import check_source as checked
+from vitrail.training.after_step import Meter
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import summarise
 from vitrail.training.job import Probe, check_source
@@ -321,6 +322,29 @@ def test_an_objective_must_return_a_loss_and_metrics(
     monkeypatch.setattr("vitrail.tasks.classification.ClassificationObjective", Wrong)
     with pytest.raises(ConfigError, match=rule):
         train(config(steps=3, evaluations=1, **SIZES), data=Stripes())
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_losses_of_one_element_and_other_iterables_of_probes_are_accepted(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(ClassificationObjective):
+        counted = Objective.counted
+
+        def forward(self, batch: Batch) -> LossOutput:
+            return LossOutput(super().forward(batch).loss.reshape(1), {"name": torch.ones(1)})
+
+    monkeypatch.setattr("vitrail.tasks.classification.ClassificationObjective", Own)
+    probes = (Probe(name, 1, lambda *given: {}) for name in "ab")
+    run = train(config(steps=1, **SIZES), data=Stripes(), probes=probes)  # type: ignore[arg-type]
+    assert [event["name"] for event in read_journal(run.folder / "journal.jsonl") if event["event"] == "step"] == [1.0]
+
+
+def test_metrics_in_another_order_are_added_to_those_of_their_names() -> None:
+    meter, one, two = Meter(), torch.tensor(1.0), torch.tensor(2.0)
+    meter.add(1, {"a": one, "b": two})
+    meter.add(2, {"b": two, "a": two})
+    assert meter.read() == {"a": 1.5, "b": 2.0}
 
 
 def test_a_network_without_gradients_is_refused_in_its_first_step(config: Make) -> None:

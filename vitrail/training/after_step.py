@@ -132,13 +132,13 @@ class Meter:
         """Add the loss and metrics of a step."""
         if not self._rows:
             self._names = tuple(values)
-        if tuple(values) != self._names:
+        if values.keys() != {*self._names}:
             raise ConfigError(
                 f"the metrics of step {step} are {', '.join(values)}, and those before {', '.join(self._names)}; an "
                 "objective must return the same ones in every step"
             )
         self._steps.append(step)
-        self._rows.append(torch.stack([value.detach().float() for value in values.values()]))
+        self._rows.append(torch.stack([values[name].detach().float() for name in self._names]))
 
     def read(self) -> dict[str, float]:
         """Return the means over the steps since the last call.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -360,9 +360,9 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
         raise ConfigError(
             f"probe={run.probe!r} is measured by labels, but the images of {splits.title} have none; leave --probe out"
         )
-    if not isinstance(further, Sequence) or not all(isinstance(one, Probe) for one in further):
+    probes: tuple[Any, ...] = tuple(further) if isinstance(further, Iterable) else (further,)
+    if not all(isinstance(one, Probe) for one in probes):
         raise ConfigError(f"probes={further!r:.60} must be a list of `Probe`")
-    probes = tuple(further)
     if run.probe:
         every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
         few = {"fewshot": {"allow_fewer": True}}  # small classes have few images

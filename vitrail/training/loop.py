@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError
-from vitrail.evaluation.evaluators import RESERVED
 from vitrail.machine import autocast
 from vitrail.processes.group import local, whole
 from vitrail.tasks.task import BatchObjective, LossOutput, Objective
@@ -155,11 +154,11 @@ def _check_output(objective: Any, output: Any) -> None:
         rule = f"a LossOutput of tensors, but it returned {output!r:.100}"
     elif not output.loss.requires_grad:
         rule = "a loss that depends on a weight that requires gradients; it was detached, or gradients are off"
-    elif (shapes := [tuple(value.shape) for value in values if value.ndim]) and type(
+    elif (shapes := [tuple(value.shape) for value in values if value.numel() != 1]) and type(
         objective
     ).counted is Objective.counted:
         rule = f"means over the samples, which are single numbers, but one has the shape {shapes[0]}"
-    elif wrong := sorted(output.metrics.keys() & {"loss", "gradient_norm", *RESERVED}):
+    elif wrong := sorted(output.metrics.keys() & {"loss", "gradient_norm", "event", "step", "time"}):
         rule = f"metrics with other names than {wrong[0]!r}, which the journal uses"
     if rule:
         raise ConfigError(f"{type(objective).__name__} must return {rule}")
