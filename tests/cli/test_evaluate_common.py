@@ -130,6 +130,10 @@ def test_data_is_recognised_by_its_place(birds: str, tmp_path: Path, monkeypatch
     assert doubt_about(mixed, opened) is None and doubt_about(mixed, open_whole(birds)) is not None
 
 
+def test_a_place_with_a_long_query_is_none() -> None:
+    assert place_hash(f"https://example.org/shard.tar?signature={300 * 'a'}") == ""
+
+
 def test_data_of_the_hub_is_recognised_with_another_choice_of_columns(birds: str) -> None:
     opened = replace(open_whole(birds), spec="hf:org/birds?label=fine")
     assert is_data_of({"data": "hf:org/birds[:10%]"}, opened) and is_data_of({"data": "hf:org/birds?label=a"}, opened)

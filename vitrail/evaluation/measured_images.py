@@ -212,7 +212,7 @@ def place_hash(spec: str) -> str:
     """Return a hash of the absolute path of data, or an empty text if the data is not on the disk. A model records the
     hash, because the path itself can hold names that are not to be published."""
     path = expanded(_location(spec)).resolve()
-    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16] if path.exists() else ""
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16] if _exists(path) else ""
 
 
 def _is_same_place(known: Mapping[str, Any], recorded: str, spec: str) -> bool:
@@ -226,10 +226,10 @@ def _is_same_place(known: Mapping[str, Any], recorded: str, spec: str) -> bool:
 
 def _location(spec: str) -> str:
     """Return a data specification without an amount such as [:10%], and without a choice of its columns and splits."""
-    is_amount = spec.endswith("]") and "[:" in spec and not expanded(spec).exists()
+    is_amount = spec.endswith("]") and "[:" in spec and not _exists(spec)
     whole = spec[: spec.rindex("[:")] if is_amount else spec
     base, mark, _ = whole.rpartition("?")
-    is_choice = mark and (base.startswith("hf:") or (expanded(base).exists() and not expanded(whole).exists()))
+    is_choice = mark and (base.startswith("hf:") or (_exists(base) and not _exists(whole)))
     return base if is_choice else whole
 
 
@@ -383,3 +383,7 @@ def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -
 
 def _numbers_of(bundle: Bundle) -> tuple[str, ...]:
     return bundle.classes if bundle.output == "numbers" else ()
+
+
+def _exists(path: str | Path) -> bool:
+    return os.path.exists(expanded(path))  # noqa: PTH110 (raises no error, such as for the long query of a URL)
