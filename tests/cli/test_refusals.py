@@ -306,7 +306,6 @@ TRAIN = {
     "train --task mae --data colours --remove-fraction 1": "--remove-fraction: 1.0 is not between 0 and 1",
     "train --task masked-patches --label-smoothing 0.1": "--label-smoothing: the task of this run, masked-",
     "train --task simclr --loss sigmoid": "--loss: the task of this run, simclr, has no such setting",
-    "train --task segmentation --data masks --head-bias 3": "--head-bias: 3.0 is for a linear model of one vector",
     "train --task detection --data voc --head-normalises": "--head-normalises: True is for a linear model of",
     "train --task clip --text-width 257": "--text-width: 257 is not divisible by its 4 heads",
     "train --task mae --freeze image": "--freeze: the task of this run, mae, has no such setting",

@@ -248,3 +248,9 @@ def test_a_task_that_is_in_no_table_can_be_trained() -> None:
     """It has a name of its own, under which no other task continues the run."""
     mine = type("Mine", (Classification,), {"name": "mine"})()
     assert TrainConfig(task=mine).override(steps=2).task is mine
+
+
+@pytest.mark.parametrize("task", ["detection", "segmentation"])
+def test_recipes_of_papers_can_learn_boxes_and_masks(task: str) -> None:
+    config = RECIPES["vit-b32-i21k"]().override(task=task)
+    assert config.model.overrides["head_bias"] == -10

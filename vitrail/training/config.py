@@ -507,7 +507,7 @@ class TrainConfig(Checked):
                         f"{name}={value} changes images in a way that boxes and masks do not follow, so it cannot be "
                         f"used with the task {self.task.name}; leave it out"
                     )
-            for name in filter(given.get, ("linear_head", "head_bias", "head_normalises")):
+            for name in filter(given.get, ("linear_head", "head_normalises")):  # recipes of papers set `head_bias`
                 yield (
                     f"{name}={given[name]} is for a linear model of one vector per image, but the task "
                     f"{self.task.name} learns {' and '.join(self.task.targets)}; leave it out"
