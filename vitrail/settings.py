@@ -339,7 +339,7 @@ def _read(kind: Any, value: Any, place: str) -> Any:
         return tuple(_read(one, each, place) for one, each in zip(_each(inner, value), value, strict=True))
     if inner and isinstance(value, dict):
         return {name: _read(inner[1], each, f"{place}.{name}") for name, each in value.items()}
-    return float(value) if kind is float else value
+    return kind(value) if kind in (float, Path) else value
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -358,8 +358,9 @@ def _fits(kind: Any, value: Any) -> bool:
         return isinstance(value, tuple) and len(kinds) == len(value) and all(map(_fits, kinds, value))
     if kind is float:  # other writers of JSON may write 1.0 as 1
         return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+    known: Any = (str, Path) if kind is Path else origin or kind
     try:
-        return isinstance(value, origin or kind) or (dataclasses.is_dataclass(kind) and isinstance(value, dict))
+        return isinstance(value, known) or (dataclasses.is_dataclass(kind) and isinstance(value, dict))
     except TypeError:  # Python cannot check the type, such as a `NewType`
         return True
 
