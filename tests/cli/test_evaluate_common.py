@@ -128,6 +128,8 @@ def test_data_is_recognised_by_its_place(birds: str, tmp_path: Path, monkeypatch
     assert note is not None and "in another folder" in note
     mixed = bundle_of(data="elsewhere", mix=["0.5:birds"], places={"birds": place_hash(birds)})
     assert doubt_about(mixed, opened) is None and doubt_about(mixed, open_whole(birds)) is not None
+    note = overlap_note(mixed, opened, opened.whole.train)
+    assert note is not None and "in another folder" in note
 
 
 def test_data_of_the_hub_is_recognised_with_another_choice_of_columns(birds: str) -> None:
