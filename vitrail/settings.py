@@ -331,7 +331,7 @@ def _read(kind: Any, value: Any, place: str) -> Any:
         return tuple(_read(one, each, place) for one, each in zip(_each(inner, value), value, strict=True))
     if inner and isinstance(value, dict):
         return {name: _read(inner[1], each, f"{place}.{name}") for name, each in value.items()}
-    return float(value) if kind is float else value
+    return kind(value) if kind in (float, Path) else value
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -350,7 +350,7 @@ def _fits(kind: Any, value: Any) -> bool:
         return isinstance(value, tuple) and len(kinds) == len(value) and all(map(_fits, kinds, value))
     if kind is float:  # other writers of JSON may write 1.0 as 1
         return isinstance(value, int | float)
-    return isinstance(value, origin or kind) or (dataclasses.is_dataclass(kind) and isinstance(value, dict))
+    return isinstance(value, str if kind is Path else origin or kind) or (dataclasses.is_dataclass(kind) and isinstance(value, dict))
 
 
 @cache

@@ -73,7 +73,7 @@ def test_another_precision_goes_on_and_is_recorded(small: Make, tmp_path: Path) 
     run = tmp_path / "run"
     train_until(small(run), 11)
     with pytest.raises(Stopped):
-        resume(run, changes={"precision": "bf16"}, allow=("precision",), log=Log(StopAt(15)))
+        resume(run, changes={"precision": "bf16"}, allow="precision", log=Log(StopAt(15)))
     assert read_record(run).config.run.precision == "bf16"
     with pytest.raises(Stopped):  # without the option, the run goes on as it was
         resume(run, changes={"max_time": "1s"}, log=Log(StopAt(18)))

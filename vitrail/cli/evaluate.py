@@ -29,7 +29,7 @@ from vitrail.cli.options import (
 )
 from vitrail.data.check.images import colour_note, images_of
 from vitrail.data.source import Source
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, plural
 from vitrail.evaluation.evaluators import (
     BY_HEAD,
     EVALUATORS,
@@ -593,7 +593,7 @@ def suite_table(result: SuiteResult) -> Table:
         table.add_row(f"mean of {escape(group)}", *cells, style="bold")
         table.add_section()
     cells = [_mean(name, means[None], len(result.rows)) for name in columns]
-    table.add_row(f"mean of {len(result.rows)} tasks", *cells, style="bold")
+    table.add_row(f"mean of {plural(len(result.rows), 'task')}", *cells, style="bold")
     return table
 
 

@@ -149,7 +149,7 @@ def resume(
     probes: Sequence[Probe] = (),
     measure_test: bool = True,
     changes: Mapping[str, Any] = MappingProxyType({}),
-    allow: Collection[str] = (),
+    allow: Collection[str] | str = (),
     log: Log | None = None,
     started: float | None = None,
 ) -> RunResult:
@@ -355,6 +355,7 @@ def changed_config(
     Raises `ConfigError` for settings that a run keeps, and for differences that are not among the names in `allow`. The
     message names all of them.
     """
+    allow = (allow,) if isinstance(allow, str) else allow
     raise_problems(
         f"allow={name!r} is not a setting that may change; {nearest(name, ALLOWED)}"
         for name in allow
