@@ -132,6 +132,13 @@ def test_data_is_recognised_by_its_place(birds: str, tmp_path: Path, monkeypatch
     assert note is not None and "in another folder" in note
 
 
+def test_an_absolute_path_is_the_same_place_behind_other_links(birds: str, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    known = {"data": str(link), "places": {str(link): "the place of the link's target on another machine"}}
+    link.symlink_to(birds)
+    assert is_data_of(known, open_whole(str(link))) and not is_data_of(known, open_whole(birds))
+
+
 def test_data_of_the_hub_is_recognised_with_another_choice_of_columns(birds: str) -> None:
     opened = replace(open_whole(birds), spec="hf:org/birds?label=fine")
     assert is_data_of({"data": "hf:org/birds[:10%]"}, opened) and is_data_of({"data": "hf:org/birds?label=a"}, opened)

@@ -222,10 +222,12 @@ def place_hash(spec: str) -> str:
 
 def _is_same_place(known: Mapping[str, Any], recorded: str, spec: str) -> bool:
     """Return True if data that a training with the provenance `known` records is in the same place as `spec`, whatever
-    the amount. A training of an earlier version records no places, and its paths are those of the current folder."""
-    if place := known.get("places", {}).get(recorded):
-        return bool(place == place_hash(spec))
+    the amount. A training of an earlier version records no places, and its paths are those of the current folder. An
+    absolute path is the same place on every machine, even if it leads through other links there."""
     first, second = _location(recorded), _location(spec)
+    place = known.get("places", {}).get(recorded)
+    if place and not (first == second and expanded(first).is_absolute()):
+        return bool(place == place_hash(spec))
     return first == second or expanded(first).resolve() == expanded(second).resolve()
 
 
