@@ -354,8 +354,8 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
                     f"{splits.title}, such as {printable(held_out.key(shared[0]))}; training must not see held-out "
                     "images: remove them from the mixed data, or mix other data"
                 )
-            too_many = held_out is not None and len(more.source) + len(held_out) > MOST_HASHED
-            if too_many and by_content and may_be_copies(more.source):
+            is_small = held_out is None or len(more.source) + len(held_out) <= MOST_HASHED
+            if not is_small and by_content and may_be_copies(more.source):
                 notes.append(
                     f"mix {more.text!r}: its images are too many to find copies of the {split} split under other names"
                 )

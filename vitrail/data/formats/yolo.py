@@ -75,8 +75,7 @@ def _described(path: Path) -> dict[str, Any]:
     root = yaml.compose(text)
     for node in (root, *(value for key, value in root.value if key.value == "names")):
         keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-        counts = Counter(key for key in keys if node is not root or key in READ)
-        if twice := [key for key, count in counts.items() if count > 1]:
+        if twice := [key for key, count in Counter(keys).items() if count > 1 and (node is not root or key in READ)]:
             raise DataError(f"{path} states {twice[0]} twice, so one of its values would be lost; remove one")
     return {**values, "names": as_text["names"]}  # the class `no` is not the value False
 
