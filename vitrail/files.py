@@ -258,13 +258,14 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
-def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def named_once(pairs: list[tuple[str, Any]], names: Collection[str] | None = None) -> dict[str, Any]:
     """Return the fields of a JSON object, as the `object_pairs_hook` of `json.loads`. Raise `ValueError` if two fields
-    have the same name, of which Python would take the last one."""
+    have the same name, of which Python would take the last one. If `names` is given, others may have the same name."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+        found = [name for name, _ in pairs if names is None or name in names]
+        if twice := [name for name in found if found.count(name) > 1]:
+            raise ValueError(f"the field {twice[0]!r} occurs twice")
     return fields
 
 

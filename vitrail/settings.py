@@ -350,7 +350,9 @@ def _fits(kind: Any, value: Any) -> bool:
         return isinstance(value, tuple) and len(kinds) == len(value) and all(map(_fits, kinds, value))
     if kind is float:  # other writers of JSON may write 1.0 as 1
         return isinstance(value, int | float)
-    return isinstance(value, str if kind is Path else origin or kind) or (dataclasses.is_dataclass(kind) and isinstance(value, dict))
+    return isinstance(value, str if kind is Path else origin or kind) or (
+        dataclasses.is_dataclass(kind) and isinstance(value, dict)
+    )
 
 
 @cache

@@ -409,6 +409,9 @@ def test_a_description_of_yolo_that_states_something_twice_is_refused(tmp_path: 
         (tmp_path / "data.yaml").write_text(f"train: images/train\nnames: {names}\n")
         with pytest.raises(DataError, match=f"data.yaml states {twice} twice"):
             opened(tmp_path)
+    others = "author: one\nauthor: two\n"  # which are not read
+    (tmp_path / "data.yaml").write_text(f"train: images/train\nnames: [cat, dog, cow]\n{others}")
+    assert opened(tmp_path).classes == ("cat", "dog", "cow")
 
 
 def test_held_out_splits_that_a_description_names_and_nobody_exported_are_skipped(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_a_mixture_of_very_many_images_is_compared_in_part(
     monkeypatch.setattr(sources, "MOST_HASHED", 11)
     (note,) = set(mix_in(splits, (f"0.3:{tmp_path / 'more'}",)).notes) - {*splits.notes}
     assert "too many to find copies" in note
+    drawn = mix_in(splits, ("0.3:fractals:2:10",))
+    assert drawn.notes == splits.notes, "fractals are no copies"
 
 
 def test_shards_and_subsets_know_where_their_images_are(photos: Path, tmp_path: Path) -> None:
@@ -92,6 +94,7 @@ def test_arrays_are_compared_by_their_pixels_and_only_so_many(monkeypatch: pytes
     images = [np.full((3, 2, 1), value, np.uint8) for value in range(30)]
     train, held_out = MemorySource(images, labels=[0] * 30), MemorySource(images[:3] + images[:27], labels=[0] * 30)
     assert shared_images(train, held_out) == list(range(30))
+    assert shared_images(train, held_out, of_any_name=False) == [0, 1, 2]
     monkeypatch.setattr(source, "MOST_HASHED", 59)
     assert shared_images(train, held_out) == [0, 1, 2], "of images with the same name"
     assert shared_images(MemorySource([b""] * 3, labels=[0] * 3), MemorySource([b""] * 3, labels=[0] * 3)) == []

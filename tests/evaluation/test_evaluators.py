@@ -149,6 +149,8 @@ def test_metrics_of_one_name_and_unknown_layers_are_refused(types_unchecked: Non
     with pytest.raises(ConfigError, match="evaluator b: another evaluator measures another 'mine'"):
         measure(measured, outputs, source, source)
     assert measure({"a": measured["a"], "c": measured["a"]}, outputs, source, source)["mine"] == 1
+    timed: Any = {"timed": lambda *given: {"time": 3, "step": np.float32(2)}}  # reserved in a run's journal only
+    assert measure(timed, outputs, source, source) == {"time": 3.0, "step": 2.0}
     with pytest.raises(ConfigError, match=r"^layer='head' is not one of"):
         outputs.features(source, "head")  # type: ignore[arg-type]
 

@@ -457,12 +457,18 @@ MOST_HASHED = 10_000
 """Largest number of images of two sources that are all read, so that copies under other names are found."""
 
 
-def shared_images(train: Source, held_out: Source) -> list[int]:
+def may_be_copies(source: Source) -> bool:
+    """Return False for images that are computed from a few numbers, such as fractals, which are copies of no file."""
+    return all(getattr(reader, "identity", None) is None for reader in samples_of(source).readers)
+
+
+def shared_images(train: Source, held_out: Source, *, of_any_name: bool = True) -> list[int]:
     """Return the indices of held-out images that the training data also contains.
 
     Two samples are the same image if both come from the same place, such as a file or a part of a file, even under
     different names. Two images are also the same if they have the same bytes or pixels. If there are more than
-    `MOST_HASHED` images, only 1,000 evenly spaced pairs with the same file name are compared in this way.
+    `MOST_HASHED` images, or if `of_any_name` is false, only 1,000 evenly spaced pairs with the same file name are
+    compared in this way.
     """
     if not len(train) or not len(held_out):
         return []
@@ -476,7 +482,7 @@ def shared_images(train: Source, held_out: Source) -> list[int]:
             # files on two disks can have the same inode, but hardly the same times as well
             if other is not None and (kind != "file" or own.stamp(index) == other_samples.stamp(other)):
                 same.add(other)
-    if kind != "fractal" and len(train) + len(held_out) <= MOST_HASHED:
+    if of_any_name and may_be_copies(train) and len(train) + len(held_out) <= MOST_HASHED:
         known = {_digest(train, index) for index in range(len(train))} - {""}
         same |= {index for index in range(len(held_out)) if _digest(held_out, index) in known}
     elif kind != "fractal":

@@ -13,7 +13,16 @@ from vitrail.data import formats
 from vitrail.data.cuts import SLICE, CutMethod, check_validation, reduced, with_validation
 from vitrail.data.faults import TABLES, has_predictions, is_own_output, refuse
 from vitrail.data.pixels.decode import allow_pixels
-from vitrail.data.source import MOST_HASHED, Source, mixed, samples_of, shared_files, shared_images, target_kind
+from vitrail.data.source import (
+    MOST_HASHED,
+    Source,
+    may_be_copies,
+    mixed,
+    samples_of,
+    shared_files,
+    shared_images,
+    target_kind,
+)
 from vitrail.data.splits import (
     Format,
     Request,
@@ -28,6 +37,7 @@ from vitrail.data.splits import (
 )
 from vitrail.data.targets import TargetKind, similar_names
 from vitrail.errors import ConfigError, DataError, listed, nearest, plural
+from vitrail.files import expanded
 from vitrail.report.page import printable
 from vitrail.settings import Effect, problem_of, problems, raise_problems, setting, typed
 
@@ -188,6 +198,11 @@ class MixedData(NamedTuple):
     """Fraction of the training samples that come from this data."""
     source: Source
 
+    @property
+    def has_pseudo_labels(self) -> bool:
+        location, _ = divided_spec(self.text.partition(":")[2])
+        return formats.pseudo_labels.looks_like_pseudo_labels(expanded(location))
+
 
 @dataclass(frozen=True)
 class OpenedData:
@@ -331,13 +346,16 @@ def _mixture(splits: Splits, further: tuple[MixedData, ...]) -> Splits:
     notes = [*splits.notes]
     for more in further:
         for split, held_out in (("validation", splits.validation), ("test", splits.test)):
-            if held_out is not None and (shared := shared_images(more.source, held_out)):
+            # Pseudo labels are often those of the rest of the same data, which may have copies as the data itself may.
+            by_content = not more.has_pseudo_labels
+            if held_out is not None and (shared := shared_images(more.source, held_out, of_any_name=by_content)):
                 raise DataError(
                     f"mix {more.text!r} contains {plural(len(shared), 'image')} of the {split} split of "
                     f"{splits.title}, such as {printable(held_out.key(shared[0]))}; training must not see held-out "
                     "images: remove them from the mixed data, or mix other data"
                 )
-            if held_out is not None and len(more.source) + len(held_out) > MOST_HASHED:
+            is_small = held_out is None or len(more.source) + len(held_out) <= MOST_HASHED
+            if not is_small and by_content and may_be_copies(more.source):
                 notes.append(
                     f"mix {more.text!r}: its images are too many to find copies of the {split} split under other names"
                 )

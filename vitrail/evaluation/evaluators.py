@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -98,17 +98,19 @@ def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None =
 
 
 RESERVED = frozenset({"event", "time", "step", "split", "weights", "name", "best", "kept"})
-"""Names of other values of events in a run's journal, which cannot be names of metrics."""
+"""Names of other values of events in a run's journal, which cannot be names of metrics in training."""
 
 
-def checked_metrics(name: str, found: Any, needed: Iterable[str] = ()) -> dict[str, float]:
+def checked_metrics(
+    name: str, found: Any, needed: Iterable[str] = (), *, reserved: Set[str] = frozenset()
+) -> dict[str, float]:
     """Return what the evaluator `name` returned as Python's own numbers by name. Raise `ConfigError` for anything else,
-    for names that are `RESERVED`, and if one of the `needed` metrics is missing."""
+    for names that are `reserved`, and if one of the `needed` metrics is missing."""
     try:
         metrics = {str(metric): float(value) for metric, value in found.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError):
         raise ConfigError(f"{name}: an evaluator must return numbers by name, not {found!r:.100}") from None
-    if wrong := sorted(RESERVED & metrics.keys()):
+    if wrong := sorted(reserved & metrics.keys()):
         raise ConfigError(f"{name}: a metric cannot be called {wrong[0]!r}, which the journal uses; rename it")
     if lacking := [metric for metric in needed if metric not in metrics]:
         raise ConfigError(

@@ -122,7 +122,7 @@ def cut_of(known: Mapping[str, Any], opened: OpenedData, *, share: float | None 
 def doubt_about(bundle: Bundle, opened: OpenedData) -> str | None:
     """Return why images that are held out of this data now may be among those that a model learned from, or None."""
     for known in _trainings(bundle):
-        if any(_is_same_place(known, str(text).partition(":")[2], opened.spec) for text in known.get("mix", ())):
+        if any(_is_same_place(known, spec, opened.spec) for spec in _specs(known)[1:]):
             return f"the model learned from all of {opened.spec!r}, which was mixed into its training images"
         recorded = known.get("validation_keys")
         # A cut by a hash of the names holds out the same images whatever is added.
@@ -147,10 +147,10 @@ def overlap_note(bundle: Bundle, opened: OpenedData, held_out: Source) -> str | 
         return f"the measured images may have trained this model; those that it held out are not known: {error}"
     measured = _keys(held_out)
     learned = len(measured) - len(measured.intersection(*cuts))
-    if not learned and not cuts and any(known.get("data") == opened.spec for known in _trainings(bundle)):
+    if not learned and not cuts and any(opened.spec in _specs(known) for known in _trainings(bundle)):
         return (
             f"the model was trained on data that was also called {opened.spec!r}, in another folder; if this is that "
-            "data, moved and changed, the measured images may be among those that it learned from"
+            "data in a new place, the measured images may be among those that it learned from"
         )
     if not learned:
         return None
@@ -177,6 +177,11 @@ def is_data_of(known: Mapping[str, Any], opened: OpenedData) -> bool:
     except DataError:  # a cut that this data does not allow is not a cut of this data
         return False
     return fingerprint(splits.train, splits.validation, splits.test) == recorded
+
+
+def _specs(known: Mapping[str, Any]) -> list[str]:
+    """Return the data that a training with the provenance `known` learned from, and then the data of its mixture."""
+    return [str(known.get("data", "")), *(str(text).partition(":")[2] for text in known.get("mix", ()))]
 
 
 def _trainings(bundle: Bundle) -> Iterator[Mapping[str, Any]]:
@@ -217,10 +222,12 @@ def place_hash(spec: str) -> str:
 
 def _is_same_place(known: Mapping[str, Any], recorded: str, spec: str) -> bool:
     """Return True if data that a training with the provenance `known` records is in the same place as `spec`, whatever
-    the amount. A training of an earlier version records no places, and its paths are those of the current folder."""
-    if place := known.get("places", {}).get(recorded):
-        return bool(place == place_hash(spec))
+    the amount. A training of an earlier version records no places, and its paths are those of the current folder. An
+    absolute path is the same place on every machine, even if it leads through other links there."""
     first, second = _location(recorded), _location(spec)
+    place = known.get("places", {}).get(recorded)
+    if place and not (first == second and expanded(first).is_absolute()):
+        return bool(place == place_hash(spec))
     return first == second or expanded(first).resolve() == expanded(second).resolve()
 
 

@@ -126,7 +126,8 @@ def _checked(config: NoisyStudentConfig) -> tuple[Splits, Source]:
         check_size(setup.network, check_teacher(teacher, splits.classes, splits.title), teacher)
     pool = open_pool(config.pool)
     for split, held_out in (("validation", splits.validation), ("test", splits.test)):
-        if held_out is not None and (shared := shared_images(pool, held_out)):
+        # The rest of the same data may have copies of its held-out images, as the labelled images may.
+        if held_out is not None and (shared := shared_images(pool, held_out, of_any_name=not config.pool.rest)):
             raise DataError(
                 f"unlabelled={config.pool.spec!r} contains {plural(len(shared), 'image')} of the {split} split of "
                 f"{splits.title}, such as {printable(held_out.key(shared[0]))}; held-out images must not be labelled: "

@@ -19,7 +19,7 @@ from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import Readers, default_threads, skips_allowed
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, DataError, NonFiniteLoss, Stopped
-from vitrail.evaluation.evaluators import checked_metrics
+from vitrail.evaluation.evaluators import RESERVED, checked_metrics
 from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import peak_memory
 from vitrail.models.attention.base import AttentionLayer
@@ -114,7 +114,7 @@ def _collected_logits(module: nn.Module, found: list[Tensor]) -> Iterator[None]:
 def checked_result(task: Task, found: Any, step: int) -> dict[str, float]:
     """Return what the task's evaluator found after `step`. Raise `NonFiniteLoss` if the metric of the loss is not
     finite, and `ConfigError` if it or another metric that runs need is missing."""
-    result = checked_metrics(f"task {task.name}", found, (task.loss_metric, "images", "skipped"))
+    result = checked_metrics(f"task {task.name}", found, (task.loss_metric, "images", "skipped"), reserved=RESERVED)
     if not math.isfinite(value := result[task.loss_metric]):
         raise NonFiniteLoss(f"the evaluation's {task.loss_metric.replace('_', ' ')} is {value} at step {step}")
     return result
@@ -468,7 +468,9 @@ def _probe(run: Run, state: TrainState, due: Sequence[Probe]) -> None:
         outputs = run.outputs(state, model, _on_skip(run))
         for probe in due:
             assert splits.validation is not None, "`prepare` requires a validation split"
-            metrics = checked_metrics(probe.name, probe.evaluator(outputs, splits.train, splits.validation))
+            metrics = checked_metrics(
+                probe.name, probe.evaluator(outputs, splits.train, splits.validation), reserved=RESERVED
+            )
             state.settle()
             values = {"name": probe.name, "weights": state.measured, **metrics}
             run.log.tell("probe", {"metrics": metrics}, step=state.step, **values)

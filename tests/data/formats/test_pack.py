@@ -205,7 +205,7 @@ def test_a_pack_does_not_go_on_with_images_that_changed(folder: Path, tmp_path: 
     out, seen = tmp_path / "out", []
     with pytest.raises(Stopped):
         pack(opened(folder), out, shard_size=9_000, progress=seen.append, stop=lambda: len(seen) == 9)
-    image = folder / "train/rose/é/0.a.jpg"
+    image = folder / "train/ox eye.daisy/é/0.a.jpg"
     image.write_bytes(image.read_bytes() + b"!")
     with pytest.raises(ConfigError, match="shards of images that have changed since"):
         pack(opened(folder), out, shard_size=9_000)
@@ -213,6 +213,18 @@ def test_a_pack_does_not_go_on_with_images_that_changed(folder: Path, tmp_path: 
         path.unlink()
     pack(opened(folder), out, shard_size=9_000)
     assert not (out / IMAGES).exists()
+
+
+def test_a_pack_goes_on_after_an_image_was_mended_that_is_in_no_shard_yet(folder: Path, tmp_path: Path) -> None:
+    out, broken = tmp_path / "out", sorted((folder / "train" / "rose").rglob("*.jpg"))[-1]
+    content, splits = broken.read_bytes(), opened(folder)
+    broken.unlink()
+    with pytest.raises(DataError, match="cannot read"):
+        pack(splits, out, shard_size=9_000)
+    broken.write_bytes(content)
+    pack(opened(folder), out, shard_size=9_000)
+    pack(opened(folder), tmp_path / "straight", shard_size=9_000)
+    assert files_of(out) == files_of(tmp_path / "straight")
 
 
 def test_the_description_of_finished_shards_stays_until_it_is_written_again(

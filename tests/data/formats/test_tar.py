@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import tarfile
 import time
 import warnings
@@ -139,9 +140,24 @@ def test_several_labels_in_a_json_are_noted_and_a_field_that_occurs_twice_is_ref
     splits = open_shards(write(tmp_path / "x.tar", files), None)
     assert targets_of(splits.train) == [1, 0]
     assert any("1 image with another label" in note for note in splits.notes)
+    both = open_shards(write(tmp_path / "both.tar", [*files, ("1.cls", b"0")]), None)
+    assert any("1 image with another label" in note for note in both.notes), "each image once"
+    other = [*files[:-1], ("2.json", b'{"cls": 0, "from": {"camera": 1, "camera": 2}}')]
+    assert targets_of(open_shards(write(tmp_path / "other.tar", other), None).train) == [1, 0]
     files[-1] = ("2.json", b'{"label": 0, "label": 1}')
     with pytest.raises(DataError, match=r"2\.json.* 'label' occurs twice"):
         open_shards(write(tmp_path / "y.tar", files), None)
+
+
+def test_an_index_that_was_copied_with_its_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    location = write(tmp_path / "x.tar", labelled("1:rose", "2:daisy"))
+    open_shards(location, None)
+    monkeypatch.setattr(tar_index, "_scan", None)
+    (tmp_path / "copy").mkdir()
+    for name in ("x.tar", "x.tar.index"):
+        shutil.copy2(tmp_path / name, tmp_path / "copy" / name)
+        time.sleep(0.01)
+    assert targets_of(open_shards(str(tmp_path / "copy" / "x.tar"), None).train) == [1, 0]
 
 
 def test_a_shard_of_the_same_size_and_time_is_another_one(tmp_path: Path) -> None:

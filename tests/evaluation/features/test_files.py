@@ -138,7 +138,9 @@ def test_parquet_has_keys_labels_and_vectors(rows: int, tmp_path: Path, monkeypa
 def test_parquet_of_several_labels_and_of_nothing(tmp_path: Path) -> None:
     save_parquet(make([-1, -1], targets=[[1, 0, 1], [0, 0, 0]]), tmp_path / "some.parquet")
     assert pyarrow.parquet.read_table(tmp_path / "some.parquet")["label"].to_pylist() == [[0, 2], []]
+    (tmp_path / "none.parquet").symlink_to(tmp_path / "linked.parquet")
     save_parquet(make([]), tmp_path / "none.parquet")
+    assert not (tmp_path / "linked.parquet").is_symlink() and (tmp_path / "none.parquet").is_symlink()
     assert pyarrow.parquet.read_table(tmp_path / "none.parquet").num_rows == 0
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,6 +232,16 @@ def test_held_out_images_are_not_labelled(student: TrainConfig, tmp_path: Path) 
     message = rf"unlabelled='{data}' contains 21 images of the validation split of data '{data}\[:60\]', such as \d+"
     with pytest.raises(DataError, match=message):
         run_rounds(config_of(student, unlabelled=data), tmp_path / "rounds")
+
+
+@pytest.mark.slow
+def test_copies_of_held_out_images_in_the_same_data_are_tolerated_as_in_training(
+    tiny: Tiny, colour_folder: Path, tmp_path: Path
+) -> None:
+    for path in sorted(colour_folder.rglob("*.png")):
+        shutil.copy(path, path.with_stem(f"{path.stem}-copy"))
+    student = tiny(data=f"{colour_folder}[:20]", steps=2, evaluations=1, dropout=0.1)
+    assert len(run_rounds(config_of(student), tmp_path / "rounds")) == 2
 
 
 def test_several_labels_per_image_are_refused(tiny: Tiny, colour_folder: Path, tmp_path: Path) -> None:

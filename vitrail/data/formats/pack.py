@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
+from jaxtyping import UInt64
 from PIL import Image
 
 from vitrail.data.pixels.decode import SUFFIXES, format_of, open_file, to_pil
@@ -32,8 +33,8 @@ FILE = "dataset.json"
 UNFINISHED = "dataset.unfinished.json"
 """Name of the manifest until all shards are complete. It is then renamed to `FILE`."""
 
-IMAGES = "dataset.images.sha256"
-"""File with a hash of the identities of the images, until all shards are complete."""
+IMAGES = "dataset.images"
+"""File with `_identities` of the images, until all shards are complete."""
 
 FORMAT = "vitrail shards 1"
 
@@ -182,13 +183,12 @@ def pack(
     return state
 
 
-def _identities(sources: Mapping[str, Source]) -> str:
-    """Return a hash that changes if an image changes, as far as its source knows the sizes and times of its files."""
-    digest = hashlib.sha256()
-    for source in map(samples_of, sources.values()):
-        for index in range(len(source)):
-            digest.update(os.fsencode(f"{source.stamp(index)}\n"))
-    return digest.hexdigest()
+def _identities(sources: Mapping[str, Source]) -> UInt64[np.ndarray, " n"]:
+    """Return a hash of each image that changes if the image changes, as far as its source knows the sizes and times of
+    its files."""
+    every = (source.stamp(index) for source in map(samples_of, sources.values()) for index in range(len(source)))
+    hashes = b"".join(hashlib.blake2b(os.fsencode(str(one)), digest_size=8).digest() for one in every)
+    return np.frombuffer(hashes, np.uint64)
 
 
 def packed_before(manifest: Manifest) -> int:
@@ -197,7 +197,7 @@ def packed_before(manifest: Manifest) -> int:
 
 
 def _begin(
-    destination: Path, state: Manifest, images: str, stack: contextlib.ExitStack
+    destination: Path, state: Manifest, images: UInt64[np.ndarray, " n"], stack: contextlib.ExitStack
 ) -> dict[str, tuple[ShardRecord, ...]]:
     """Make the folder, lock it until the stack is closed, and return the complete shards in it, up to the first
     incomplete one.
@@ -216,13 +216,17 @@ def _begin(
                 f"{destination} has shards of other data or with other options: {_difference(before, state)}; "
                 "choose another folder"
             )
-        if name == UNFINISHED and (place := destination / IMAGES).is_file() and place.read_text() != images:
-            raise ConfigError(
-                f"{destination} has shards of images that have changed since, and the other shards would have the new "
-                "ones; choose another folder"
-            )
         for split in shards:
             shards[split] = _whole(destination, before.shards.get(split, ()))
+        if name == UNFINISHED and (place := destination / IMAGES).is_file():
+            known = np.fromfile(place, np.uint64)
+            counts = {split: sum(record.samples for record in records) for split, records in shards.items()}
+            is_packed = np.concatenate([np.arange(state.samples[split]) < count for split, count in counts.items()])
+            if len(known) != len(images) or not np.array_equal(known[is_packed], images[is_packed]):
+                raise ConfigError(
+                    f"{destination} has shards of images that have changed since, and the other shards would have the "
+                    "new ones; choose another folder"
+                )
         break
     else:
         if not destination.exists():
@@ -238,7 +242,7 @@ def _begin(
         stack.enter_context(only_writer(destination, destination))
     _save(destination, replace(state, shards=shards))  # first, so that there always is a description
     with saving("the description of the shards", destination):
-        write_whole(destination / IMAGES, images.encode())
+        write_whole(destination / IMAGES, images.tobytes())
         (destination / FILE).unlink(missing_ok=True)
     return shards
 

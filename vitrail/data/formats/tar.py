@@ -245,7 +245,7 @@ class ShardImages:
     def stamp(self, place: int) -> str:
         """Return the shard's path and version, and the offset of the image in it."""
         path, version = self.shards[self._places[place]]
-        return f"{path} {version.size} {version.tag} {version.changed} {self._offsets[place]}"
+        return " ".join(map(str, (path, *version[: 2 + bool(version.changed)], self._offsets[place])))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_descriptor"}

@@ -2,7 +2,7 @@
 
 The index of `a.tar` is `a.tar.index`, in the format .npz. If that file cannot be written or belongs to another program,
 the index is in the cache folder (`$VITRAIL_DATA`, else ~/.cache/vitrail) under a hash of the shard's path. An index is
-valid only for one size and version of the shard.
+valid only for one size and time of the shard, and only if it was written or copied after the shard was.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,9 @@ LABELS = ("label", "cls", "class")
 
 KEY = "__key__"
 """Field of a sample's JSON that holds the key if the key cannot be the name of a member."""
+
+USED = frozenset({*LABELS, *TEXTS, KEY, NUMBERS})
+"""Fields of a sample's JSON that are read."""
 
 LONGEST_LABEL = 2**20
 
@@ -178,7 +182,8 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
     texts: dict[int, tuple[str, ...]] = {}
     reader = TextReader()
     seen: set[tuple[int, str]] = set()
-    ignored = doubtful = 0
+    several: set[int] = set()
+    ignored = 0
     for member, key, suffix in _parts(shard, read, size, rows):
         if key is None:
             ignored += 1
@@ -204,7 +209,7 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
             texts[row] = reader(data.decode("utf-8-sig", "replace"))
             continue
         label, name, cell, has_others = _label(shard, member.name, data)
-        doubtful += has_others
+        several |= {row} if has_others else set()
         if cell is not None and (row, "txt") not in seen:
             texts[row] = reader(cell)
         if name is not None:
@@ -233,7 +238,7 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
         texts=TextTable.of(text for some in of_images for text in some),
         unread=(reader.empty, reader.broken),
         ignored=ignored,
-        doubtful=doubtful + sum(str(stated["json"].get(row, used[row])) != str(used[row]) for row in codes),
+        doubtful=sum(row in several or str(stated["json"].get(row, used[row])) != str(used[row]) for row in codes),
     )
 
 
@@ -273,7 +278,7 @@ def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | N
             if not text or "\n" in text:
                 raise ValueError(f"it holds {text[:40]!r}")
             return (int(text) if re.fullmatch("[+-]?[0-9]+", text) else text), None, None, False
-        values = json.loads(data, object_pairs_hook=named_once)
+        values = json.loads(data, object_pairs_hook=partial(named_once, names=USED))
         if not isinstance(values, dict):
             return None, None, None, False
         stated = [values[field] for field in LABELS if values.get(field) is not None]
@@ -351,7 +356,10 @@ def _load(shard: str, version: Version) -> ShardIndex | None:
         try:
             with place.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 about = json.loads(file["about"].tobytes())
-                if about["format"] != FORMAT or Version(*about["version"]) != version:
+                stored = Version(*about["version"])
+                # An index that was copied with its shard, or is of an earlier version, is not older than the shard.
+                is_newer = os.fstat(opened.fileno()).st_ctime_ns > version.changed
+                if about["format"] != FORMAT or stored[:2] != version[:2] or not (stored == version or is_newer):
                     continue
                 labels = tuple(tuple(label) if isinstance(label, list) else label for label in about["labels"])
                 rows = zip(COLUMNS.items(), file["columns"], strict=True)

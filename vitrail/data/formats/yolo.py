@@ -41,6 +41,10 @@ NAMES = ("classes.txt", "obj.names", "_darknet.labels", "labels.txt")
 LINE = re.compile(r"\s*\d+(\.0*)?(\s+-?[\d.]+(e-?\d+)?){4,}\s*", re.I)
 
 
+READ = frozenset({"path", "train", "val", "test", "nc", "names"})
+"""Fields of a description that are read."""
+
+
 def holds_yolo(root: Path, files: Iterable[Path]) -> bool:
     """Return True if `files`, which are `root` or lie in it, have a description of YOLO data, or if there are labels in
     text in `root`."""
@@ -71,7 +75,7 @@ def _described(path: Path) -> dict[str, Any]:
     root = yaml.compose(text)
     for node in (root, *(value for key, value in root.value if key.value == "names")):
         keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+        if twice := [key for key, count in Counter(keys).items() if count > 1 and (node is not root or key in READ)]:
             raise DataError(f"{path} states {twice[0]} twice, so one of its values would be lost; remove one")
     return {**values, "names": as_text["names"]}  # the class `no` is not the value False
 

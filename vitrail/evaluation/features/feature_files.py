@@ -133,6 +133,7 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
         "feature": arrow.list_(arrow.float32(), features.width),
     }
     schema = arrow.schema(list(kinds.items()), metadata={"classes": json.dumps(features.classes)})
+    path = path.resolve()  # the file that a symbolic link names is replaced
     partial = partial_path(path)  # always the same, so that the next command replaces what a killed one left
     with saving("features", path):
         path.parent.mkdir(parents=True, exist_ok=True)
