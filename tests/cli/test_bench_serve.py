@@ -16,6 +16,7 @@ import pytest
 from tests.cli.conftest import Cli
 from tests.serving.conftest import make_bundle
 from vitrail.bench.serving import started
+from vitrail.cli.bench_serve import _model
 from vitrail.training.stop import interrupted_by_signals
 
 
@@ -33,6 +34,15 @@ def test_two_servers_under_two_loads(tmp_path: Path, cli: Cli) -> None:
     for one in found["overheads"]:
         assert one["errors"] == 0 < one["bare"] and one["alone"] > 0 and one["threads"] >= 1
         assert math.isfinite(one["added"]) and one["throughput"] > 0 and one["fraction"] > 0
+
+
+def test_a_model_in_a_folder_with_a_name_like_that_of_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_bundle().save("ViT-mine/1")
+    with _model("ViT-mine/1") as (folder, bundle):
+        assert folder == Path("ViT-mine/1") and bundle.classes == make_bundle().classes
 
 
 @pytest.mark.slow

@@ -146,6 +146,18 @@ def test_runs_are_found_in_folders_but_not_in_runs(tmp_path: Path) -> None:
     assert list(find_runs(tmp_path, depth=0)) == list(find_runs(tmp_path / "nowhere")) == []
 
 
+def test_the_search_for_runs_asks_the_system_about_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "photos").mkdir()
+    for place in ("photos/1.jpg", "photos/2.jpg", "run.json"):
+        (tmp_path / place).touch()
+    (tmp_path / "photos/link").symlink_to(tmp_path)
+    asked: list[Path] = []
+    is_dir = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: asked.append(path) or is_dir(path))
+    link = tmp_path / "photos/link"
+    assert list(find_runs(tmp_path / "photos")) == asked == [link]
+
+
 def test_values_of_presets_and_variants_are_compared(tiny: Make) -> None:
     """A setting that repeats the value of the preset or of the variant is no difference."""
     usual = tiny(steps=3, variant="ViT-Pico/8", preset="light2")

@@ -89,6 +89,7 @@ def test_faults_of_class_names(model: Bundle, types_unchecked: None) -> None:
         zero_shot(model, ["b\u00e9e", "be\u0301e"])
     with pytest.raises(ConfigError, match="do not differ"):  # within the tokens that the model reads
         zero_shot(model, ["wasp", "bee " * 50, "bee " * 60])
+    zero_shot(model, ["wasp", "bee"], templates=["a " * 50 + "{}", "a {}"])  # which the second template tells apart
     long = zero_shot(model, ["bee " * 50, "wasp"])
     assert any("12 tokens" in note for note in long.notes)
     if model.words is not None and model.words.bias is None:

@@ -106,7 +106,7 @@ def _folders(folder: Path, *, is_json: bool) -> list[Path]:
     if not folder.is_dir():
         raise ConfigError(f"folder={str(folder)!r} is not a folder; give the folder that holds your runs")
     found = list(find_runs(folder))
-    if deeper := [one for one in find_runs(folder, 2 * DEPTH) if one not in found]:
+    if deeper := [one for one in find_runs(folder, 2 * DEPTH) if len(one.relative_to(folder).parts) > DEPTH]:
         print_notes(
             message_console(is_json),
             f"not listed: {plural(len(deeper), 'run')} deeper than {DEPTH} levels, such as {deeper[0]}; give a folder "

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -133,8 +134,10 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
 
 
 def is_variant(name: str) -> bool:
-    """Return True if a name has the form of a variant. Its size may be unknown."""
-    return name in PUBLISHED or any(pattern.fullmatch(name) for pattern in (VIT, HYBRID, BIT))
+    """Return True for the name of a variant."""
+    with suppress(ConfigError):
+        return bool(_named(name))
+    return False
 
 
 def create(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any) -> AnyNetwork:

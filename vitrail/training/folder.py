@@ -361,7 +361,12 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     if depth == 0:
         return
     try:
-        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        inside = sorted(
+            folder / entry.name
+            for entry in os.scandir(folder)  # which knows the type of a file that is no link
+            if not entry.name.startswith(".")
+            and ((folder / entry.name).is_dir() if entry.is_symlink() else entry.is_dir())
+        )
     except OSError:
         return
     for path in inside:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -79,7 +80,7 @@ def embed_classes(words: Words, names: Sequence[str], templates: Sequence[str]) 
         raise ConfigError(f"classes={list(names)[:5]}: the name of a class is empty; name what the images show")
     texts = [template.replace(PLACE, class_name(name)) for name in names for template in templates]
     vectors, notes = words.embed(texts)
-    tokens = [row.tobytes() for row in words.tokenizer.encode(texts[:: len(templates)]).tokens]
+    tokens = [rows.tobytes() for rows in np.split(words.tokenizer.encode(texts).tokens, len(names))]
     counts = Counter(tokens)
     if same := [name for name, row in zip(names, tokens, strict=True) if counts[row] > 1]:
         raise ConfigError(
