@@ -15,6 +15,7 @@ from tests.targets import multi_labels, number_targets, single_labels
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
+from vitrail.data.sources import open_data
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create, variant_config
 from vitrail.transfer import examination
@@ -89,6 +90,7 @@ def test_both_parts_have_all_classes_and_no_image_twice() -> None:
     assert len(tested) == 30 and len(fitted) == 61 and not fitted & tested
     assert {division.tested.target(index) for index in range(30)} == {0, 1}
     assert divide(bars(30)) is None, "ten images are too few to measure with"
+    assert divide(open_data("scenes:60", validation_share=0.2).train) is None, "no linear model predicts sentences"
 
 
 def test_a_mirrored_source_mirrors_files_and_arrays() -> None:

@@ -206,11 +206,11 @@ def divide(train: Source, most: int = MAX_IMAGES, seed: int = 0) -> Division | N
     """Return at most `most` training images to examine, one third of each class to measure with.
 
     If there are too many classes for `IMAGES_PER_CLASS` images each, the images come from some of the classes. Return
-    None if fewer than `MIN_TESTED` images would be left to measure with, and for boxes and masks, which no linear model
-    of one vector per image predicts.
+    None if fewer than `MIN_TESTED` images would be left to measure with, and for boxes, masks and texts, which no
+    linear model of one vector per image predicts.
     """
     truth = truth_of(train)
-    if truth.kind in PLACED:
+    if truth.kind in PLACED or truth.texts is not None:
         return None
     usable = np.flatnonzero(truth.known)
     if len(usable) > most:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from vitrail.errors import BundleError, ConfigError, listed
 from vitrail.machine import check_memory
-from vitrail.models.cost import prediction_bytes
 from vitrail.models.network import separate_copy, with_resized_parts
 from vitrail.models.positions import Covered
 from vitrail.models.reduction import TokenReduction
@@ -91,11 +90,14 @@ def resize_network(network: AnyNetwork, image_size: tuple[int, int]) -> AnyNetwo
     """Return a network for another image size with the same weights. Learned positions are resized to the grid of
     patches of that size.
 
-    Raise `BundleError` if patches do not divide the size, or if one image needs more memory than is free.
+    Raise `BundleError` if patches do not divide the size, or if the weights need more memory than is free.
     """
     height, width = image_size
     try:
-        needed, device = prediction_bytes(network.config, 1, image_size), next(network.parameters()).device
+        needed, device = (
+            replace(network.config, image_size=image_size).parameters() * 4,
+            next(network.parameters()).device,
+        )
         check_memory(needed, device, f"a model for images of {height} x {width} pixels", "choose smaller images")
         return network.with_image_size(image_size)
     except ConfigError as error:
