@@ -114,7 +114,7 @@ def _collected_logits(module: nn.Module, found: list[Tensor]) -> Iterator[None]:
 def checked_result(task: Task, found: Any, step: int) -> dict[str, float]:
     """Return what the task's evaluator found after `step`. Raise `NonFiniteLoss` if the metric of the loss is not
     finite, and `ConfigError` if it or another metric that runs need is missing."""
-    result = checked_metrics(f"task {task.name}", found, (task.loss_metric, "images", "skipped"), reserved=RESERVED)
+    result = checked_metrics(f"task {task.name}", found, (task.loss_metric, "images"), reserved=RESERVED)
     if not math.isfinite(value := result[task.loss_metric]):
         raise NonFiniteLoss(f"the evaluation's {task.loss_metric.replace('_', ' ')} is {value} at step {step}")
     return result
