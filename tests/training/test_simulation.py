@@ -41,4 +41,4 @@ def test_the_plan_of_64_processes_is_what_is_allocated_and_sent(kind: str) -> No
         peak = plan.memory_bytes - (weights - 4 * network.block_parameters())
     # Copies of weights get their gradients while activations are freed, which the plan does not count.
     most = 1.2 if ONEDNN else 1.05  # on processors with bfloat16, more copies were measured than the plan has
-    assert (0.85 if kind == "none" else 0.95) * peak < found["peak"] < most * peak
+    assert (0.83 if kind == "none" else 0.95) * peak < found["peak"] < most * peak

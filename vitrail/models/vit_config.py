@@ -16,7 +16,7 @@ from vitrail.models.attention import ATTENTION, AttentionKind
 from vitrail.models.attention.base import attention_name
 from vitrail.models.heads import HEADS, DenseHead
 from vitrail.models.initial_weights import InitialWeights
-from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.dense import ONEDNN, Linear
 from vitrail.models.network import (
     Footprint,
     FootprintPrecision,
@@ -683,13 +683,14 @@ def _passing_bytes(config: ViTConfig, precision: FootprintPrecision) -> int:
     """Return the peak extra bytes per image during the backward pass, beyond the kept activations.
 
     The peak is in the last block that computes all tokens. For short sequences, the peak is in the MLP, where the
-    gradient of GELU's input takes more memory than GELU's output did (in bf16, measurements show two such tensors). For
-    long sequences, the peak is in attention.
+    gradient of GELU's input takes more memory than GELU's output did (twice as much was measured with oneDNN's layer).
+    For long sequences, the peak is in attention.
     """
     n, width = config.kept_of(math.prod(config.grid)) + config.prefix, config.width
     each = bytes_each(precision)
     stream = n * width * (4 + 2 * (precision == "bf16"))  # the gradient, and its copy in the format of matrix products
-    mlp = each * (4 if config.activation == "swiglu" else 2 if precision == "bf16" else 1) * n * config.mlp_width
+    hidden = 4 if config.activation == "swiglu" else 2 if precision == "bf16" and ONEDNN else 1
+    mlp = each * hidden * n * config.mlp_width
     attention = config.attention_kind.backward_bytes(n, precision)
     if attention:  # the tensors that the MLP kept are freed by then
         attention -= each * n * config.mlp_width + 6 * n * width
