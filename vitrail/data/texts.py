@@ -122,7 +122,7 @@ class TokenizedTexts(NamedTuple):
     tokens: Int64[np.ndarray, "n context"]
     """Numbers of tokens, filled with the padding token."""
     cut: tuple[int, ...]
-    """Indices of the texts with more tokens than the context holds. The tokens beyond it are left out."""
+    """Indices of the texts that are too long for the context. Their last tokens are left out."""
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,8 @@ def resize_network(network: AnyNetwork, image_size: tuple[int, int]) -> AnyNetwo
     """
     height, width = image_size
     try:
-        needed, device = (
-            replace(network.config, image_size=image_size).parameters() * 4,
-            next(network.parameters()).device,
-        )
+        needed = 4 * replace(network.config, image_size=image_size).parameters()
+        device = next(network.parameters()).device
         check_memory(needed, device, f"a model for images of {height} x {width} pixels", "choose smaller images")
         return network.with_image_size(image_size)
     except ConfigError as error:
