@@ -160,7 +160,7 @@ def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
             raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")
         try:
             changed = _changed(settings)
-            configs[entry] = config.override(**({"steps": None} if "epochs" in changed else {}), **changed)
+            configs[entry] = config.override(**changed)
             check_effects(changed, configs[entry].override(evaluations=options.evaluations))
         except ConfigError as error:
             raise ConfigError(f"recipe {entry!r}: {error}") from None

@@ -152,8 +152,6 @@ def _config(given: Mapping[str, Any]) -> NoisyStudentConfig:
     settings = {name: value for name, value in given.items() if name not in {*rounds, *labelling, "recipe"}}
     if "data" in given:
         rounds.setdefault("unlabelled", None)  # that of the recipe belongs to the recipe's data
-    if "epochs" in given:
-        settings.setdefault("steps", None)  # a recipe may count steps
     student = recipe.student
     if (init := given.get("init")) is not None:
         student = replace(
