@@ -115,7 +115,7 @@ def main(call: Call, options: BenchAccuracy) -> None:
     )
     console = message_console(options.json)
     data = next(iter(comparison.recipes.values())).data
-    if options.validation_share is not None and (note := data.open_whole().share_note(data.validation)):
+    if options.validation_share is not None and (note := data.open_whole().share_note(data, call.options)):
         print_notes(console, note)
 
     def show(label: str, result: Curve) -> None:

@@ -26,6 +26,7 @@ from vitrail.cli.console import (
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, check_own_effects
 from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
+from vitrail.data.sources import HOLD_OUT
 from vitrail.data.splits import absolute_spec
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.experiments.noisy_student import (
@@ -110,7 +111,7 @@ def main(call: Call) -> None:
     console = Console()
     log = Log(ConsoleDisplay(console, COMMAND.note))
     data = config.student.data
-    if "validation_share" in call.options and (note := data.open_whole().share_note(data.validation)):
+    if call.options.keys() & HOLD_OUT and (note := data.open_whole().share_note(data, call.options)):
         log.note(note)
     bar = images_bar(console, transient=True)
     labelling = bar.add_task("labelling", total=None)

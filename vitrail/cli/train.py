@@ -29,7 +29,7 @@ from vitrail.cli.run_options import (
     task_options,
 )
 from vitrail.data.source import fingerprint
-from vitrail.data.sources import OpenedData
+from vitrail.data.sources import HOLD_OUT, OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.files import expanded
 from vitrail.models.variants import ModelConfig, override_fields
@@ -37,7 +37,7 @@ from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import RECIPES, PaperRecipe
 from vitrail.settings import setting
-from vitrail.training.config import ON_RESUME, RunConfig, TrainConfig
+from vitrail.training.config import OF_TRAINED_NETWORK, ON_RESUME, RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside, settings_of
 from vitrail.training.job import check_columns, prepare
 from vitrail.training.log import Log
@@ -268,12 +268,12 @@ def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bu
     if not is_chosen(call.options):
         config, initial = _config(call.options, log, call.started)
         data = _data_like(call.options["like"], config, log) if "like" in call.options else None
-        if data is None and "validation_share" in call.options:
+        if data is None and call.options.keys() & HOLD_OUT:
             check_columns(config)
             data = config.data.open_whole(**config.task.wanted)
     else:
         (config, data), initial = _from_data(call.options, log, call.started), None
-    if data is not None and "validation_share" in call.options and (note := data.share_note(config.data.validation)):
+    if data is not None and (note := data.share_note(config.data, call.options)):
         log.note(note)
     return config, data, initial
 
@@ -322,9 +322,7 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
     recipe, initial, init = recipe_for(given), None, given.get("init")
     settings = {name: value for name, value in given.items() if name not in ("recipe", "like", "plan", "budget")}
     settings["task"] = task_of(given, recipe.task.name)
-    if "epochs" in given:
-        settings.setdefault("steps", None)  # a recipe may count steps
-    tunes = recipe.start.init is not None
+    tunes, earlier = recipe.start.init is not None, recipe.model.overrides
     if init is not None:
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=recipe.model if tunes else ModelConfig())
     check_request(recipe.override(**settings))
@@ -335,6 +333,12 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
         recipe = recipe if tunes else replace(recipe, images=initial.preprocess)
         if initial.words is not None:
             recipe = replace(recipe, task=recipe.task.of_words(initial.words, settings))
+        own = {**vars(initial.network.config), **recipe.model.overrides}
+        left = {name: earlier.get(name) for name in OF_TRAINED_NETWORK if name not in given}
+        if texts := [setting_text(name, value) for name, value in left.items() if value and value != own.get(name)]:
+            log.note(
+                f"--init: {', '.join(texts)} is not used, because the network is that of {init}; give it to use it"
+            )
     config = recipe.override(**settings)
     check_effects(given, config)
     if initial is not None and config.task.output in DENSE and "crop_share" not in given:
