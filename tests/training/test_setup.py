@@ -55,6 +55,20 @@ def test_held_out_images_without_a_target_measure_nothing(
             prepare(config, data=replace(splits, **{name: held_out}))
 
 
+def test_settings_without_an_effect_are_named(small: Make, tmp_path: Path) -> None:
+    unused = {"optimizer": "sgd", "beta1": 0.3, "stochastic_depth": 0.0, "skip_dropped": True}
+    for fields in ({}, unused):
+        notes = prepare(small(tmp_path / "run", **fields)).splits.notes
+        for name in ("beta1=0.3", "skip_dropped=True"):
+            assert any(note.startswith(name) and "effect only with" in note for note in notes) == bool(fields)
+
+
+def test_a_limit_of_the_environment_is_recorded(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_MAX_PIXELS", "5000")
+    assert prepare(small(tmp_path / "run")).config.data.max_pixels == 5000
+    assert prepare(small(tmp_path / "run", max_pixels=4000)).config.data.max_pixels == 4000
+
+
 @pytest.mark.slow
 def test_pixels_are_kept_if_they_fit_and_are_read_again(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

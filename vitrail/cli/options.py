@@ -502,8 +502,7 @@ def check_own_effects(given: Options, settings: Any, *, run: Any = None, by_user
     for name, effect in facts(type(settings), "effect").items():
         decisive = run if effect.of_run else settings
         if name in given and not effect.holds(decisive) and (effect.by_user or not by_user):
-            only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
-            raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
+            raise ConfigError(f"{flag(name)}: {effect.rule}; change that, or leave {flag(name)} out")
 
 
 def convert(option: Option, values: Sequence[str]) -> Any:

@@ -140,7 +140,8 @@ def _changes(config: TrainConfig, folder: Path, data: OpenedData, initial: Bundl
     # The accumulation depends on the free memory and does not change the result. Nor do the threads that read the
     # images, which a run can choose, and permission to overwrite.
     kept = ("accumulation", "threads", "overwrite", *RESOLVED)
-    same = config.override(**{name: getattr(record.config.run, name) for name in kept})
+    max_pixels = config.data.max_pixels or record.config.data.max_pixels
+    same = config.override(**{name: getattr(record.config.run, name) for name in kept}, max_pixels=max_pixels)
     return differences(
         {
             "config": record.config.to_plain(),
