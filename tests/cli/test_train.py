@@ -234,7 +234,10 @@ def test_settings_that_a_model_does_not_take_from_a_recipe_are_noted(colour_fold
     ]
     for typed in ((), ("--stochastic-depth", "0.2")):
         shown = " ".join(cli.shows(*words, *typed).split())
-        assert ("--stochastic-depth 0.05 is not used" in shown) == (not typed)
+        assert ("--stochastic-depth 0.05 of the recipe has no effect" in shown) == (not typed)
+    words = ["noisy-student", "--data", colour_folder, "--unlabelled", "nowhere", "--init", model, "--dropout", "0.2"]
+    shown = " ".join(cli.call(*words, code=2).out.split())
+    assert "--stochastic-depth 0.1 of the recipe has no effect" in shown
 
 
 @pytest.mark.slow

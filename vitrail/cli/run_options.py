@@ -17,9 +17,10 @@ from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import setting, without_none
 from vitrail.tasks import TASKS
 from vitrail.tasks.task import Task
-from vitrail.training.config import LENGTHS, ON_RESUME, TrainConfig
+from vitrail.training.config import LENGTHS, OF_TRAINED_NETWORK, ON_RESUME, TrainConfig
 from vitrail.training.job import network_config_of
 from vitrail.training.log import Log
+from vitrail.weights.bundle import Bundle
 
 
 def common_options() -> Iterator[Option]:
@@ -84,6 +85,15 @@ def default_texts(config: TrainConfig) -> dict[str, str]:
         value = config.in_effect(name)
         texts[name] = "off" if value is False else shown(value)
     return texts
+
+
+def dropped_note(recipe: ModelConfig, run: ModelConfig, initial: Bundle, given: Collection[str]) -> str:
+    """Return a note about the settings of a recipe's network that are not `given` and that a run with the network of an
+    initial model does not use, or an empty text."""
+    own = {**vars(initial.network.config), **run.overrides}
+    left = {name: recipe.overrides.get(name) for name in OF_TRAINED_NETWORK if name not in given}
+    texts = [setting_text(name, value) for name, value in left.items() if value and value != own.get(name)]
+    return f"--init: {', '.join(texts)} of the recipe has no effect unless it is given" if texts else ""
 
 
 def setting_text(name: str, value: Any) -> str:

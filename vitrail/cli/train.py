@@ -21,6 +21,7 @@ from vitrail.cli.run_options import (
     check_effects,
     common_options,
     default_texts,
+    dropped_note,
     resume_options,
     run_options,
     say_chosen,
@@ -37,7 +38,7 @@ from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import RECIPES, PaperRecipe
 from vitrail.settings import setting
-from vitrail.training.config import OF_TRAINED_NETWORK, ON_RESUME, RunConfig, TrainConfig
+from vitrail.training.config import ON_RESUME, RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside, settings_of
 from vitrail.training.job import check_columns, prepare
 from vitrail.training.log import Log
@@ -322,7 +323,7 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
     recipe, initial, init = recipe_for(given), None, given.get("init")
     settings = {name: value for name, value in given.items() if name not in ("recipe", "like", "plan", "budget")}
     settings["task"] = task_of(given, recipe.task.name)
-    tunes, earlier = recipe.start.init is not None, recipe.model.overrides
+    tunes, earlier = recipe.start.init is not None, recipe.model
     if init is not None:
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=recipe.model if tunes else ModelConfig())
     check_request(recipe.override(**settings))
@@ -333,12 +334,8 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
         recipe = recipe if tunes else replace(recipe, images=initial.preprocess)
         if initial.words is not None:
             recipe = replace(recipe, task=recipe.task.of_words(initial.words, settings))
-        own = {**vars(initial.network.config), **recipe.model.overrides}
-        left = {name: earlier.get(name) for name in OF_TRAINED_NETWORK if name not in given}
-        if texts := [setting_text(name, value) for name, value in left.items() if value and value != own.get(name)]:
-            log.note(
-                f"--init: {', '.join(texts)} is not used, because the network is that of {init}; give it to use it"
-            )
+        if note := dropped_note(earlier, recipe.model, initial, given):
+            log.note(note)
     config = recipe.override(**settings)
     check_effects(given, config)
     if initial is not None and config.task.output in DENSE and "crop_share" not in given:
