@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import ConfigError, DestinationError, SaveError
+from vitrail.errors import ConfigError, DestinationError, SaveError, VitrailError
 
 
 def expanded(path: str | Path) -> Path:
@@ -267,6 +267,20 @@ def named_once(pairs: list[tuple[str, Any]], names: Collection[str] | None = Non
         if twice := [name for name in found if found.count(name) > 1]:
             raise ValueError(f"the field {twice[0]!r} occurs twice")
     return fields
+
+
+def check_format(path: Path, number: Any, newest: int, error: type[VitrailError], again: str) -> None:
+    """Raise an error of this class unless the number of a file's format is the newest one. `again` is the advice for an
+    older file."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise error(f"{path} is damaged: format={number!r} is not a whole number above 0")
+    if number < newest:
+        raise error(f"{path} has format {number}, which no release of Vitrail wrote; {again}")
+    if number > newest:
+        raise error(
+            f"{path} has format {number}, but this version of Vitrail reads formats up to {newest}; install a newer "
+            "version to use it"
+        )
 
 
 def sha256(path: Path) -> str:

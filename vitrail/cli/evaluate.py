@@ -43,7 +43,7 @@ from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.imagenet import read_real, read_synsets
 from vitrail.evaluation.measured_images import CommonImages, common_images, open_images
-from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow, report
+from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.retrieval import METRICS
 from vitrail.files import expanded
@@ -533,10 +533,7 @@ def per_class_table(split: str, report: ClassificationReport) -> Table:
     )
     table = text_table((f"{split}: class", *columns))
 
-    def order(row: ClassRow) -> float:
-        return 2.0 if row.accuracy is None else row.accuracy
-
-    for row in sorted(report.per_class, key=order):
+    for row in sorted(report.per_class, key=lambda row: 2.0 if row.accuracy is None else row.accuracy):
         shares = (row.accuracy, row.precision, row.f1, *((row.average_precision,) if several else ()))
         table.add_row(escape(row.name), f"{row.images:,}", f"{row.predicted:,}", *map(_share, shares))
     for name in _never_predicted(report):

@@ -487,12 +487,14 @@ def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
         yield Option(name, field.name, kind, accepts_none, field.default, cls, section, field.metadata)
 
 
-def names_in(text: str, option: str) -> list[str]:
+def names_in(text: str, option: str, known: Collection[str] = ()) -> list[str]:
     """Return the names in the text of an option that are separated by commas, without repetitions. Raise `ConfigError`
-    for a text without a name, such as a comma."""
+    for a text without a name, such as a comma, and for a name that is not one of the `known` ones, if there are any."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if text and not names:
         raise ConfigError(f"{option}={text!r} names nothing; give a name, or several with commas between them")
+    unknown = [name for name in names if known and name not in known]
+    raise_problems(f"{option}: {name!r} does not exist; {nearest(name, known)}" for name in unknown)
     return names
 
 

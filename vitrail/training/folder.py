@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitrail.errors import ConfigError, RunError
-from vitrail.files import check_parent, expanded, lock, partial_path, saving, write_json, write_whole
+from vitrail.files import check_format, check_parent, expanded, lock, partial_path, saving, write_json, write_whole
 from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig
 from vitrail.settings import bare_names, facts
@@ -64,16 +64,7 @@ def read_record(folder: Path) -> Record:
         raise RunError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict):
         raise RunError(f"{path} is damaged: it holds {type(values).__name__}, not an object of named fields")
-    number = _field(path, values, "format")
-    if not isinstance(number, int) or number < 1:
-        raise RunError(f"{path} is damaged: format={number!r} is not a whole number above 0")
-    if number < FORMAT:
-        raise RunError(f"{path} has format {number}, which no release of Vitrail wrote; train the run again")
-    if number > FORMAT:
-        raise RunError(
-            f"{path} has format {number}, but this version of Vitrail reads formats up to {FORMAT}; install a "
-            "newer version to use this run"
-        )
+    check_format(path, _field(path, values, "format"), FORMAT, RunError, "train the run again")
     config, data = (_field(path, values, name, is_object=True) for name in ("config", "data"))
     try:
         return Record(

@@ -235,14 +235,12 @@ def object_names(data: Source | Splits | OpenedData | None, network: nn.Module |
 
 def _without_effect(config: TrainConfig, network: AnyConfig | None) -> Iterator[str]:
     """Yield a note for each setting that differs from its default, and has no effect beside the other settings."""
-    sections = [getattr(config, item.name) for item in fields(config)]
-    for section in (*sections, *([] if network is None else [network])):
+    for section in (*(getattr(config, item.name) for item in fields(config)), *filter(None, [network])):
         for item in fields(section):
-            name, effect = item.metadata.get("name", item.name), item.metadata.get("effect")
-            value = getattr(section, item.name)
-            is_set = value != item.default if section is not network else name in config.model.overrides
+            value, effect = getattr(section, item.name), item.metadata.get("effect")
+            is_set = value != item.default if section is not network else item.name in config.model.overrides
             if effect is not None and is_set and not effect.holds(config if effect.of_run else section):
-                yield f"{name}={value!r} is not used: {effect.rule}"
+                yield f"{item.metadata.get('name', item.name)}={value!r} is not used: {effect.rule}"
 
 
 def _check_network_settings(config: TrainConfig, network: AnyConfig) -> None:

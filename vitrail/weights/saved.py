@@ -28,7 +28,7 @@ from torch import Tensor
 
 from vitrail.data.texts import FILES
 from vitrail.errors import BundleError
-from vitrail.files import check_new_folder, disk_problem, replacing_folder, sha256, write_json
+from vitrail.files import check_format, check_new_folder, disk_problem, replacing_folder, sha256, write_json
 from vitrail.settings import typed
 
 FORMAT = 2
@@ -128,27 +128,13 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise BundleError(f"{folder} is not a model: it has no {DESCRIPTION}")
     description = read_object(path)
-    _check_format(description.get("format"), path)
+    check_format(path, description.get("format"), FORMAT, BundleError, "train or convert the model again")
     if missing := [name for name in REQUIRED if name not in description]:
         raise BundleError(f"{path} lacks the field {missing[0]}; a model has the fields {', '.join(REQUIRED)}")
     for name, kind in (REQUIRED | OPTIONAL).items():
         if name in description and not isinstance(description[name], kind):
             raise BundleError(f"{path}: {name} must be a {kind.__name__}, not {description[name]!r}")
     return description
-
-
-def _check_format(version: Any, path: Path) -> None:
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise BundleError(f"{path}: format={version!r} is not the number of a format, which is {FORMAT} or higher")
-    if version < FORMAT:
-        raise BundleError(
-            f"{path} has format {version}, which no release of Vitrail wrote; train or convert the model again"
-        )
-    if version > FORMAT:
-        raise BundleError(
-            f"{path} has format {version}, written by a newer version of Vitrail; this version reads formats up to "
-            f"{FORMAT}. Update Vitrail to load this model"
-        )
 
 
 def _read_weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
