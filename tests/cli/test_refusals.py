@@ -563,7 +563,7 @@ EVALUATE = {
     "evaluate a b --data x --confusion": "--per-class and --confusion show one model; name only one MODEL",
     "evaluate a b --suite offline": "--suite measures one model; name only one MODEL",
     "evaluate a --data x --validation-share 0": "--validation-share: 0.0 is not in (0, 1)",
-    "evaluate a --data x --validation-share 0.2 --split all": "but --split all measures others",
+    "evaluate a --data x --validation-share 0.2 --split all": "an effect only with --split held-out or validation",
     "evaluate a --suite offline --validation-share 0.2": "leave out --validation-share",
 }  # fmt: skip
 

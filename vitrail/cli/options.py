@@ -164,8 +164,8 @@ class Command:
             raise ConfigError(f"{' and '.join(missing)} {are} missing; usage: {self.usage}")
 
     def _required(self) -> list[Option]:
-        missing = dataclasses.MISSING
-        return [one for one in self.known_common.values() if one.default is missing or one.name in self.required]
+        options = self.known_common.values()
+        return [one for one in options if one.default is dataclasses.MISSING or one.name in self.required]
 
     def message(self, error: UserError, given: Options) -> str:
         """Return the message of an error with field names replaced by option names.
@@ -465,8 +465,7 @@ class Option:
         if named := self.facts.get("metavar", "H [W]" if self.is_size else None):
             return named
         kinds = get_args(self.kind) if get_origin(self.kind) is tuple else (self.kind,)
-        texts = [_metavar(kind) if kind is not ... else "..." for kind in kinds]
-        return " ".join(texts)
+        return " ".join(_metavar(kind) if kind is not ... else "..." for kind in kinds)
 
 
 def flag(name: str) -> str:

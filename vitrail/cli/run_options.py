@@ -14,7 +14,7 @@ from vitrail.errors import ConfigError, plural
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import setting, without_none
+from vitrail.settings import raise_problems, setting, without_none
 from vitrail.tasks import TASKS
 from vitrail.tasks.task import Task
 from vitrail.training.config import LENGTHS, OF_TRAINED_NETWORK, ON_RESUME, TrainConfig
@@ -121,12 +121,12 @@ def resume_options(given: Mapping[str, Any], labels: Mapping[str, Option]) -> di
     """Return the arguments of `vitrail.resume` that are given: the changed settings and the names of --allow. Raise
     `ConfigError` if --resume is combined with a setting that a run keeps."""
     changes = {name: value for name, value in given.items() if name not in ("resume", "allow")}
-    for name in changes:
-        if name not in (*LENGTHS, "max_time", *ON_RESUME):
-            raise ConfigError(
-                f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps "
-                f"can make it longer; leave {labels[name].label} out"
-            )
+    raise_problems(
+        f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps can "
+        f"make it longer; leave {labels[name].label} out"
+        for name in changes
+        if name not in (*LENGTHS, "max_time", *ON_RESUME)
+    )
     names = (name.strip().replace("-", "_") for name in given.get("allow", "").split(","))
     return {"changes": changes, "allow": tuple(name for name in names if name)}
 
