@@ -661,11 +661,11 @@ def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
     if others:
         named = {split_of(table.name): table.name for table in formats.table.tables_in(folder) if not tables}
         choice = ",".join(f"{split}={name}" for split, name in named.items() if split)
-        way = f"--splits {choice}" if len(named) > 1 else f"--data {others[0]}"
+        way = f"add --splits {choice}" if len(named) > 1 else f"name {others[0]} as the data"
         read = " and ".join(path.relative_to(folder).as_posix() for path in tables) or "the class folders"
         yield (
             f"{folder}: the labels are those of {read}, and {listed([path.name for path in others])} beside them was "
-            f"not read; to read it instead, add {way}"
+            f"not read; to read it instead, {way}"
         )
     if archives:
         yield f"{folder}: skipped {listed(archives)}, because archives are not read; unpack the images in them"
