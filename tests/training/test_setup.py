@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import pytest
 
 from tests.make import MemorySource
 from tests.training.jobs import Make
+from vitrail.cli.run_options import check_effects
 from vitrail.data.augment.draws import tensorflow_crop
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch
 from vitrail.training import state as assembly
+from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
 from vitrail.training.state import make_network, make_state
 
@@ -61,6 +64,13 @@ def test_settings_without_an_effect_are_named(small: Make, tmp_path: Path) -> No
         notes = prepare(small(tmp_path / "run", **fields)).splits.notes
         for name in ("beta1=0.3", "skip_dropped=True"):
             assert any(note.startswith(name) and "effect only with" in note for note in notes) == bool(fields)
+
+
+def test_muon_is_refused_without_blocks_to_train() -> None:
+    for kind in ("muon", "sgd"):
+        config = TrainConfig().override(init="a-model", train_blocks=0, optimizer=kind)
+        with pytest.raises(ConfigError, match="--optimizer") if kind == "muon" else nullcontext():
+            check_effects({"optimizer": kind}, config)
 
 
 def test_a_limit_of_the_environment_is_recorded(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
