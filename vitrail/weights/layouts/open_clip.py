@@ -242,6 +242,7 @@ def _trunk(tensors: TensorFile, vision: Mapping[str, Any], preprocess: Mapping[s
         "pretrained_cfg": {
             "input_size": [channels, *_image_size(vision)], "mean": preprocess.get("mean", CLIP_COLOURS["image_mean"]),
             "std": preprocess.get("std", CLIP_COLOURS["image_std"]), "num_classes": 0,
+            "crop_pct": 1.0, "interpolation": "bicubic",  # `describe` reads open_clip's own
         },
     }  # fmt: skip
     return TIMM.describe(Checkpoint(tensors.chosen(names), content), hints)
