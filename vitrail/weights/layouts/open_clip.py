@@ -18,6 +18,7 @@ from vitrail.data.texts import Cleaning, TextTokenizer
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder, write_json
 from vitrail.models.text import PairConfig, TextConfig, TextPool
+from vitrail.models.positions import PositionResize
 from vitrail.models.vit_config import Activation, ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface_pair import (
@@ -44,6 +45,7 @@ from vitrail.weights.layouts.layout import (
     depth_of,
     inside,
     only,
+    own,
     patch_filters,
     theirs_of,
 )
@@ -55,6 +57,8 @@ from vitrail.weights.tensors import TensorFile, save_tensors
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 IMAGE, TRUNK, TEXT = "visual.transformer.resblocks.", "visual.trunk.", "text."
 BLOCKS = "transformer.resblocks."
+POSITION_RESIZE: PositionResize = "bicubic-antialias"
+"""The way in which open_clip's own code resizes the positions of its image towers."""
 UNUSED = "attn_mask"
 """Tensor of some files that holds the mask of the text tower."""
 
@@ -146,7 +150,8 @@ class OpenClip(StoresTexts):
             lost += carried(self.name, text, {**text_rules(SIGLIP), "activation": only("gelu", "gelu-tanh")})
         else:
             fixed = {"norm_eps": only(1e-5), "activation": only("gelu", "quick-gelu")}
-            lost = carried(self.name, config, {**image_rules(CLIP), **fixed})
+            rules = {**image_rules(CLIP), **fixed, "position_resize": own(POSITION_RESIZE)}
+            lost = carried(self.name, config, rules)
             lost += carried(self.name, text, {**text_rules(CLIP), **fixed, "activation": only(config.activation)})
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         lost += preprocessor_config(bundle.preprocess, "vit")[1]
@@ -214,7 +219,7 @@ def _own_image(tensors: TensorFile, vision: Mapping[str, Any], activation: Activ
         channels=channels,
         num_classes=0,
         projection=tensors.shapes["visual.proj"][1],
-        position_resize="bicubic",
+        position_resize=POSITION_RESIZE,
         width=width,
         heads=width // vision.get("head_width", 64),
         activation=activation,
