@@ -17,8 +17,8 @@ import torch
 from vitrail.data.texts import Cleaning, TextTokenizer
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder, write_json
-from vitrail.models.text import PairConfig, TextConfig, TextPool
 from vitrail.models.positions import PositionResize
+from vitrail.models.text import PairConfig, TextConfig, TextPool
 from vitrail.models.vit_config import Activation, ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface_pair import (
