@@ -15,7 +15,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitrail.errors import BundleError
+from vitrail.errors import BundleError, listed
 from vitrail.files import replacing_file, saving
 from vitrail.weights.saved import save_safetensors, write_error
 
@@ -35,7 +35,7 @@ WRAPPERS = (
     "timm_model",
 )  # fmt: skip
 """Keys of checkpoints and first parts of tensor names under which training scripts and wrappers store the weights."""
-AVERAGED = re.compile(r"(^|_)(ema|swa|teacher|averaged?|shadow)(_|$)")
+AVERAGED = re.compile(r"(^|[_-])(ema|swa|teacher|averaged?|avg|shadow)([_-]|$)", re.I)
 """Pattern of such keys and parts for an average of the weights over the training steps."""
 TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that PyTorch's wrappers add anywhere in a tensor name."""
@@ -230,7 +230,31 @@ def _open_torch(path: Path) -> TensorFile:
             kind = "without values (on the device meta)" if tensor.is_meta else f"of the layout {tensor.layout}"
             raise BundleError(f"{path}: {name} is a tensor {kind}; save plain dense tensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row])
+    places = dict(_places(content))
+    read = [sorted(found.values()) for found in places.values() if found.keys() & tensors.keys()]
+    copies = [
+        place
+        for place, found in places.items()
+        if not found.keys() & tensors.keys() and sorted(found.values()) in read and "optim" not in place
+    ]
+    note = f"tensors of the same shapes under {listed(copies)} are not read; to use them, save them alone"
+    notes = (note,) if copies else ()
+    return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row], notes=notes)
+
+
+def _places(content: Any, path: str = "") -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+    """Yield the places of a checkpoint that hold floating-point tensors, at any depth, with the names and the shapes of
+    these tensors."""
+    if not isinstance(content, Mapping | list | tuple):
+        return
+    found = {}
+    for key, item in content.items() if isinstance(content, Mapping) else enumerate(content):
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(item, Tensor) and item.is_floating_point():
+            found[name] = tuple(item.shape)
+        yield from _places(item, name)
+    if found:
+        yield path, found
 
 
 def _is_torchscript(path: Path) -> bool:
