@@ -437,7 +437,7 @@ class HuggingFace:
         output = output_of(settings, family, config.num_classes, checkpoint.preprocessor, notes)
         size = None
         if hints.image_size is None and checkpoint.preprocessor:
-            size = _preprocessed_size(config, images.size, notes)
+            size = preprocessed_size(config, images.size, notes)
         elif hints.image_size is None and family.is_dinov2:
             size, size_notes = dinov2_size(config)
             notes += size_notes
@@ -613,7 +613,7 @@ def _check_masks(tensors: TensorFile, settings: ConfigFile, notes: list[str]) ->
         notes.append("attn_mask_probs is above 0, as in the middle of a training; here queries attend to all patches")
 
 
-def _preprocessed_size(config: ViTConfig, made: tuple[int, int] | None, notes: list[str]) -> tuple[int, int] | None:
+def preprocessed_size(config: ViTConfig, made: tuple[int, int] | None, notes: list[str]) -> tuple[int, int] | None:
     """Return the size of the images that `preprocessor_config.json` makes if the network can be resized to it, and add
     a note. Return None if the network has that size already or cannot take it."""
     own = config.image_size

@@ -23,7 +23,7 @@ from vitrail.models.text import PairConfig, TextConfig
 from vitrail.models.vit_config import Activation, ViTConfig
 from vitrail.registry import optional_module
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.huggingface import ConfigFile
+from vitrail.weights.layouts.huggingface import ConfigFile, preprocessed_size
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layouts.layout import (
     KEPT,
@@ -120,6 +120,8 @@ class HuggingFacePair(StoresTexts):
         if family is CLIP:
             usual = {"size": {"shortest_edge": height}, "crop_size": height, "resample": 3, **CLIP_COLOURS}
         read = preprocess_of({**usual, **checkpoint.preprocessor}, image, "vit")
+        notes = [*(() if checkpoint.preprocessor else (assumed,)), *read.notes]
+        size = preprocessed_size(image, read.size, notes) if hints.image_size is None else None
         return Description(
             tensors=tensors,
             config=config,
@@ -128,13 +130,8 @@ class HuggingFacePair(StoresTexts):
             classes=(),
             tokenizer=tokenizer,
             ignored=tuple(name for name in UNUSED if name in tensors),
-            notes=(
-                *(() if checkpoint.preprocessor else (assumed,)),
-                *parts[0].contradictions(image),
-                *parts[1].contradictions(text),
-                *read.notes,
-            ),
-            image_size=read.size if read.size != image.image_size else None,
+            notes=(*notes, *parts[0].contradictions(image), *parts[1].contradictions(text)),
+            image_size=size,
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -254,9 +251,11 @@ def _shared(tensors: TensorFile, settings: ConfigFile, family: PairFamily, prefi
 
 def _image_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily) -> ViTConfig:
     _, channels, *patch = tensors.shapes[f"{VISION}embeddings.patch_embedding.weight"]
+    size = settings.image_size() or (224, 224)
     return ViTConfig(
-        image_size=settings.image_size() or (224, 224),
+        image_size=size,
         patch_size=(patch[0], patch[1]),
+        cut_uneven=bool(size[0] % patch[0] or size[1] % patch[1]),  # as in SigLIP so400m/14 for 384 pixels
         channels=channels,
         num_classes=0,
         projection=tensors.shapes["visual_projection.weight"][0] if family is CLIP else 0,
@@ -308,7 +307,7 @@ def image_rules(family: PairFamily) -> Table:
     fixed = {name: only(value) for name, value in family.image.items()}
     return {
         **SHAPE, "root": only(None), "class_token": only(family is CLIP), "registers": only(0), "head_hidden": only(0),
-        "final_norm": only("tokens"), "positions": only("learned"), "positions_at": only("stem"),
+        "final_norm": only("tokens"), "positions": only("learned"), "positions_at": only("stem"), "cut_uneven": KEPT,
         "positions_cover": only("class", "all"), "position_resize": own("bicubic"),
         "activation": only(*ACTIVATIONS.values()), "layer_scale": only(0.0), "qk_norm": only(False),
         "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True), "norm_eps": KEPT,
