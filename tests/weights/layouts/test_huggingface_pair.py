@@ -163,6 +163,38 @@ def test_a_note_tells_that_positions_are_resized_to_the_size_of_the_preprocessin
     assert vitrail.load(tmp_path, device="cpu", image_size=(24, 24)).notes == ()
 
 
+@pytest.mark.parametrize(
+    ("save", "setting"),
+    [
+        (save_siglip, {"padding_side": "left"}), (save_siglip, {"do_lower_case": False}),
+        (save_siglip, {"add_bos_token": True}), (save_siglip, {"add_eos_token": False}),
+        (lambda folder: save_clip(folder, "gelu"), {"truncation_side": "left"}),
+    ],
+)  # fmt: skip
+def test_settings_of_a_tokenizer_that_change_tokens_are_refused(
+    save: Callable[[Path], Any], setting: dict[str, Any], tmp_path: Path
+) -> None:
+    save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **setting}))
+    with pytest.raises(BundleError, match=f"{next(iter(setting))}="):
+        vitrail.load(tmp_path)
+
+
+def test_the_end_of_a_text_is_the_token_that_the_config_names(tmp_path: Path) -> None:
+    """transformers reads the number 2, which older files have, as the largest token."""
+    save_clip(tmp_path, "gelu")
+    content = json.loads((tmp_path / "config.json").read_text())
+    for number, is_read in ((2, True), (17, False)):
+        content["text_config"]["eos_token_id"] = number
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        if is_read:
+            vitrail.load(tmp_path, device="cpu")
+    with pytest.raises(BundleError, match="eos_token_id=17"):
+        vitrail.load(tmp_path)
+
+
 def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
     save_clip(tmp_path, "gelu")
     content = json.loads((tmp_path / "config.json").read_text())

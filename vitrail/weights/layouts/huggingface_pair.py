@@ -52,6 +52,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }  # fmt: skip
 SPIECE = "spiece.model"
 VISION, TEXT = "vision_model.", "text_model."
+SIDES = {"padding_side": "right", "truncation_side": "right"}
+OF_SIGLIP = {"add_bos_token": False, "add_eos_token": True, "do_lower_case": True}
+"""Settings of a tokenizer with the only values that are supported. Those of SigLIP are not settings of CLIP's."""
 UNUSED = ("vision_model.embeddings.position_ids", "text_model.embeddings.position_ids")
 """Tensors of older files that hold the numbers 0, 1, 2, ..."""
 
@@ -268,6 +271,13 @@ def _image_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily)
 def _text_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily, tokenizer: TextTokenizer) -> TextConfig:
     if settings.get("projection_size", int, None) not in (None, tensors.shapes.get("text_model.head.bias", (None,))[0]):
         raise BundleError(f"{settings.path}: projection_size does not agree with the weights")
+    # transformers reads 2 as the largest token, because older files have this number.
+    end = {2: tokenizer.vocabulary - 1}.get(stated := settings.get("eos_token_id", int, None), stated)
+    if family is CLIP and end not in (None, tokenizer.end_token):
+        raise BundleError(
+            f"{settings.path}: eos_token_id={stated} is not the token that ends a text in the tokenizer, which is "
+            f"{tokenizer.end_token}"
+        )
     projection = "text_projection.weight" if family is CLIP else f"{TEXT}head.weight"
     return TextConfig(
         vocabulary=tensors.shapes[f"{TEXT}embeddings.token_embedding.weight"][0],
@@ -332,6 +342,9 @@ def read_tokenizer(place: Path, context: int, family: PairFamily) -> TextTokeniz
     cleaning: Cleaning = "none"
     path = folder / "tokenizer_config.json"
     settings = read_object(path) if path.is_file() else {}
+    for name, read in {**SIDES, **(OF_SIGLIP if family is SIGLIP else {})}.items():
+        if settings.get(name) not in (None, read):
+            raise BundleError(f"{path}: {name}={settings[name]!r} is not supported; only {read!r} is")
     if file.is_file() and file.suffix == ".model":
         content, kind, cleaning = file.read_bytes(), "sentencepiece", "canonical"
         try:

@@ -315,9 +315,6 @@ def _tokenizer(place: Path, context: int, text: Mapping[str, Any], folder: Path)
         raise BundleError(
             f"{folder / CONFIG}: clean={cleaning!r} of texts is not read; choices: {', '.join(CLEANINGS)}"
         )
-    beside = (place if place.is_dir() else place.parent) / "tokenizer_config.json"
-    if beside.is_file() and read_object(beside).get("add_bos_token"):
-        raise BundleError(f"{beside}: add_bos_token puts a token before a text, which is not read")
     return replace(read_tokenizer(place, context, SIGLIP), cleaning=CLEANINGS[cleaning])
 
 
