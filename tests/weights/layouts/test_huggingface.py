@@ -295,6 +295,8 @@ WIDE = {"height": 32, "width": 48}
         ({"crop_size": WIDE}, {}, ""), ({"crop_size": 224, "do_center_crop": False}, {}, ""),
         ({"resample": None, "image_processor_type": "BitImageProcessor"}, {}, "lacks resample"),
         ({"do_flip_channel_order": True}, {}, "do_flip_channel_order=True"),
+        ({"keep_aspect_ratio": True}, {}, "keep_aspect_ratio=True"),
+        ({"rescale_offset": True}, {}, "rescale_offset=True"),
         ({"size": 32}, {"image_size": (32, 32)}, "makes images of (32, 32)"),
         ({"size": 32, "crop_size": 24}, {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75}, "(24, 24)"),
         ({"do_resize": False}, {}, "does not resize images, but here they are squashed"),

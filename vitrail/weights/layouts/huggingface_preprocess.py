@@ -30,7 +30,10 @@ RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic",
 """Our names of the interpolation filters by their numbers in Pillow."""
 
 READ = "resize|center_crop|rescale|normalize|convert_rgb|split_image|pad|reduce_labels|convert_annotations"
-UNREAD = re.compile(rf"crop_pct|do_(?!({READ})$)\w+")
+UNREAD = re.compile(
+    r"crop_pct|keep_aspect_ratio|ensure_multiple_of|size_divisor|(rescale_)?offset|(min|max)_pixels"
+    rf"|do_(?!({READ})$)\w+"
+)
 """Names of fields that change images, and that are not read."""
 
 HALF: dict[str, Any] = {"image_mean": [0.5], "image_std": [0.5]}
