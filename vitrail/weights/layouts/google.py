@@ -53,6 +53,7 @@ from vitrail.weights.layouts.layout import (
     StoresTexts,
     Table,
     Theirs,
+    assumed_preprocess,
     bare_loss,
     carried,
     config_to_write,
@@ -125,12 +126,13 @@ class Google:
             notes.append("the text tower is not read, because it is neither big_vision's own network nor BERT")
         if config.positions == "sincos-2d" and hints.image_size is None:
             notes.append(f"the file does not contain its image size, so {config.image_size} is assumed")
+        preprocess = default_preprocess(config).with_geometry(self._geometry(checkpoint))
         return Description(
             tensors=tensors,
             config=config,
-            preprocess=default_preprocess(config).with_geometry(self._geometry(checkpoint)),
+            preprocess=preprocess,
             names=self.names(config),
-            notes=tuple(notes),
+            notes=(*notes, assumed_preprocess(preprocess)),
         )
 
     def _geometry(self, checkpoint: Checkpoint) -> Geometry:
@@ -397,12 +399,13 @@ class Bit:
         config = self._config(tensors, hints)
         assumed = f"the file does not contain its image size, so {config.image_size} is assumed"
         preprocess = default_preprocess(config)  # the PyTorch code scales with Pillow
+        preprocess = preprocess.with_geometry("vision_transformer") if self.npz else preprocess
         return Description(
             tensors=tensors,
             config=config,
-            preprocess=preprocess.with_geometry("vision_transformer") if self.npz else preprocess,
+            preprocess=preprocess,
             names=self.names(config),
-            notes=() if hints.image_size else (assumed,),
+            notes=(*(() if hints.image_size else (assumed,)), assumed_preprocess(preprocess)),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -523,7 +526,7 @@ class BigVisionPair(StoresTexts):
             names=_names(pair, layout),
             classes=(),
             tokenizer=tokenizer,
-            notes=tuple(part.notes),
+            notes=(*part.notes, assumed_preprocess(image.preprocess)),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:

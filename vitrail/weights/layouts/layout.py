@@ -322,6 +322,13 @@ def default_preprocess(config: AnyConfig, **fields: Any) -> Preprocess:
     return Preprocess(**{"image_size": config.image_size, "channels": config.channels, **fields})
 
 
+def assumed_preprocess(preprocess: Preprocess) -> str:
+    """Return a note about the preprocessing of a file that does not contain any."""
+    names = ("resize", "crop_share", "interpolation", "mean", "std")
+    stated = ", ".join(f"{name}={getattr(preprocess, name)!r}" for name in names)
+    return f"the file does not contain its preprocessing, so the usual one of its library is assumed ({stated})"
+
+
 def _shape(theirs: Theirs, tensors: TensorFile) -> tuple[int, ...] | None:
     """Return the shape that our tensor will have, without reading the file. Return None if the tensors cannot be
     converted."""

@@ -18,6 +18,7 @@ from vitrail.weights.layouts.layout import (
     Hints,
     Names,
     Table,
+    assumed_preprocess,
     bare_loss,
     carried,
     config_to_write,
@@ -94,11 +95,13 @@ class Torchvision:
         ):
             # The published ViT-L/16 was evaluated in this way.
             geometry = {"crop_share": 224 / 242}
+        preprocess = default_preprocess(config, resize="crop", **geometry, **colours)
         return Description(
             tensors=tensors,
             config=config,
-            preprocess=default_preprocess(config, resize="crop", **geometry, **colours),
+            preprocess=preprocess,
             names=names(config),
+            notes=(assumed_preprocess(preprocess),),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
