@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vitrail.data.targets import distinct_names
 from vitrail.errors import BundleError, ConfigError, listed, nearest
 from vitrail.files import check_new_file, check_new_folder, expanded
 from vitrail.hub import Repository, cached_folder, fetch, from_cache, keep_branch, listing, parse
@@ -126,6 +127,10 @@ def load(
         bundle = _read(source, layout, hints, None if tokenizer is None else expanded(tokenizer))
     if drop_head_hidden and not getattr(bundle.network.config, "head_hidden", 0):
         raise BundleError(f"drop_head_hidden=True does not fit {source}, which has no hidden layer before its head")
+    names = distinct_names(bundle.classes)
+    if renamed := [name for name in names if name not in bundle.classes]:
+        note = f"classes with the name of an earlier one have their numbers in their names: {listed(renamed)}"
+        bundle = replace(bundle, classes=names, notes=(*bundle.notes, note))
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
     preprocess = replace(bundle.preprocess, **colours)
     if preprocess != bundle.preprocess:
