@@ -565,3 +565,10 @@ def test_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
         read = load(tmp_path / folder, device="cpu")
         assert read.classes == ("crane", "bee", "crane (2)", "crane (2) (3)")
         assert any("crane (2)" in note for note in read.notes)
+
+
+def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:
+    LAYOUTS["huggingface"].write(random_bundle(square_config()), tmp_path / "model")
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    with pytest.raises(BundleError, match="adapter_config.json"):
+        load(tmp_path / "model", device="cpu")

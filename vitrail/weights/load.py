@@ -270,6 +270,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if not path.is_dir():
         return Checkpoint(open_tensors(path))
+    if (path / "adapter_config.json").is_file():
+        raise BundleError(
+            f"{path} holds an adapter of PEFT (adapter_config.json), which is not applied; merge it into the model "
+            "(merge_and_unload), and save that in a folder of its own"
+        )
     newer = _json(path / "processor_config.json").get("image_processor")  # transformers 5 prefers it
     if not isinstance(newer, dict | None):
         raise BundleError(f"{path / 'processor_config.json'}: image_processor={newer!r:.60} must be an object")
