@@ -426,8 +426,9 @@ class Timm:
             )
         # The last two are those of older files, and of timm's own models.
         label_names = content.get("label_names") or content.get("labels") or stated.get("label_names")
-        is_list = isinstance(label_names, list) and len(label_names) == config.num_classes > 0
-        labels = tuple(map(str, label_names)) if is_list else None
+        labels = None
+        if isinstance(label_names, list) and len(label_names) == config.num_classes > 0:
+            labels = tuple(map(str, label_names))
         notes += tuple(
             f"config.json has {name}, which has no effect here" for name in UNREAD if {**stated, **content}.get(name)
         )
