@@ -221,7 +221,7 @@ def _read(path: Path, name: str | None, hints: Hints, tokenizer: Path | None) ->
         network, words = network.image, Words.of(network, description.tokenizer)
     elif tokenizer is not None:
         raise BundleError(f"tokenizer={str(tokenizer)!r}: {checkpoint.tensors.path} has no text tower; leave it out")
-    check_heads(hints, network.config, checkpoint.tensors.path)
+    check_heads(hints, network.config, path)
     notes = (*checkpoint.tensors.notes, *description.notes)
     classes = description.classes
     if classes is None:

@@ -138,7 +138,7 @@ def test_config_of_a_vit(tmp_path: Path) -> None:
         config = bundle.network.config
         assert (config.norm_eps, config.activation, config.image_size) == (1e-3, "gelu-tanh", (32, 48))
         assert any("image_size=(35, 48) is not a multiple of the patch size" in note for note in bundle.notes)
-    with pytest.raises(BundleError, match=r"heads=8 does not agree with config\.json, which has num_attention_heads=4"):
+    with pytest.raises(BundleError, match=r"heads=8 does not agree with .*, which has 4"):
         load(folder, device="cpu", heads=8)
 
 

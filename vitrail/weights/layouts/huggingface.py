@@ -170,8 +170,6 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
     if masks:
         _check_masks(tensors, settings, notes)
     heads = settings.get("num_attention_heads", int, None)
-    if heads is not None and hints.heads not in (None, heads):
-        raise BundleError(f"heads={hints.heads} does not agree with config.json, which has num_attention_heads={heads}")
     return ViTConfig(
         image_size=_image_size(tensors, settings, (patch[0], patch[1]), covered, hints, notes),
         patch_size=(patch[0], patch[1]),
@@ -428,11 +426,8 @@ class HuggingFace:
                 f"there is no config.json: model_type={family.model_type!r}, layer_norm_eps={family.norm_eps} and the "
                 f"exact GELU are assumed"
             )
-        try:
-            config = config_of(tensors, settings, family, hints, notes)
-            images = preprocess_of(checkpoint.preprocessor, config, family.model_type)
-        except ConfigError as error:
-            raise BundleError(f"{tensors.path}: {error}") from None
+        config = config_of(tensors, settings, family, hints, notes)
+        images = preprocess_of(checkpoint.preprocessor, config, family.model_type)
         classes = classes_of(settings, config.num_classes, notes)
         output = output_of(settings, family, config.num_classes, checkpoint.preprocessor, notes)
         size = None

@@ -36,7 +36,6 @@ from vitrail.weights.layouts.layout import (
     Table,
     Theirs,
     carried,
-    check_heads,
     depth_of,
     only,
     own,
@@ -112,7 +111,6 @@ class HuggingFacePair(StoresTexts):
             raise BundleError(f"{settings.path}: model_type={kind!r} is not {family.model_type!r}, as the weights are")
         parts = [replace(settings, content=settings.get(f"{part}_config", dict, {})) for part in ("vision", "text")]
         image = _image_config(tensors, parts[0], family)
-        check_heads(hints, image, "config.json")
         context = tensors.shapes[f"{TEXT}embeddings.position_embedding.weight"][0]
         tokenizer = read_tokenizer(checkpoint.tokenizer_place, context, family)
         text = _text_config(tensors, parts[1], family, tokenizer)

@@ -41,7 +41,6 @@ from vitrail.weights.layouts.layout import (
     StoresTexts,
     Theirs,
     carried,
-    check_heads,
     depth_of,
     inside,
     only,
@@ -120,7 +119,6 @@ class OpenClip(StoresTexts):
         trunk = _trunk(tensors, vision, preprocess, hints) if has_trunk else None
         image_config = _own_image(tensors, vision, activation) if trunk is None else trunk.config
         assert isinstance(image_config, ViTConfig)
-        check_heads(hints, image_config, CONFIG)
         tokenizer = _tokenizer(
             checkpoint.tokenizer_place, tensors.shapes[f"{prefix}positional_embedding"][0], text, folder
         )
