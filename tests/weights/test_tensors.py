@@ -125,9 +125,10 @@ def test_the_average_goes_before_the_trained_weights(average: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("beside", "place"),
     [
-        ({"ema": {"decay": 0.9, "shadow_params": [*TENSORS.values()]}}, "ema.shadow_params"),
+        ({"ema": {"decay": 0.9, "shadow_params": [*TENSORS.values()]}}, "ema.shadow_params.*"),
         ({"callbacks": {"EMACallback": {"weights": TENSORS}}}, "callbacks.EMACallback.weights"),
         ({"best": TENSORS}, "best"),
+        ({f"best {name}": TENSORS[name] for name in TENSORS}, "the top level"),
         ({"optimizer": {"state": [*TENSORS.values()]}, "scale": torch.tensor(1.0)}, ""),
     ],
 )

@@ -222,7 +222,10 @@ def _open_torch(path: Path) -> TensorFile:
             f"{path} is damaged or contains {objects}; it is not loaded, because unpickling could run code. Save the "
             "state dict alone, best as .safetensors"
         ) from None
-    tensors = _tensors(content)
+    places = dict(_places(content))
+    named = [place for place in places if all(map(_wrapper, place))]
+    inner = [place for place in named if not any(place == other[: len(place)] != other for other in named)]
+    tensors = {name: tensor for place in inner for name, tensor in places[place].items()}
     if not tensors:
         raise BundleError(f"{path} holds no named tensors, neither at its top level nor under {', '.join(WRAPPERS)}")
     for name, tensor in tensors.items():
@@ -230,31 +233,33 @@ def _open_torch(path: Path) -> TensorFile:
             kind = "without values (on the device meta)" if tensor.is_meta else f"of the layout {tensor.layout}"
             raise BundleError(f"{path}: {name} is a tensor {kind}; save plain dense tensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    places = dict(_places(content))
-    read = [sorted(found.values()) for found in places.values() if found.keys() & tensors.keys()]
+    read = [_sizes(places[place]) for place in inner]
     copies = [
-        place
+        ".".join(place) or "the top level"
         for place, found in places.items()
-        if not found.keys() & tensors.keys() and sorted(found.values()) in read and "optim" not in place
+        if place not in inner and _sizes(found) in read and not any("optim" in part for part in place)
     ]
     note = f"tensors of the same shapes under {listed(copies)} are not read; to use them, save them alone"
     notes = (note,) if copies else ()
     return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row], notes=notes)
 
 
-def _places(content: Any, path: str = "") -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
-    """Yield the places of a checkpoint that hold floating-point tensors, at any depth, with the names and the shapes of
-    these tensors."""
-    if not isinstance(content, Mapping | list | tuple):
-        return
+def _places(content: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
+    """Yield the places of a checkpoint, at any depth, that hold floating-point tensors, with these tensors. The names
+    of the tensors begin with their place. The place of a list ends with "*"."""
+    if isinstance(content, list | tuple):
+        content, place = {str(number): item for number, item in enumerate(content)}, (*place, "*")
     found = {}
-    for key, item in content.items() if isinstance(content, Mapping) else enumerate(content):
-        name = f"{path}.{key}" if path else str(key)
+    for key, item in content.items() if isinstance(content, Mapping) else ():
         if isinstance(item, Tensor) and item.is_floating_point():
-            found[name] = tuple(item.shape)
-        yield from _places(item, name)
+            found[".".join((*place, str(key)))] = item
+        yield from _places(item, (*place, str(key)))
     if found:
-        yield path, found
+        yield place, found
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> list[torch.Size]:
+    return sorted(tensor.shape for tensor in tensors.values())
 
 
 def _is_torchscript(path: Path) -> bool:
@@ -288,20 +293,6 @@ OPENERS: dict[str, Callable[[Path], TensorFile]] = {
     ".npz": _open_npz, ".safetensors": _open_safetensors, ".index.json": _open_index,
     **dict.fromkeys((".pth", ".pt", ".bin", ".ckpt", ".pth.tar"), _open_torch),
 }  # fmt: skip
-
-
-def _tensors(content: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Return the floating-point tensors of a state dict, or of the state dicts in a training script's checkpoint. A
-    state dict inside another object has the object's key before the names of its tensors."""
-    if not isinstance(content, Mapping):
-        return {}
-    wrapped = [key for key, item in content.items() if isinstance(item, Mapping) and _wrapper(str(key))]
-    tensors: dict[str, Tensor] = {}
-    for key in wrapped:
-        tensors |= _tensors(content[key], f"{prefix}{key}.")
-    if tensors:
-        return tensors
-    return {f"{prefix}{n}": t for n, t in content.items() if isinstance(t, Tensor) and t.is_floating_point()}
 
 
 def _wrapper(part: str) -> bool:
