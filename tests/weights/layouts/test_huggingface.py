@@ -502,9 +502,9 @@ def test_sizes_that_are_not_those_of_the_tensors_are_noted(tmp_path: Path) -> No
     ("name", "shape", "message"),
     [
         ("vit.embeddings.cls_token", (), "missing: embeddings.cls_token"),
-        ("vit.embeddings.position_embeddings", (), "position_embeddings is missing; it must be 3-dimensional"),
-        ("vit.embeddings.position_embeddings", (25, 64), r"has the shape \(25, 64\); it must be 3-dimensional"),
-        ("vit.encoder.layer.0.intermediate.dense.bias", (), "dense.bias is missing; it must be 1-dimensional"),
+        ("vit.embeddings.position_embeddings", (), "lacks the tensor embeddings.position_embeddings"),
+        ("vit.embeddings.position_embeddings", (25, 64), r"misshaped: embeddings.position_embeddings \(25, 64\)"),
+        ("vit.encoder.layer.0.intermediate.dense.bias", (), "lacks the tensor encoder.layer.0.intermediate.dense.bias"),
         ("classifier.weight", (), "missing: classifier.weight"),
     ],
 )

@@ -154,15 +154,15 @@ class ConfigFile:
 
 
 def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: Hints, notes: list[str]) -> ViTConfig:
-    width, channels, *patch = _shape(tensors, f"{PATCHES}.weight", 4)
+    width, channels, *patch = tensors.shapes[f"{PATCHES}.weight"]
     depth = settings.get("num_hidden_layers", int, None) or depth_of(tensors, BLOCK)
     activation, mlp_width = _mlp(tensors, settings, family)
     detects, masks = family is YOLOS, family is EOMT
     head = f"{CLASSES}2.bias" if detects else "class_predictor.bias" if masks else "classifier.bias"
     is_dense = detects or masks
-    num_classes = _shape(tensors, head, 1)[0] - is_dense if head in tensors or is_dense else 0
+    num_classes = tensors.shapes[head][0] - is_dense if head in tensors or is_dense else 0
     has_pooler = "pooler.dense.bias" in tensors and not num_classes
-    registers = _shape(tensors, family.registers, 3)[1] if family.registers in tensors else 0
+    registers = tensors.shapes[family.registers][1] if family.registers in tensors else 0
     covered = {"all": 1 + registers, "class": 1, "patches": 0}[family.covered]
     every_layer = detects and settings.get("use_mid_position_embeddings", bool, MIDDLE in tensors)
     if has_pooler and (act := settings.get("pooler_act", str, "tanh")) != "tanh":
@@ -182,9 +182,9 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
         pool="cls+gap" if family.is_dinov2 and num_classes else "cls",
         registers=registers,
         head_kind=family.head_kind,
-        queries=_shape(tensors, "query.weight", 2)[0] if masks else ViTConfig.queries,
+        queries=tensors.shapes["query.weight"][0] if masks else ViTConfig.queries,
         query_blocks=settings.get("num_blocks", int, 4) if masks else ViTConfig.query_blocks,
-        head_hidden=_shape(tensors, "pooler.dense.bias", 1)[0] if has_pooler else 0,
+        head_hidden=tensors.shapes["pooler.dense.bias"][0] if has_pooler else 0,
         positions_cover=family.covered,
         positions_at="every-layer" if every_layer else None,
         position_resize=family.position_resize,
@@ -200,14 +200,14 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
 def _mlp(tensors: TensorFile, settings: ConfigFile, family: Family) -> tuple[Activation, int]:
     mlp = f"{BLOCK}0.mlp."
     if f"{mlp}gate_proj.bias" in tensors:
-        return "swiglu", _shape(tensors, f"{mlp}gate_proj.bias", 1)[0]
+        return "swiglu", tensors.shapes[f"{mlp}gate_proj.bias"][0]
     if f"{mlp}weights_in.bias" in tensors:
-        return "swiglu", _shape(tensors, f"{mlp}weights_in.bias", 1)[0] // 2
+        return "swiglu", tensors.shapes[f"{mlp}weights_in.bias"][0] // 2
     act = settings.get("hidden_act", str, "gelu")
     if act not in ACTIVATIONS:
         raise BundleError(f"{settings.path}: hidden_act={act!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
     up = f"{mlp}fc1.bias" if family.scales_layers else f"{BLOCK}0.intermediate.dense.bias"
-    return ACTIVATIONS[act], _shape(tensors, up, 1)[0]
+    return ACTIVATIONS[act], tensors.shapes[up][0]
 
 
 def _image_size(
@@ -219,7 +219,7 @@ def _image_size(
     If `config.json` contains a size, that size is used. Otherwise, the hinted size is used if it has the right number
     of patches, and a square if not.
     """
-    places = _shape(tensors, POSITIONS, 3 if covered else 2)[-2] - covered
+    places = tensors.shapes[POSITIONS][-2] - covered
     size = settings.image_size()
     if size is None:
         down, across = file_grid(places, patch, hints, tensors.path)
@@ -237,14 +237,6 @@ def _image_size(
             "patches cover"
         )
     return whole
-
-
-def _shape(tensors: TensorFile, name: str, dimensions: int) -> tuple[int, ...]:
-    shape = tensors.shapes.get(name)
-    if shape is None or len(shape) != dimensions:
-        found = "is missing" if shape is None else f"has the shape {shape}"
-        raise BundleError(f"{tensors.path}: {name} {found}; it must be {dimensions}-dimensional")
-    return shape
 
 
 def classes_of(settings: ConfigFile, num_classes: int, notes: list[str]) -> tuple[str, ...] | None:
