@@ -383,11 +383,11 @@ def _results(options: Predict, bundle: Bundle, pictures: Sequence[Picture], top:
         part = pictures[start : start + size]
         read = [_read(picture) for picture in part]
         images = [image for image in read if not isinstance(image, UndecodableImage)]
-        found: Iterator[AnyPrediction | UndecodableImage]
-        if options.tiles:
-            found = (predict_tiles(bundle, image, precision=options.precision) for image in images)
-        else:
-            found = iter(bundle.predict(images, top=top, precision=options.precision, undecodable="return"))
+        found: Iterator[AnyPrediction | UndecodableImage] = (
+            (predict_tiles(bundle, image, precision=options.precision) for image in images)
+            if options.tiles
+            else iter(bundle.predict(images, top=top, precision=options.precision, undecodable="return"))
+        )
         for picture, image in zip(part, read, strict=True):
             result = image if isinstance(image, UndecodableImage) else next(found)
             if isinstance(result, UndecodableImage) and picture.path not in str(result):

@@ -143,8 +143,14 @@ def save_tensors(
                 with partial.open("wb") as file:
                     np.savez(file, **arrays)
             else:
-                with partial.open("wb") as file:
-                    torch.save({name: _alone(tensor) for name, tensor in tensors.items()}, file)
+                with partial.open("wb") as file:  # of a view, `torch.save` would write the whole storage
+                    torch.save(
+                        {
+                            name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+                            for name, tensor in tensors.items()
+                        },
+                        file,
+                    )
         except RuntimeError as error:  # torch.save reports a full disk with this exception
             partial.unlink(missing_ok=True)
             raise write_error(path, tensors, error) from error
@@ -331,11 +337,6 @@ def _unwrapped(file: TensorFile) -> TensorFile:
         averaged, f"the file has trained weights ({rest}*) and their average over the steps ({average}*); the average "
         "is used",
     )  # fmt: skip
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a copy of the tensor if it is a view, because `torch.save` writes the whole storage of a view."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def first_line(error: BaseException) -> str:

@@ -269,9 +269,9 @@ def _image_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily)
 def _text_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily, tokenizer: TextTokenizer) -> TextConfig:
     if settings.get("projection_size", int, None) not in (None, tensors.shapes.get("text_model.head.bias", (None,))[0]):
         raise BundleError(f"{settings.path}: projection_size does not agree with the weights")
+    stated = settings.get("eos_token_id", int, tokenizer.end_token)
     # transformers reads 2 as the largest token, because older files have this number.
-    end = {2: tokenizer.vocabulary - 1}.get(stated := settings.get("eos_token_id", int, None), stated)
-    if family is CLIP and end not in (None, tokenizer.end_token):
+    if family is CLIP and (tokenizer.vocabulary - 1 if stated == 2 else stated) != tokenizer.end_token:
         raise BundleError(
             f"{settings.path}: eos_token_id={stated} is not the token that ends a text in the tokenizer, which is "
             f"{tokenizer.end_token}"
@@ -303,12 +303,13 @@ def _config_json(pair: PairConfig, family: PairFamily, words: Words) -> dict[str
         "vocab_size": text.vocabulary, "max_position_embeddings": text.context, "eos_token_id": text.end_token,
         "bos_token_id": tokenizer.start_token, "pad_token_id": tokenizer.padding,
     }  # fmt: skip
-    content: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type}
     size = {"projection_dim": text.outputs} if family is CLIP else {}
-    content["vision_config"] = {"model_type": f"{family.model_type}_vision_model", **vision, **shared(image), **size}
-    size = size or {"projection_size": text.outputs}
-    content["text_config"] = {"model_type": f"{family.model_type}_text_model", **tokens, **shared(text), **size}
-    return content | ({"projection_dim": text.outputs} if family is CLIP else {})
+    of_text = size or {"projection_size": text.outputs}
+    return {
+        "architectures": [family.class_name], "model_type": family.model_type,
+        "vision_config": {"model_type": f"{family.model_type}_vision_model", **vision, **shared(image), **size},
+        "text_config": {"model_type": f"{family.model_type}_text_model", **tokens, **shared(text), **of_text}, **size,
+    }  # fmt: skip
 
 
 def image_rules(family: PairFamily) -> Table:

@@ -191,14 +191,10 @@ def theirs_for(name: str, names: Names) -> Theirs:
     parts = name.split(".")
     for ours, theirs in names.items():
         pieces = ours.split(".")
-        if len(pieces) == len(parts) and all(map(_fits, pieces, parts)):
+        if len(pieces) == len(parts) and all(piece in ("*", part) for piece, part in zip(pieces, parts, strict=True)):
             row, found = _row(theirs), [part for piece, part in zip(pieces, parts, strict=True) if piece == "*"]
             return replace(row, names=tuple(each.replace("*", "{}").format(*found) for each in row.names))
     raise AssertionError(f"a layout forgot {name}")
-
-
-def _fits(piece: str, part: str) -> bool:
-    return piece in ("*", part)
 
 
 def _row(theirs: str | tuple[str, ...] | Theirs) -> Theirs:
