@@ -588,20 +588,17 @@ def _own_text(tensors: TensorFile, place: Path) -> TextPart:
 def _names(config: PairConfig, layout: Google = BIG_VISION) -> Names:
     image, text = config.image, config.text
     assert isinstance(image, ViTConfig)
-    return {
-        **inside(layout.names(image), "image.", "img/"),
-        **inside(BERT_NAMES if text.post_norm else _text_names(text), "text.", "txt/"),
-        "scale": Theirs(("t",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
-        "bias": Theirs(("b",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
-    }
-
-
-def _text_names(config: TextConfig) -> Names:
-    return {
+    own_text: Names = {
         "embedding.weight": "Embed_0/embedding",
         "positions": Theirs(("pos_embedding",), lambda t: t[0], lambda t: t[None]),
-        **encoder_names(config.heads),
+        **encoder_names(text.heads),
         **dense("projection", "head"),
+    }
+    return {
+        **inside(layout.names(image), "image.", "img/"),
+        **inside(BERT_NAMES if text.post_norm else own_text, "text.", "txt/"),
+        "scale": Theirs(("t",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
+        "bias": Theirs(("b",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
     }
 
 
