@@ -186,7 +186,8 @@ def main(call: Call, options: Predict) -> int:
         places = {Path(each.path).parent for each in given}
         if any(place.resolve().is_relative_to(path.resolve()) for place in places):
             raise DestinationError(f"{path} holds images that are predicted; choose another folder for {flag(option)}")
-    top = _top(options, bundle)
+    top = options.top or (None if options.json else TOP)  # None: all classes
+    top = None if top is None or bundle.output not in CLASSES else min(top, max(len(bundle.classes), 1))
     chosen: list[str] = []
     bundle = with_engine(bundle, options.engine, precision=options.precision, images=len(pictures), note=chosen.append)
     colour = colour_note(_some_images(pictures), bundle.preprocess.channels)
@@ -292,12 +293,6 @@ def _check_names(option: str, pictures: Sequence[Picture]) -> None:
             f"{flag(option)}: files of several images would have the same name: {listed(twice)}; rename the images, or "
             "predict them one after another into other folders"
         )
-
-
-def _top(options: Predict, bundle: Bundle) -> int | None:
-    """Return the number of classes to rank, or None for all classes and for other outputs."""
-    top = options.top or (None if options.json else TOP)
-    return None if top is None or bundle.output not in CLASSES else min(top, max(len(bundle.classes), 1))
 
 
 def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:

@@ -322,27 +322,34 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
         "qkv_bias": config.qkv_bias,
     }
     if family.scales_layers:
-        content["mlp_ratio"] = mlp_ratio(config)
-        content |= {"use_swiglu_ffn": config.activation == "swiglu", "layerscale_value": config.layer_scale}
+        content |= {
+            "mlp_ratio": mlp_ratio(config), "use_swiglu_ffn": config.activation == "swiglu",
+            "layerscale_value": config.layer_scale,
+        }  # fmt: skip
     if family is EOMT:
-        content |= {"num_queries": config.queries, "num_blocks": config.query_blocks, "num_upscale_blocks": 2}
-        content[MASKS_OF] = bundle.output
         del content["attention_probs_dropout_prob"], content["qkv_bias"]
-        content["num_register_tokens"] = config.registers
+        content |= {
+            "num_queries": config.queries, "num_blocks": config.query_blocks, "num_upscale_blocks": 2,
+            MASKS_OF: bundle.output, "num_register_tokens": config.registers,
+        }  # fmt: skip
     elif family.is_dinov2:
         content |= {"drop_path_rate": 0.0, "apply_layernorm": True, "reshape_hidden_states": True}
     else:
         content |= {"intermediate_size": config.mlp_width, "encoder_stride": config.patch_size[0]}
     if family is YOLOS:
-        content |= {"image_size": list(config.image_size), "num_detection_tokens": config.registers}
-        content["use_mid_position_embeddings"] = config.positions_place == "every-layer"
+        content |= {
+            "image_size": list(config.image_size), "num_detection_tokens": config.registers,
+            "use_mid_position_embeddings": config.positions_place == "every-layer",
+        }  # fmt: skip
     elif config.registers:
         content["num_register_tokens"] = config.registers
     if config.head_hidden:
         content |= {"pooler_output_size": config.head_hidden, "pooler_act": "tanh"}
     if config.num_classes:
-        content["id2label"] = {str(number): name for number, name in enumerate(bundle.classes)}
-        content["label2id"] = {name: number for number, name in enumerate(bundle.classes)}
+        content |= {
+            "id2label": {str(number): name for number, name in enumerate(bundle.classes)},
+            "label2id": {name: number for number, name in enumerate(bundle.classes)},
+        }
         if family not in (YOLOS, EOMT) and (
             config.num_classes > 1 or bundle.output != "softmax"
         ):  # the library refuses a softmax of one label
@@ -458,8 +465,10 @@ class HuggingFace:
         tensors = theirs_of(state, names(config, gate_apart=family is EOMT))
         if family is EOMT:
             tensors = {_eomt_name(name): tensor for name, tensor in tensors.items()}
-            tensors["attn_mask_probs"] = torch.zeros(config.query_blocks)
-            tensors["criterion.empty_weight"] = torch.ones(config.num_classes + 1).index_fill_(0, torch.tensor(-1), 0.1)
+            tensors |= {
+                "attn_mask_probs": torch.zeros(config.query_blocks),
+                "criterion.empty_weight": torch.ones(config.num_classes + 1).index_fill_(0, torch.tensor(-1), 0.1),
+            }
         if family.is_dinov2:
             tensors[MASK] = torch.zeros(1, config.width)
         if config.num_classes and family is not EOMT:

@@ -141,8 +141,8 @@ class HuggingFacePair(StoresTexts):
         lost = [
             *carried(self.name, config, image_rules(family)),
             *carried(self.name, words.tower.config, text_rules(family)),
+            *carried(self.name, bundle.preprocess, PREPROCESS),
         ]
-        lost += carried(self.name, bundle.preprocess, PREPROCESS)
         preprocessor, lost_preprocess = preprocessor_config(bundle.preprocess, "vit")
         if words.bias is not None:
             state["bias"] = torch.tensor(words.bias)

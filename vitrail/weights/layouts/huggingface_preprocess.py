@@ -231,14 +231,18 @@ def preprocessor_config(preprocess: Preprocess, model_type: str) -> tuple[dict[s
     edges = [scaled_side(side, preprocess.crop_share) for side in (height, width)]
     detects = model_type in ("yolos", "eomt")
     if not detects and (preprocess.resize == "crop" or preprocess.crop_share < 1):
-        content |= {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": size}
-        content["size"] = dict(zip(size, edges, strict=True))
+        content |= {
+            "image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": size,
+            "size": dict(zip(size, edges, strict=True)),
+        }  # fmt: skip
     if detects:
         further, lost = _detector_sizes(preprocess)
         content |= further
         if model_type == "eomt":
-            content |= {"image_processor_type": "EomtImageProcessor", "do_split_image": False}
-            content["size"] = {"shortest_edge": min(height, width), "longest_edge": max(height, width)}
+            content |= {
+                "image_processor_type": "EomtImageProcessor", "do_split_image": False,
+                "size": {"shortest_edge": min(height, width), "longest_edge": max(height, width)},
+            }  # fmt: skip
     elif preprocess.resize == "pad":
         lost.append("resize='pad' (written as 'squash')")
     elif preprocess.resize == "crop":

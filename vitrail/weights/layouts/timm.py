@@ -246,15 +246,12 @@ def check_arguments(settings: Mapping[str, Any], config: AnyConfig, path: Path) 
         )
 
 
-def _agrees(name: str, value: Any, ours: Any, config: AnyConfig) -> bool:
-    if config.architecture == "BiT":
-        return bool(value == ours)
-    is_swiglu = config.activation == "swiglu"
+def _agrees(name: str, value: Any, ours: Any, config: Any) -> bool:
     match name:
         case "act_layer":
             return ACTIVATIONS.get(value) == config.activation
         case "mlp_ratio":
-            return int(config.width * value) == config.mlp_width * (1 + is_swiglu)
+            return int(config.width * value) == config.mlp_width * (1 + (config.activation == "swiglu"))
         case "init_values" | "fc_norm" | "class_token":
             return bool(value) == bool(ours)
         case "patch_size":
