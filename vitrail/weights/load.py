@@ -312,7 +312,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 PREFIXES = ("hf:", "hf-hub:")
 DESCRIPTIONS = (
     "config.json", "preprocessor_config.json", "processor_config.json", "open_clip_config.json",
-    "tokenizer_config.json",
+    "tokenizer_config.json", "adapter_config.json",
 )  # fmt: skip
 TOKENIZERS = (("spiece.model",), ("tokenizer.json",), ("vocab.json", "merges.txt"))
 """Files of a tokenizer of texts, in order of preference."""
