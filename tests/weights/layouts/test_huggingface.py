@@ -293,7 +293,7 @@ WIDE = {"height": 32, "width": 48}
         ({"rescale_factor": 2 / 255, "image_mean": 1}, {"mean": (0.5,), "std": (0.25,)}, ""),
         ({"size": None, "resample": None, "image_mean": None}, {}, ""),
         ({"crop_size": WIDE}, {}, ""), ({"crop_size": 224, "do_center_crop": False}, {}, ""),
-        ({"resample": None, "image_processor_type": "BitImageProcessor"}, {}, "lacks resample"),
+        ({"resample": None, "image_processor_type": "BitImageProcessor"}, {}, "lacks crop_size, resample"),
         ({"do_flip_channel_order": True}, {}, "do_flip_channel_order=True"),
         ({"keep_aspect_ratio": True}, {}, "keep_aspect_ratio=True"),
         ({"rescale_offset": True}, {}, "rescale_offset=True"),
@@ -323,6 +323,20 @@ def test_preprocessing(tmp_path: Path, fields: dict[str, Any], expected: dict[st
     np.testing.assert_allclose(bundle.preprocess.std, wanted.std, rtol=1e-6)
     notes = [item for item in bundle.notes if "class names" not in item]
     assert not notes if not note else any(note in item for item in notes), notes
+
+
+def test_defaults_of_another_processor_are_not_taken_for_those_of_dinov2(tmp_path: Path) -> None:
+    """BitImageProcessor scales to 224 pixels and has the colours of CLIP unless its file says otherwise."""
+    folder = reference_folder(tmp_path / "dinov2", "hf_dinov2")
+    full = {
+        "image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 32}, "crop_size": 28, "resample": 3,
+        "image_mean": [0.5], "image_std": [0.5],
+    }  # fmt: skip
+    for lacking in (None, "size", "crop_size", "image_mean"):
+        fields = {name: value for name, value in full.items() if name != lacking}
+        (folder / "preprocessor_config.json").write_text(json.dumps(fields))
+        notes = load(folder, device="cpu").notes
+        assert any(f"lacks {lacking}: " in note for note in notes) == (lacking is not None)
 
 
 def test_preprocessing_of_a_processor(tmp_path: Path) -> None:

@@ -80,8 +80,13 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, model_type: str
     notes = []
     dinov2, detects = model_type.startswith("dinov2"), model_type in ("yolos", "eomt")
     if not content:
-        how = "short side to 256, crop of 224, bicubic, ImageNet's" if dinov2 else "squashed, bilinear, 0.5 for"
-        how = "short side to 800, long side to at most 1333, bilinear, ImageNet's" if detects else how
+        how = (
+            "short side to 800, long side to at most 1333, bilinear, ImageNet's"
+            if detects
+            else "short side to 256, crop of 224, bicubic, ImageNet's"
+            if dinov2
+            else "squashed, bilinear, 0.5 for"
+        )
         notes.append(
             "there is no preprocessor_config.json: the default of the model family is assumed "
             f"({how} mean and standard deviation)"
@@ -97,14 +102,19 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, model_type: str
         **content,
     }
     kind = str(content.get("image_processor_type", ""))
-    missing = [name for name in ("size", "resample", "image_mean", "image_std") if name not in content]
-    if kind and missing and not kind.lower().startswith("bit" if dinov2 else model_type):
+    crops = kind.lower().startswith(("bit", "clip")) and content.get("do_center_crop", True)
+    needed = ("size", *(("crop_size",) if crops else ()), "resample", "image_mean", "image_std")
+    missing = [name for name in needed if name not in content]
+    if missing and kind and not kind.lower().startswith(model_type):
         notes.append(
             f"preprocessor_config.json lacks {', '.join(missing)}: the default of the model family is assumed, not "
             f"that of {kind}"
         )
-    unread = [name for name, value in content.items() if value and UNREAD.fullmatch(name)]
-    notes += [f"preprocessor_config.json has {name}={content[name]!r}, which has no effect here" for name in unread]
+    notes += [
+        f"preprocessor_config.json has {name}={value!r}, which has no effect here"
+        for name, value in content.items()
+        if value and UNREAD.fullmatch(name)
+    ]
     geometry = _detector_geometry(filled) if detects else _geometry(filled)
     if geometry.note:
         notes.append(f"preprocessor_config.json {geometry.note}")
