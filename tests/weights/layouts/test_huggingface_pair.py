@@ -151,6 +151,8 @@ def test_pixels_that_fill_no_patch_are_cut_as_in_the_library(tmp_path: Path) -> 
         for model in (ours, vitrail.load(tmp_path / "back", device="cpu")):
             assert model.preprocess.image_size == (30, 30)
             assert torch.allclose(model.network.embed(images), expected, atol=1e-5)
+    with pytest.raises(BundleError, match="cut_uneven=True"):  # a file without an image size would be read for 24
+        vitrail.convert(tmp_path / "theirs", tmp_path / "other", to="big-vision-pair")
 
 
 def test_a_note_tells_that_positions_are_resized_to_the_size_of_the_preprocessing(tmp_path: Path) -> None:

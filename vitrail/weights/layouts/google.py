@@ -478,6 +478,7 @@ TOKENIZERS = ("tokenizer.json", "vocab.json")
 """Files of tokenizers that big_vision's own text tower reads beside a model of sentencepiece."""
 POOLED = {
     "pool": only("cls", "gap", "map"), "positions_cover": KEPT, "position_resize": own("linear-corners"),
+    "cut_uneven": only(False),
 }  # fmt: skip
 FIXED = {"activation": only("gelu-tanh"), "norm_eps": only(1e-6)}
 """Values of both towers that are fixed in big_vision's code."""
