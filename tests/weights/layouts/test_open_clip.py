@@ -113,6 +113,15 @@ def test_positions_are_resized_as_the_library_does(tmp_path: Path) -> None:
     assert torch.allclose(found, expected.flatten(2)[0].T, atol=1e-6)
 
 
+def test_pixels_that_fill_no_patch_are_cut(tmp_path: Path) -> None:
+    save_open_clip(tmp_path, "gelu")
+    content = json.loads((tmp_path / "open_clip_config.json").read_text())
+    content["model_cfg"]["vision_cfg"]["image_size"] = 30
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(content))
+    config = vitrail.load(tmp_path, device="cpu").network.config
+    assert (config.image_size, config.grid, config.cut_uneven) == ((30, 30), (3, 3), True)
+
+
 def siglip_renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of transformers' SigLIP under open_clip's names: an image tower of timm, a text tower of its
     own."""

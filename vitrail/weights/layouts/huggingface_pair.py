@@ -256,7 +256,7 @@ def _image_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily)
     return ViTConfig(
         image_size=size,
         patch_size=(patch[0], patch[1]),
-        cut_uneven=bool(size[0] % patch[0] or size[1] % patch[1]),  # as in SigLIP so400m/14 for 384 pixels
+        cut_uneven=any(side % part for side, part in zip(size, patch, strict=True)),  # SigLIP so400m/14
         channels=channels,
         num_classes=0,
         projection=tensors.shapes["visual_projection.weight"][0] if family is CLIP else 0,

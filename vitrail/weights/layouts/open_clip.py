@@ -214,6 +214,7 @@ def _own_image(tensors: TensorFile, vision: Mapping[str, Any], activation: Activ
     return ViTConfig(
         image_size=_image_size(vision),
         patch_size=(patch[0], patch[1]),
+        cut_uneven=any(side % part for side, part in zip(_image_size(vision), patch, strict=True)),
         channels=channels,
         num_classes=0,
         projection=tensors.shapes["visual.proj"][1],
