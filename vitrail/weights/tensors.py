@@ -245,8 +245,11 @@ def _open_torch(path: Path) -> TensorFile:
         for place, found in places.items()
         if place not in inner and _sizes(found) in read and not any("optim" in part for part in place)
     ]
-    note = f"tensors of the same shapes under {listed(copies)} are not read; to use them, save them alone"
-    notes = (note,) if copies else ()
+    notes = (
+        (f"tensors of the same shapes under {listed(copies)} are not read; to use them, save them alone",)
+        if copies
+        else ()
+    )
     return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row], notes=notes)
 
 

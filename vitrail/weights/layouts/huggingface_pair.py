@@ -117,9 +117,11 @@ class HuggingFacePair(StoresTexts):
         config = PairConfig(image=image, text=text, bias=0.0 if family is SIGLIP else None)
         assumed = "there is no preprocessor_config.json: the preprocessing of the published models is assumed"
         height, width = image.image_size
-        usual = {"size": {"height": height, "width": width}, "resample": 3, "image_mean": [0.5], "image_std": [0.5]}
-        if family is CLIP:
-            usual = {"size": {"shortest_edge": height}, "crop_size": height, "resample": 3, **CLIP_COLOURS}
+        usual: dict[str, Any] = (
+            {"size": {"shortest_edge": height}, "crop_size": height, "resample": 3, **CLIP_COLOURS}
+            if family is CLIP
+            else {"size": {"height": height, "width": width}, "resample": 3, "image_mean": [0.5], "image_std": [0.5]}
+        )
         read = preprocess_of({**usual, **checkpoint.preprocessor}, image, "vit")
         notes = [*(() if checkpoint.preprocessor else (assumed,)), *read.notes]
         size = preprocessed_size(image, read.size, notes) if hints.image_size is None else None

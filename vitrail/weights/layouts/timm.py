@@ -423,9 +423,8 @@ class Timm:
             )
         # The last two are those of older files, and of timm's own models.
         label_names = content.get("label_names") or content.get("labels") or stated.get("label_names")
-        labels = None
-        if isinstance(label_names, list) and len(label_names) == config.num_classes > 0:
-            labels = tuple(map(str, label_names))
+        listed_names: list[Any] = label_names if isinstance(label_names, list) else []
+        labels = tuple(map(str, listed_names)) if len(listed_names) == config.num_classes > 0 else None
         notes += tuple(
             f"config.json has {name}, which has no effect here" for name in UNREAD if {**stated, **content}.get(name)
         )

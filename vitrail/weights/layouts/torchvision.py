@@ -84,7 +84,6 @@ class Torchvision:
             head_hidden=shapes.get("heads.pre_logits.bias", (0,))[0],
             position_resize="bicubic-corners",
         )
-        colours = IMAGENET if channels == 3 else {}
         geometry: dict[str, Any] = {"crop_share": 0.875}
         if config.image_size in [(side, side) for side in END_TO_END]:
             geometry = {"crop_share": 1.0, "interpolation": "bicubic"}
@@ -95,7 +94,7 @@ class Torchvision:
         ):
             # The published ViT-L/16 was evaluated in this way.
             geometry = {"crop_share": 224 / 242}
-        preprocess = default_preprocess(config, resize="crop", **geometry, **colours)
+        preprocess = default_preprocess(config, resize="crop", **geometry, **(IMAGENET if channels == 3 else {}))
         return Description(
             tensors=tensors,
             config=config,
