@@ -62,10 +62,7 @@ def coco(root: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_objects_with_the_field_ignore_are_noted(tmp_path: Path) -> None:
-    values = coco(tmp_path)
-    for number, one in enumerate(values["annotations"]):  # a crowd is ignored anyway
-        one["ignore"] = 1 + number
-    coco(tmp_path, **values)
+    coco(tmp_path, annotations=[*box(1, 2, 3, 4, ignore=1), *box(5, 6, 7, 8, ignore=2, iscrowd=1)])
     (fault,) = [one for one in open_whole(str(tmp_path), tolerant=True).whole.faults if one.kind == "ignored"]
     assert (fault.count, fault.severity) == (1, "note") and "iscrowd" in fault.advice
 
@@ -112,9 +109,9 @@ def listed(root: Path, folder: str, names: str) -> None:
     (root / f"labels/{folder}/classes.txt").write_text(names)
 
 
-def voc_object(xmin: float, ymin: float, xmax: float, ymax: float, name: str = "cell") -> str:
+def voc_object(xmin: float, ymin: float, xmax: float, ymax: float, name: str = "cell", more: str = "") -> str:
     sides = f"<xmin>{xmin}</xmin><ymin>{ymin}</ymin><xmax>{xmax}</xmax><ymax>{ymax}</ymax>"
-    return f"<object><name>{name}</name><bndbox>{sides}</bndbox></object>"
+    return f"<object><name>{name}</name><bndbox>{sides}</bndbox>{more}</object>"
 
 
 def yolo(root: Path, text: str = "0 0.5 0.5 0.2 0.2\n", names: Any = ("one", "two"), **more: Any) -> None:
@@ -122,6 +119,12 @@ def yolo(root: Path, text: str = "0 0.5 0.5 0.2 0.2\n", names: Any = ("one", "tw
     (root / "labels/train").mkdir(parents=True, exist_ok=True)
     (root / "labels/train/a.txt").write_text(text)
     (root / "data.yaml").write_text(json.dumps({"train": "images/train", "names": list(names), **more}))
+
+
+def described(root: Path, text: str) -> None:
+    """Replace the description of `yolo`."""
+    yolo(root)
+    (root / "data.yaml").write_text(f"train: images/train\n{text}\n")
 
 
 def masks(
@@ -150,8 +153,6 @@ def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
     assert target.areas[0] * 2400 == pytest.approx(400) and np.isnan(target.areas[1])
     assert len(source.target(1)) == 0, "a picture without objects is kept"
     assert any("without any object" in note for note in splits.notes)
-    picture(tmp_path / "c.png")
-    assert any("no COCO file lists them: c.png" in note for note in opened(tmp_path).notes)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +279,10 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: [picture(root / f"{folder}/a.jpg") for folder in ("images", "masks")], "masks are PNG, because"),
         (lambda root: yolo(root, names=("a",), nc=3), "states nc: 3"),
         (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
+        (lambda root: described(root, "names: {0: a, x: b}"), "are not 0, 1, 2"),
+        (lambda root: described(root, "names: [a, b"), "data.yaml does not describe them: it is valid YAML with"),
+        (lambda root: described(root, "names: {0: cat, 0: dog, 1: cow}"), "data.yaml states 0 twice"),
+        (lambda root: described(root, "names: [cat]\nnames: [dog]"), "data.yaml states names twice"),
         (lambda root: yolo(root, train="elsewhere"), "'elsewhere' is neither a folder"),
         (lambda root: (yolo(root), coco(root)), "several formats: COCO's JSON, YOLO's text"),
         (lambda root: foreign(root, '{"version": "5", "shapes": []}'), "a.json is an annotation of LabelMe"),
@@ -307,10 +312,26 @@ def test_a_size_that_is_not_stated_is_read_from_the_picture(tmp_path: Path) -> N
         assert any("so it is read from them" in note for note in splits.notes)
 
 
-def test_polygons_of_voc_are_named(tmp_path: Path) -> None:
-    polygon = "<polygon><x1>1</x1><y1>2</y1><x2>30</x2><y2>2</y2><x3>9</x3><y3>20</y3></polygon>"
-    voc(tmp_path, voc_object(1, 2, 30, 20) + voc_object(1, 2, 30, 20).replace("</object>", f"{polygon}</object>"))
-    assert any("1 object with a polygon" in note for note in opened(tmp_path).notes)
+TRIANGLE = "<polygon><x1>1</x1><y1>2</y1><x2>30</x2><y2>2</y2><x3>9</x3><y3>20</y3></polygon>"
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda root: voc(root, voc_object(1, 2, 30, 20, more=TRIANGLE)), "1 object with a polygon"),
+        (lambda root: yolo(root, names=("dog", "Dog")), "differ only in case or spaces: 'dog' and 'Dog'"),
+        (lambda root: [coco(root / "train"), coco(root / "test", annotations=[])], "the test split is skipped"),
+        (
+            lambda root: yolo(root, train="../images/train", val="../valid/photos"),
+            "the validation split '../valid/photos' has no images, so it is skipped",
+        ),
+        (lambda root: [coco(root), picture(root / "c.png")], "no COCO file lists them: c.png"),
+    ],
+)
+def test_what_is_odd_but_can_be_learned_is_noted(tmp_path: Path, write: Callable[[Path], Any], words: str) -> None:
+    write(tmp_path)
+    splits = opened(tmp_path)
+    assert any(words in note for note in splits.notes) and splits.held_out is None
 
 
 def test_annotations_of_voc_that_name_another_picture_are_noted(tmp_path: Path) -> None:
@@ -389,39 +410,19 @@ def test_folders_divide_the_annotations_of_voc_and_of_cvat(tmp_path: Path, write
     assert [len(splits.train), len(splits.validation)] == [1, 1]
 
 
-def test_names_of_yolo_are_texts_whatever_yaml_makes_of_them(tmp_path: Path) -> None:
-    yolo(tmp_path)
-    (tmp_path / "data.yaml").write_text("train: images/train\nnames: [no, 010]\n")
-    assert opened(tmp_path).classes == ("no", "010")
-    (tmp_path / "data.yaml").write_text("nc: 2\nnames: {1: null, 0: yes}\n")
-    assert opened(tmp_path).classes == ("yes", "null")
-    (tmp_path / "data.yaml").write_text("nc: 2\nnames: {0: a, x: b}\n")
-    with pytest.raises(DataError, match="are not 0, 1, 2"):
-        opened(tmp_path)
-    (tmp_path / "data.yaml").write_text("nc: 2\nnames: [a, b\n")
-    with pytest.raises(DataError, match=r"data.yaml does not describe them: it is valid YAML with"):
-        opened(tmp_path)
-
-
-def test_a_description_of_yolo_that_states_something_twice_is_refused(tmp_path: Path) -> None:
-    yolo(tmp_path)
-    for names, twice in (("{0: cat, 0: dog, 1: cow}", "0"), ("[cat]\nnames: [dog]", "names")):
-        (tmp_path / "data.yaml").write_text(f"train: images/train\nnames: {names}\n")
-        with pytest.raises(DataError, match=f"data.yaml states {twice} twice"):
-            opened(tmp_path)
-    others = "author: one\nauthor: two\n"  # which are not read
-    (tmp_path / "data.yaml").write_text(f"train: images/train\nnames: [cat, dog, cow]\n{others}")
-    assert opened(tmp_path).classes == ("cat", "dog", "cow")
-
-
-def test_held_out_splits_that_a_description_names_and_nobody_exported_are_skipped(tmp_path: Path) -> None:
-    picture(tmp_path / "train/images/a.png")
-    (tmp_path / "train/labels").mkdir()
-    (tmp_path / "train/labels/a.txt").write_text("0 .5 .5 .2 .2\n")
-    (tmp_path / "data.yaml").write_text("train: ../train/images\nval: ../valid/images\nnc: 1\nnames: [cell]\n")
-    splits = opened(tmp_path)
-    words = "the validation split '../valid/images' has no images, so it is skipped"
-    assert splits.validation is None and any(words in note for note in splits.notes)
+@pytest.mark.parametrize(
+    ("text", "classes"),
+    [
+        ("names: [no, 010]", ("no", "010")),
+        ("nc: 2\nnames: {1: null, 0: yes}", ("yes", "null")),
+        ("names: [cat, dog]\nauthor: one\nauthor: two", ("cat", "dog")),  # what is not read may stand twice
+    ],
+)
+def test_names_of_yolo_are_texts_whatever_yaml_makes_of_them(
+    tmp_path: Path, text: str, classes: tuple[str, ...]
+) -> None:
+    described(tmp_path, text)
+    assert opened(tmp_path).classes == classes
 
 
 def test_folders_called_mask_below_images_hold_pictures(tmp_path: Path) -> None:
@@ -504,15 +505,10 @@ def test_masks_that_do_not_fit_are_findings(tmp_path: Path, values: Any, names: 
         target.indices((40, 60))
 
 
-def test_classes_of_boxes_that_differ_in_case_are_noted(tmp_path: Path) -> None:
-    yolo(tmp_path, names=("dog", "Dog"))
-    assert any("differ only in case or spaces: 'dog' and 'Dog'" in note for note in opened(tmp_path).notes)
-
-
 def test_masks_hold_numbers_or_colours_and_ignored_values(tmp_path: Path) -> None:
     values = np.array([[0, 1, 2, 255]] * 40, np.uint8).repeat(15, axis=1)
     masks(tmp_path / "a", values, "sky\nvoid\nroad\n")
-    colours = np.array([[9, 9, 9], [0, 200, 0], [1, 2, 3], [4, 4, 4]], np.uint8)[[0, 1, 2, 3]]
+    colours = np.array([[9, 9, 9], [0, 200, 0], [1, 2, 3], [4, 4, 4]], np.uint8)
     opaque = np.full((40, 60, 1), 255, np.uint8)
     pixels = np.dstack([np.broadcast_to(colours[None].repeat(15, axis=1), (40, 60, 3)), opaque])
     masks(tmp_path / "b", pixels, "sky 9 9 9\nroad: 0,200,0\ntree #1, 2, 3\nvoid(4, 4, 4)\n")
@@ -559,18 +555,14 @@ def test_tasks_without_labels_hold_out_what_the_annotations_hold_out(tmp_path: P
 
 
 def test_folders_of_pictures_with_cocos_file_are_not_classes(tmp_path: Path) -> None:
-    for name in ("one/a.jpg", "two/b.jpg"):
-        picture(tmp_path / "train" / name)
-    images = [{"id": n, "file_name": f"{name}.jpg", "height": 40, "width": 60} for n, name in enumerate("ab")]
+    for name in ("one/c.jpg", "two/d.jpg"):
+        picture(tmp_path / name)
+    images = [{"id": n, "file_name": f"{name}.jpg", "height": 40, "width": 60} for n, name in enumerate("cd")]
     polygons = [[[1, 1, 20, 1, 20, 20], [5, 5]], [[26, 31, 50, 31]]]
-    boxes = [
-        {"id": n, "image_id": n, "category_id": 1, "bbox": [2, 3, 9, 9], "segmentation": one}
-        for n, one in enumerate(polygons)
-    ]
-    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cell"}]}
-    (tmp_path / "train" / "_annotations.coco.json").write_text(json.dumps(content))
+    boxes = [box(2, 3, 9, 9, image_id=number, segmentation=one)[0] for number, one in enumerate(polygons)]
+    coco(tmp_path, images=images, annotations=boxes)
     splits = opened(tmp_path)
-    assert (splits.classes, splits.target_kind) == (("cell",), "boxes")
+    assert (splits.classes, splits.target_kind) == (("plane", "toothbrush"), "boxes")
     text = "\n".join(splits.notes)
     assert "not read as classes" in text and "2 outlines with a polygon of fewer than three points" in text
     outlines = [splits.train.target(index).outlines for index in range(2)]
@@ -599,7 +591,6 @@ def test_what_lies_beside_boxes_and_masks_is_named(tmp_path: Path) -> None:
     """A table wins over masks, and boxes win over both. A file of another kind of XML is no annotation."""
     masks(tmp_path, np.zeros((40, 60), np.uint8))
     table = tmp_path / "labels.csv"
-    table.write_text("path,label\nimages/train/a.png,one\n")
     picture(tmp_path / "images/train/b.png")
     table.write_text("path,label\nimages/train/a.png,one\nimages/train/b.png,two\n")
     (tmp_path / "sitemap.xml").write_text("<urlset></urlset>")
@@ -611,13 +602,6 @@ def test_what_lies_beside_boxes_and_masks_is_named(tmp_path: Path) -> None:
     assert splits.target_kind == "boxes" and "its masks are not read" in notes and "labels.csv" in notes
     with pytest.raises(DataError, match="its masks are not read"):
         Segmentation().check_data(splits)
-
-
-def test_a_held_out_split_without_objects_is_skipped(tmp_path: Path) -> None:
-    coco(tmp_path / "train")
-    coco(tmp_path / "test", annotations=[])
-    splits = opened(tmp_path)
-    assert splits.test is None and any("the test split is skipped" in note for note in splits.notes)
 
 
 def test_a_sample_of_masks_says_nothing_about_classes_in_others(tmp_path: Path) -> None:
