@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -194,7 +194,7 @@ def test_evaluation_sees_every_sample_once_in_order(threads: int | None, count: 
 
 
 def test_a_batch_moves_to_a_device_whole() -> None:
-    source = MemorySource([b"", np.ones((2, 3, 1), np.uint8)], labels=[1, 0])
+    source = MemorySource([b"", np.ones((2, 3, 1), np.uint8)], labels=[(1,), (0,)])
     (batch,) = evaluation_batches(source, SMALL, batch_size=2, readers=Readers(0))
     moved = batch.to(torch.device("meta"))
     kept = ("samples", "epochs", "views")
@@ -202,7 +202,7 @@ def test_a_batch_moves_to_a_device_whole() -> None:
         name: "cpu" if name in kept else "meta" for name in FIELDS
     }
     assert all(getattr(moved, name).shape == getattr(batch, name).shape for name in FIELDS)
-    assert moved.skipped == batch.skipped and len(moved.skipped) == 1
+    assert moved.targets.device.type == "meta" and moved.skipped == batch.skipped and len(moved.skipped) == 1
     assert batch.images.device.type == "cpu"
 
 
@@ -273,24 +273,34 @@ def test_a_mixture_is_drawn_in_its_shares_each_part_in_epochs_of_its_own() -> No
     assert torch.equal(next(resumed).samples, samples[160:])
 
 
-def test_several_labels_become_targets() -> None:
-    images = [np.zeros((2, 3, 1), np.uint8)] * 3
-    (batch,) = evaluation_batches(
-        MemorySource(images, labels=[(0, 2), (), (3,)]), SMALL, batch_size=4, readers=Readers(0)
-    )
-    assert batch.targets is not None and batch.targets.tolist() == [[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
-    assert batch.labels.tolist() == [-1, -1, -1] and batch.counted.tolist() == [True, True, True]
-    chunks = batch.chunks(2)
-    assert [chunk.targets.shape for chunk in chunks if chunk.targets is not None] == [(2, 4), (1, 4)]
-    assert batch.to(torch.device("meta")).targets.device.type == "meta"
+NAN = float("nan")
 
 
-def test_what_has_no_image_or_no_label_does_not_count() -> None:
-    images = [np.zeros((2, 3, 1), np.uint8), b"", np.zeros((2, 3, 1), np.uint8)]
-    (batch,) = evaluation_batches(MemorySource(images, labels=[1, 0, None]), SMALL, batch_size=3, readers=Readers(0))
-    assert batch.labels.tolist() == [1, 0, -1] and batch.labels.dtype == torch.int64
-    assert batch.valid.tolist() == [True, False, True]
-    assert batch.targets is None and batch.counted.tolist() == [True, False, False]
+@pytest.mark.parametrize(
+    ("kind", "classes", "known", "labels", "targets", "counted"),
+    [
+        ("class", "abcd", [1, None, 0, 2], [1, -1, 0, 2], None, [True, False, True, False]),
+        ("classes", "abcd", [(0, 2), (), (3,), (1,)], [-1] * 4,
+         [[1, 0, 1, 0], [0] * 4, [0, 0, 0, 1], [0, 1, 0, 0]], [True, True, True, False]),
+        ("numbers", ("age", "size"), [None, (1.5, -2.0), (NAN, 4.0), (7.0, 1e-3)], [-1] * 4,
+         [[NAN] * 2, [1.5, -2.0], [NAN, 4.0], [7.0, 1e-3]], [False, True, True, False]),
+        ("none", (), [None] * 4, [-1] * 4, None, [False] * 4),
+    ],
+)  # fmt: skip
+def test_what_has_no_image_or_no_target_does_not_count(
+    kind: str, classes: Sequence[str], known: list[Any], labels: list[int], targets: Any, counted: list[bool]
+) -> None:
+    images = [*[np.zeros((2, 3, 1), np.uint8)] * 3, b""]
+    source = MemorySource(images, labels=known, classes=tuple(classes))
+    (batch,) = evaluation_batches(source, SMALL, batch_size=5, readers=Readers(0))
+    assert batch.target_kind == kind == next(training(source)).target_kind
+    assert batch.labels.tolist() == labels and batch.labels.dtype == torch.int64
+    assert batch.valid.tolist() == [True, True, True, False] and batch.counted.tolist() == counted
+    assert (batch.targets is None) == (targets is None)
+    for part, rows in zip(batch.chunks(2), (slice(2), slice(2, 4)), strict=True):
+        assert part.target_kind == kind and part.counted.tolist() == counted[rows]
+        if targets is not None:
+            np.testing.assert_array_equal(part.targets, np.array(targets[rows], np.float32))
 
 
 def test_fractions_of_levels_are_kept_for_evaluation_only() -> None:
@@ -348,26 +358,6 @@ def test_processes_have_no_say_in_the_order_with_and_without_shared_memory(
 )  # fmt: skip
 def test_a_few_broken_images_are_borne_in_small_folders(images: int, share: float, allowed: int) -> None:
     assert skips_allowed(images, share) == allowed
-
-
-def test_numbers_and_unknown_ones_are_batched() -> None:
-    images = [np.zeros((2, 3, 1), np.uint8)] * 4
-    labels = [None, (1.5, -2.0), (float("nan"), 4.0), (7.0, 1e-3)]
-    source = MemorySource(images, labels=labels, classes=("age", "size"))
-    (batch,) = evaluation_batches(source, SMALL, batch_size=4, readers=Readers(0))
-    assert batch.target_kind == "numbers" and batch.labels.tolist() == [-1] * 4 and batch.targets.dtype == torch.float32
-    expected = torch.tensor([[torch.nan] * 2, [1.5, -2.0], [torch.nan, 4.0], [7.0, 1e-3]])
-    assert torch.equal(batch.targets.nan_to_num(99), expected.nan_to_num(99))
-    assert batch.counted.tolist() == [False, True, True, True]
-    assert [part.target_kind for part in batch.chunks(2)] == ["numbers"] * 2
-    assert next(training(source)).target_kind == "numbers"
-
-
-def test_images_without_targets_are_batched() -> None:
-    source = MemorySource([np.zeros((2, 3, 1), np.uint8)] * 2, labels=[None, None], classes=())
-    (batch,) = evaluation_batches(source, SMALL, batch_size=2, readers=Readers(0))
-    assert batch.target_kind == "none" and batch.targets is None and batch.labels.tolist() == [-1, -1]
-    assert batch.counted.tolist() == [False, False] and batch.valid.all()
 
 
 def varied(count: int = 5) -> Source:
