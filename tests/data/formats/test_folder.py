@@ -65,24 +65,6 @@ def test_files_that_are_no_images_are_counted_unless_they_are_hidden(tree: Trees
     assert len(found.others) == 3
 
 
-def test_a_sample_is_the_file_read_when_asked_for(tree: Trees) -> None:
-    root = tree("a/1.png", "b/x/2.png")
-    source = read_folder(root).samples
-    (root / "b/x/2.png").write_bytes(b"written later")
-    sample = source[1]
-    assert (sample.key, sample.image, sample.target) == ("b/x/2.png", b"written later", 1)
-
-
-def test_class_folders_without_images_are_skipped_and_named(tree: Trees) -> None:
-    found = read_folder(root := tree("full/1.png", "bare/notes.txt", "void/", "also/2.png"))
-    source = found.samples
-    assert source.classes == ("also", "full") and len(source) == 2
-    (fault,) = found.faults
-    assert (fault.kind, fault.severity, fault.count) == ("empty-folder", "warning", 2)
-    assert fault.text == f"{root}: skipped 2 class folders without images: bare, void"
-    assert ".avif, .bmp, " in fault.advice
-
-
 def test_class_folders_that_are_all_empty_are_refused(tree: Trees) -> None:
     expected = r"pictures has no images \(\.apng, \.avif, .*\.webp\) in its class folders: a, b; add images$"
     with pytest.raises(DataError, match=expected):

@@ -117,6 +117,11 @@ def test_shards_of_splits_are_chosen(tmp_path: Path) -> None:
         (labelled("1:a\tb"), r"unprintable names: \['a\\tb'\]"),
         ({**labelled("1:0"), "2.jpg": b"", "2.json": b'{"label": [1]}'}, r"some images have a list of labels"),
         ({"1.jpg": b"", "2.jpg": b"", "2.json": b'{"label": [1]}'}, r"some images have a list of labels"),
+        ({"0.jpg": b"", "0.json": b'{"__numbers__": [1.5]}', "1.jpg": b"", "1.json": b'{"label": 1}'},
+         "some samples have 1 numbers, and others have classes"),
+        ({"0.jpg": b"", "0.json": b'{"__numbers__": [1.5]}', "1.jpg": b"", "1.json": b'{"__numbers__": [1, 2]}'},
+         "others have classes or another count of numbers"),
+        ({"0.jpg": b"", "0.json": b'{"__numbers__": ["x"]}'}, r"'0\.json' cannot be read \('x' is not a finite number"),
         ({"1.cls": b"3", "README": b""}, r"x\.tar: there are no images, but 2 other files; a sample is"),
         ({}, r"x\.tar: there are no images; a sample is"),
     ],
@@ -486,29 +491,22 @@ def test_an_index_that_points_out_of_its_shard_is_not_used(tmp_path: Path, scans
         assert keys_of(open_shards(location, None).train) == ["1", "2"] and len(scans) == before + 1
 
 
-@pytest.mark.parametrize("is_foreign", [False, True])
-def test_where_the_index_cannot_be_beside_its_shard_it_is_in_the_cache(
-    tmp_path: Path, cache: Path, scans: list[str], is_foreign: bool
+@pytest.mark.parametrize(("is_foreign", "has_cache"), [(False, True), (True, True), (False, False)])
+def test_where_the_index_cannot_be_beside_its_shard_it_is_in_the_cache_if_there_is_one(
+    tmp_path: Path, cache: Path, scans: list[str], is_foreign: bool, has_cache: bool
 ) -> None:
     """A file of another program is not replaced, and a file cannot have the name of a folder, even for root, whom
     permissions do not stop."""
     location = write(tmp_path / "x.tar", labelled("1:rose", "2:daisy"))
     own = tmp_path / "x.tar.index"
     own.write_text("1.jpg 512\n") if is_foreign else own.mkdir()
+    if not has_cache:
+        cache.write_text("a file")
     for _ in range(2):
         assert keys_of(open_shards(location, None).train) == ["1", "2"]
-    assert len(scans) == 1 and len(list((cache / "shards").iterdir())) == 1
+    assert len(scans) == (1 if has_cache else 2) and (not has_cache or len(list((cache / "shards").iterdir())) == 1)
     assert own.read_text() == "1.jpg 512\n" if is_foreign else own.is_dir()
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_where_there_is_no_cache_either_it_is_scanned_each_time(tmp_path: Path, cache: Path, scans: list[str]) -> None:
-    location = write(tmp_path / "x.tar", labelled("1:0"))
-    (tmp_path / "x.tar.index").mkdir()
-    cache.write_text("a file")
-    for _ in range(2):
-        assert keys_of(open_shards(location, None).train) == ["1"]
-    assert len(scans) == 2
 
 
 def test_threads_may_open_one_shard_at_the_same_time(tmp_path: Path) -> None:
