@@ -51,10 +51,8 @@ def test_chosen_names_decide_alone_and_what_they_leave_out_is_noted() -> None:
     found, notes = by_split("here", ["fold0.tar", "fold2.tar", "fold1.tar", "more/x.tar", "train.tar"], chosen)
     assert found == {"train": ["fold1.tar", "fold2.tar"], "test": ["more/x.tar"]}
     assert len(notes) == 1 and "fold0.tar" in notes[0] and "train.tar" in notes[0]
-    assert by_split("here", ["test.tar", "train.tar"], split_names(["none"])) == (
-        {"train": ["test.tar", "train.tar"]},
-        (),
-    )
+    all_are_to_train = {"train": ["test.tar", "train.tar"]}, ()
+    assert by_split("here", ["test.tar", "train.tar"], split_names(["none"])) == all_are_to_train
     with pytest.raises(DataError, match=r"nothing named fold9.*validation"):
         by_split("here", ["fold0.tar"], split_names(["train=fold0", "val=fold9"]))
 
@@ -77,10 +75,7 @@ def test_words_that_all_names_share_do_not_hide_a_split() -> None:
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (
-            ["train-0.tar", "more.tar"],
-            "here has files that name their split, like train-0.tar, and more.tar, which names",
-        ),
+        (["train-0.tar", "more.tar"], "has files that name their split, like train-0.tar, and more.tar, which names"),
         (["fold0.tar", "fold1.tar"], r"here has the folds fold0\.tar, fold1\.tar.*--splits train=fold1.tar,test=fold0"),
     ],
 )

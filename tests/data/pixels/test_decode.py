@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import re
@@ -22,15 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from tests.make import encode, make_png, orientation, png_chunk
-from vitrail.data.pixels.decode import (
-    MAX_PIXELS,
-    allow_pixels,
-    decode,
-    image_size_of,
-    open_image,
-    pixel_limit,
-    to_pil,
-)
+from vitrail.data.pixels.decode import MAX_PIXELS, allow_pixels, decode, image_size_of, open_image, pixel_limit, to_pil
 from vitrail.errors import ConfigError, UndecodableImage
 
 LOSSLESS = [("PNG", {}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("WEBP", {"lossless": True})]
@@ -336,18 +329,23 @@ def check_pixels_or_refusal(data: bytes, channels: int) -> None:
         assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == channels and pixels.size
 
 
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
 @pytest.mark.parametrize(
     ("side", "kind", "action"),
     [(65_000, 0, "error"), (12_000, 2, "ignore"), (10_000, 0, "ignore"), (10_000, 2, "error")],
 )
 def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(side: int, kind: int, action: str) -> None:
     data = make_png(side, side, kind=kind, rows=b"\0" * 100)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), little_memory():
         warnings.simplefilter(action)
         with pytest.raises(UndecodableImage, match=r"claims .*more than .* 89,478,485 pixels"):
             decode(data, 3)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
 @pytest.mark.parametrize("limit", [None, 10**12])
@@ -480,10 +478,8 @@ def test_colour_profiles_are_ignored() -> None:
 @pytest.mark.parametrize("compression", [1, 5, 8])
 def test_a_tile_that_claims_too_much_is_refused_before_memory_is_taken(compression: int) -> None:
     data = tiff(2, 2, {259: compression, 322: 1 << 15, 323: 60_000}, zlib.compress(bytes(100)), tiles=True)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UndecodableImage, match=r"^claims tiles of 32768 x 60000 pixels .* 89,478,485"):
+    with little_memory(), pytest.raises(UndecodableImage, match=r"^claims tiles of 32768 x 60000 pixels .* 89,478,485"):
         decode(data, 1)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
 @functools.cache
@@ -498,9 +494,8 @@ def zeros() -> bytes:
 )
 def test_chunks_that_unpack_to_64_megabytes_are_not_unpacked(name: bytes, head: bytes) -> None:
     data = make_png(2, 2, png_chunk(name, head + zeros()), rows=b"\0\1\2\0\3\4")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    check_pixels_or_refusal(data, 1)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+    with little_memory():
+        check_pixels_or_refusal(data, 1)
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF", "WEBP", "GIF"])
