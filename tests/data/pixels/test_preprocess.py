@@ -27,52 +27,8 @@ def noise(height: int, width: int, channels: int = 3) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (height, width, channels), dtype=np.uint8)
 
 
-def soft_noise(height: int, width: int) -> np.ndarray:
-    """Return noise that a bicubic kernel does not push below 0 or above 255."""
-    return np.random.default_rng(0).integers(60, 196, (height, width, 3), dtype=np.uint8)
-
-
 def triangle(x: float) -> float:
     return max(0.0, 1 - abs(x))
-
-
-def cubic(x: float) -> float:
-    """Return Keys's cubic kernel with a = -1/2."""
-    x = abs(x)
-    if x < 1:
-        return 1.5 * x**3 - 2.5 * x**2 + 1
-    return -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2 if x < 2 else 0.0
-
-
-KERNELS = {"bilinear": (triangle, 1), "bicubic": (cubic, 2)}
-
-
-def resampling(old: int, new: int, interpolation: str) -> np.ndarray:
-    """Return the matrix that scales one axis. For shrinking, the kernel is widened by the scale. Each row sums to 1."""
-    kernel, reach = KERNELS[interpolation]
-    scale = old / new
-    widened = max(scale, 1.0)
-    matrix = np.zeros((new, old))
-    for row in range(new):
-        centre = (row + 0.5) * scale
-        low, high = max(0, int(centre - reach * widened + 0.5)), min(old, int(centre + reach * widened + 0.5))
-        for column in range(low, high):
-            matrix[row, column] = kernel((column + 0.5 - centre) / widened)
-    return matrix / matrix.sum(1, keepdims=True)
-
-
-def reference_resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
-    """Return an image (h, w, c) scaled to (height, width, c) without any rounding."""
-    across = np.einsum("hwc,vw->hvc", image.astype(float), resampling(image.shape[1], width, interpolation))
-    return np.einsum("hwc,vh->vwc", across, resampling(image.shape[0], height, interpolation)).clip(0, 255)
-
-
-@settings(max_examples=25)
-@given(old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from(sorted(KERNELS)))
-def test_squash_scales_both_sides(old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation) -> None:
-    image = soft_noise(*old)
-    found = Preprocess(image_size=new, interpolation=interpolation).pixels(image)
-    assert np.abs(found.transpose(1, 2, 0) - reference_resize(image, *new, interpolation)).max() < 1.3
 
 
 @pytest.mark.parametrize(("factor", "size"), [((2, 3), (4, 5)), ((1, 7), (3, 2)), ((5, 1), (2, 6))])
