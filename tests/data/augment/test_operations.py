@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
 from tests.make import from_pillow, to_pillow
@@ -34,21 +34,6 @@ def check(found: Tensor, images: Tensor, pillow: Callable[[Image.Image, int], Im
     assert found.dtype == torch.uint8 and found.shape == images.shape
     for number, (image, result) in enumerate(zip(images.numpy(), found.numpy(), strict=True)):
         np.testing.assert_array_equal(result, from_pillow(pillow(to_pillow(image), number)))
-
-
-ENHANCEMENTS = {
-    operations.brightness: ImageEnhance.Brightness, operations.contrast: ImageEnhance.Contrast,
-    operations.saturation: ImageEnhance.Color, operations.sharpness: ImageEnhance.Sharpness,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("operation", ENHANCEMENTS, ids=lambda operation: operation.__name__)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_enhancements_equal_pillows(operation: Callable, size: tuple[int, int, int]) -> None:
-    images = pictures(*size)
-    for factors in ([0.0, 0.1, 0.5, 0.9, 1.0], [1.1, 1.9, 2.8, 3.7, 0.3]):
-        found = operation(images, torch.tensor(factors))
-        check(found, images, lambda picture, n: ENHANCEMENTS[operation](picture).enhance(factors[n]))  # noqa: B023
 
 
 @settings(max_examples=25)

@@ -16,7 +16,7 @@ from tests.make import from_pillow, to_pillow
 from vitrail.data.augment.operations import OPERATIONS, apply_operations, randaugment
 
 GREY = 128
-SIZES = [(3, 96, 112), (3, 37, 52), (1, 52, 37), (1, 5, 224)]
+SIZES = [(3, 96, 112), (3, 37, 52), (1, 52, 37), (1, 5, 224), (1, 1, 1), (3, 1, 9), (3, 2, 2), (1, 3, 3)]
 MAGNITUDES = [0.0, 3.0, 5.0, 10.0, 15.0, 20.0, 30.0]
 
 
