@@ -132,14 +132,3 @@ def test_files_of_a_split_are_found_by_name(
     expected = root / f"{prefix}-images-idx3-ubyte{suffix}", root / f"{prefix}-labels-idx1-ubyte{suffix}"
     assert find_idx(root, split) == expected
     assert all(find_idx(root, other) is None for other in {"train", "test", "validation"} - {split})
-
-
-def test_images_without_labels_are_no_split(idx_folder: Callable[..., Path]) -> None:
-    root = idx_folder(train=[0, 1])
-    labels = root / "train-labels-idx1-ubyte"
-    data = labels.read_bytes()
-    labels.unlink()
-    assert find_idx(root, "train") is None
-    (root / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(data))
-    assert find_idx(root, "train") is None
-    assert find_idx(root / "nowhere", "train") is None
