@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.make import encode, orientation
 from vitrail.data.pixels.geometry import Resize
-from vitrail.data.pixels.preprocess import FILTERS, WHOLE, Interpolation, Preprocess
+from vitrail.data.pixels.preprocess import WHOLE, Interpolation, Preprocess
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.settings import from_plain, to_plain
 
@@ -137,22 +137,6 @@ def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
     with pytest.raises(UndecodableImage, match=r"2000 x 1 pixels .* would be scaled to 448000 x 224"):
         Preprocess(image_size=(224, 224), resize="crop").pixels(thin)
     assert Preprocess(image_size=(224, 224)).pixels(thin).shape == (3, 224, 224)
-
-
-@pytest.mark.slow
-@given(drawn=st.data(), old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from([*FILTERS]))
-def test_a_box_is_cut_out_and_then_scaled(
-    drawn: st.DataObject, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation
-) -> None:
-    height, width = (drawn.draw(st.integers(1, whole)) for whole in old)
-    top, left = (drawn.draw(st.integers(0, whole - part)) for whole, part in zip(old, (height, width), strict=True))
-    image = noise(*old)
-    part = Image.fromarray(image[top : top + height, left : left + width])
-    expected = np.asarray(part.resize(new[::-1], FILTERS[interpolation])).transpose(2, 0, 1)
-    for resize, share in (("squash", 1.0), ("crop", 0.5), ("pad", 0.8)):
-        preprocess = Preprocess(image_size=new, resize=resize, crop_share=share, interpolation=interpolation)
-        for form in (image, encode(image, "PNG"), Image.fromarray(image)):
-            np.testing.assert_array_equal(preprocess.pixels(form, (top, left, height, width)), expected)
 
 
 @given(old=st.tuples(side, side), new=st.tuples(side, side), channels=st.sampled_from([1, 3]))
