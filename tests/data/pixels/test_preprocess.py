@@ -20,7 +20,7 @@ from vitrail.data.pixels.preprocess import WHOLE, Interpolation, Preprocess
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.settings import from_plain, to_plain
 
-side = st.integers(1, 70)
+size = st.tuples(st.integers(1, 70), st.integers(1, 70))
 
 
 def noise(height: int, width: int, channels: int = 3) -> np.ndarray:
@@ -31,19 +31,9 @@ def triangle(x: float) -> float:
     return max(0.0, 1 - abs(x))
 
 
-@pytest.mark.parametrize(("factor", "size"), [((2, 3), (4, 5)), ((1, 7), (3, 2)), ((5, 1), (2, 6))])
-def test_nearest_repeats_and_picks_pixels(factor: tuple[int, int], size: tuple[int, int]) -> None:
-    small = noise(*size)
-    large = small.repeat(factor[0], axis=0).repeat(factor[1], axis=1)
-    up = Preprocess(image_size=large.shape[:2], interpolation="nearest").pixels(small)
-    down = Preprocess(image_size=size, interpolation="nearest").pixels(large)
-    np.testing.assert_array_equal(up, large.transpose(2, 0, 1))
-    np.testing.assert_array_equal(down, small.transpose(2, 0, 1))
-
-
 @given(
-    old=st.tuples(side, side),
-    new=st.tuples(side, side),
+    old=size,
+    new=size,
     channels=st.sampled_from([1, 3]),
     resize=st.sampled_from(["squash", "crop", "pad"]),
     share=st.floats(0.2, 1),
@@ -139,7 +129,7 @@ def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
     assert Preprocess(image_size=(224, 224)).pixels(thin).shape == (3, 224, 224)
 
 
-@given(old=st.tuples(side, side), new=st.tuples(side, side), channels=st.sampled_from([1, 3]))
+@given(old=size, new=size, channels=st.sampled_from([1, 3]))
 def test_pytorch_scales_like_pillow_up_to_one_level(old: tuple[int, int], new: tuple[int, int], channels: int) -> None:
     image = noise(*old)[..., :channels]
     found, expected = (
@@ -213,36 +203,16 @@ def plain_resampling(old: int, new: int, interpolation: str) -> np.ndarray:
     return matrix
 
 
-@pytest.mark.slow
 @settings(max_examples=25)
-@given(
-    old=st.tuples(side, side),
-    new=st.tuples(side, side),
-    channels=st.sampled_from([1, 3]),
-    interpolation=st.sampled_from(["bilinear", "bicubic"]),
-)
+@given(*[st.tuples(st.integers(1, 25), st.integers(1, 25))] * 2, st.sampled_from(["bilinear", "bicubic"]))
 def test_without_antialiasing_the_nearest_pixels_alone_count(
-    old: tuple[int, int], new: tuple[int, int], channels: int, interpolation: Interpolation
+    old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation
 ) -> None:
-    image = noise(*old, channels)
+    image = noise(*old)
     rows, columns = (plain_resampling(*sides, interpolation) for sides in zip(old, new, strict=True))
     expected = np.einsum("hwc,yh,xw->cyx", image.astype(float), rows, columns).clip(0, 255)
-    preprocess = Preprocess(image_size=new, channels=channels, interpolation=interpolation, antialias=False)
+    preprocess = Preprocess(image_size=new, interpolation=interpolation, antialias=False)
     assert np.abs(preprocess.pixels(image) - expected).max() <= 0.502
-
-
-def test_without_antialiasing_a_quarter_is_a_mean_of_four_pixels() -> None:
-    image = noise(8, 12)
-    found = Preprocess(image_size=(2, 3), antialias=False).pixels(image)
-    inner = image.reshape(2, 4, 3, 4, 3)[:, 1:3, :, 1:3].astype(int).sum(axis=(1, 3))
-    np.testing.assert_array_equal(found, np.round(inner / 4).transpose(2, 0, 1))
-
-
-def test_area_is_the_mean_of_what_falls_together() -> None:
-    image = noise(8, 12)
-    found = Preprocess(image_size=(2, 3), interpolation="area").pixels(image)
-    mean = image.reshape(2, 4, 3, 4, 3).astype(float).mean(axis=(1, 3))
-    assert np.abs(found - mean.transpose(2, 0, 1)).max() <= 1
 
 
 def test_what_older_files_do_not_say_is_as_it_was() -> None:
