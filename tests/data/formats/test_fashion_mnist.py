@@ -77,33 +77,24 @@ def test_checksums_are_those_of_the_full_set() -> None:
     assert found == SHA256
 
 
-@pytest.mark.parametrize("inner", ["fashion-mnist", "."])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_files_under_the_variables_folder_are_found(
-    idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, mirror: Server, inner: str, suffix: str
-) -> None:
-    root = idx_folder(name=f"mine/{inner}", suffix=suffix, train=[0, 1], t10k=[1])
-    monkeypatch.setenv("VITRAIL_DATA", str(root if inner == "." else root.parent))
-    debian = idx_folder(name="debian", suffix=".gz", train=[0, 1], t10k=[1])
-    assert locate_fashion_mnist(mirror=mirror.url, debian=debian).resolve() == root.resolve()
-    assert not mirror.requests
-
-
-def test_debians_folder_is_found_without_a_download(
-    idx_folder: Callable[..., Path], cache: Path, mirror: Server
-) -> None:
-    debian = idx_folder(name="debian", suffix=".gz", train=[0, 1], t10k=[1])
-    assert locate_fashion_mnist(mirror=mirror.url, debian=debian) == debian
-    assert not mirror.requests and not cache.exists()
-
-
-def test_without_the_variable_the_cache_is_in_the_home_folder(
-    tmp_path: Path, idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = idx_folder(name=".cache/vitrail/fashion-mnist", suffix=".gz", train=[0, 1], t10k=[1])
+@pytest.mark.parametrize(
+    ("place", "variable"),
+    [("mine/fashion-mnist", "mine"), ("mine", "mine"), ("debian", "other"), (".cache/vitrail/fashion-mnist", "")],
+)
+def test_a_set_on_the_disk_is_found_without_a_download(
+    tmp_path: Path, idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, mirror: Server, place: str,
+    variable: str, suffix: str,
+) -> None:  # fmt: skip
+    """Under the variable's folder, in Debian's, and without the variable in the cache in the home folder."""
+    debian = idx_folder(name="debian", suffix=suffix, train=[0, 1], t10k=[1])
+    root = debian if place == "debian" else idx_folder(name=place, suffix=suffix, train=[0, 1], t10k=[1])
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("VITRAIL_DATA", raising=False)
-    assert locate_fashion_mnist(mirror="http://127.0.0.1:9/", debian=NOWHERE) == root
+    monkeypatch.delenv("VITRAIL_DATA")
+    if variable:
+        monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / variable))
+    assert locate_fashion_mnist(mirror=mirror.url, debian=debian) == root
+    assert not mirror.requests and not (tmp_path / "other").exists()
 
 
 def test_half_a_set_is_not_taken_for_the_whole(idx_folder: Callable[..., Path], cache: Path, mirror: Server) -> None:
