@@ -367,6 +367,17 @@ def varied(count: int = 5) -> Source:
     return MemorySource([*images[:-1], b""], labels=[(number % 3,) for number in range(count)])
 
 
+def assert_cut(batch: Batch, source: Source, preprocess: Preprocess, area: tuple[float, float]) -> None:
+    """Assert that each row shows the box of its sample, epoch and view, or is black if its image cannot be decoded."""
+    keys = zip(batch.epochs.tolist(), batch.samples.tolist(), batch.views.tolist(), strict=True)
+    for row, (epoch, place, view) in enumerate(keys):
+        image, expected = source[place].image, np.zeros((3, *preprocess.image_size), np.uint8)
+        if batch.valid[row]:
+            box = torchvision_crop(3, epoch, place, *image.shape[:2], area=area, view=view)
+            expected = preprocess.pixels(image, box)
+        assert np.array_equal(batch.images[row].numpy(), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scaled_decode", [False, True])
 def test_views_of_a_sample_are_rows_side_by_side(scaled_decode: bool) -> None:
@@ -385,14 +396,7 @@ def test_views_of_a_sample_are_rows_side_by_side(scaled_decode: bool) -> None:
         assert three.skipped == one.skipped, "a sample is skipped once"
         readable = three.valid[::3]
         assert not (three.images[0::3] == three.images[1::3]).flatten(1).all(1)[readable].any()
-        for row in range(12):
-            if not three.valid[row]:
-                assert not three.images[row].any()
-                continue
-            place, epoch = int(three.samples[row]), int(three.epochs[row])
-            image = source[place].image
-            box = torchvision_crop(3, epoch, place, *image.shape[:2], area=(0.1, 0.9), view=row % 3)
-            assert np.array_equal(three.images[row].numpy(), preprocess.pixels(image, box))
+        assert_cut(three, source, preprocess, (0.1, 0.9))
 
 
 def test_views_without_a_box_are_equal_until_they_are_augmented() -> None:
@@ -434,14 +438,7 @@ def test_local_views_have_boxes_and_a_size_of_their_own(scaled_decode: bool, is_
         assert (batch.views_per_sample, local.views_per_sample) == (2, 3)
         for name in ("labels", "valid", "samples", "epochs", "targets"):
             assert torch.equal(getattr(local, name)[::3], getattr(batch, name)[::2]), f"local views have other {name}"
-        for row in range(12):
-            place, epoch = int(local.samples[row]), int(local.epochs[row])
-            if local.valid[row]:
-                image = source[place].image
-                box = torchvision_crop(3, epoch, place, *image.shape[:2], area=(0.1, 0.3), view=2 + row % 3)
-                assert np.array_equal(local.images[row].numpy(), small.pixels(image, box))
-            else:
-                assert not local.images[row].any()
+        assert_cut(local, source, small, (0.1, 0.3))
         parts = batch.chunks(3)
         assert [(len(part), len(part.local or ())) for part in parts] == [(4, 6), (2, 3), (2, 3)]
         for part in parts:

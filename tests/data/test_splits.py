@@ -22,6 +22,7 @@ from vitrail.errors import ConfigError, DataError
         ("training.csv", "train"), ("Testing", "test"), ("training_set/0.tar", "train"), ("seg_test", "test"),
         ("x_test.csv", "test"), ("trainData", "train"), ("val_images/1.png", "validation"), ("DEV", "validation"),
         ("evaluation.csv", "validation"), ("TestSet2", "test"), ("trainval", "train"), ("validset", "validation"),
+        ("Training data", "train"), ("eval-images", "validation"), ("testSet", "test"), ("Validation", "validation"),
         ("images/0.tar", None), ("latest.csv", None), ("value.csv", None), ("invalid", None),
         ("passenger_train", None), ("training log.csv", "train"), ("devices", None), ("contest", None), ("été", None),
     ],
