@@ -234,6 +234,10 @@ def test_images_of_several_labels_and_of_none() -> None:
     assert report.findings == () and report.splits[0].per_class == (2, 3)
     (finding,) = check_data(Splits(arrays([0, 1, None, 0, 1]), arrays([0, None, 1], 50), None)).findings
     assert finding.kind == "unlabelled" and finding.text == "without a label: 1 train image, 1 validation image"
+    (finding,) = (
+        one for one in check_data(Splits(arrays([0, 1, 0]), arrays([None]), None)).findings if one.kind == "unlabelled"
+    )
+    assert finding.severity == "error" and "validation split" in finding.training
     nothing = check_data(Splits(arrays([None, None]), None, None))
     assert {item.kind for item in nothing.findings} == {"unlabelled", "missing-in-train"} and nothing.balance is None
 
@@ -335,12 +339,6 @@ def test_quick_check_reads_few_images(counting: tuple[Source, list[int]]) -> Non
     source, read = counting
     quick_check(Splits(source, source, None))
     assert 1 <= len(read) <= 64 and read[0] == 0 and read == sorted(read)
-
-
-def test_a_held_out_split_without_any_label_is_an_error_as_in_training() -> None:
-    splits = Splits(arrays([0, 1, None]), arrays([None, None]), None)
-    (finding,) = (one for one in check_data(splits).findings if one.kind == "unlabelled")
-    assert finding.severity == "error" and "validation split" in finding.training
 
 
 def test_numbers_and_unlabelled_images_are_checked_as_well() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.make import MemorySource
 from vitrail.data.augment.settings import Augment
-from vitrail.data.batch import Batch, Loader, Rows, as_batch, collate
+from vitrail.data.batch import Batch, Loader, Rows, as_batch, collate, placed
 from vitrail.data.objects import IGNORED, Mask, Objects
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import target_kind
@@ -95,8 +95,6 @@ def test_masks_are_where_their_pixels_are(seed: int, name: str) -> None:
 def test_objects_that_are_hardly_seen_are_not_learned_and_crowds_neither() -> None:
     target = Objects.of([0, 1, 2], [(0, 0, 1, 1), (0.1, 0.1, 0.2, 0.2), (0.8, 0.8, 0.9, 0.9)],
                         crowd=np.array([False, True, False]))  # fmt: skip
-    from vitrail.data.batch import placed
-
     found = placed(target, Preprocess(image_size=(20, 20)).placement((100, 100), (0, 0, 40, 40)))
     assert found["box_labels"].tolist() == [-2, -2], "a sixth of the first is seen, the second is a crowd"
     np.testing.assert_allclose(found["boxes"], [[0, 0, 20, 20], [5, 5, 10, 10]])

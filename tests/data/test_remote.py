@@ -221,12 +221,6 @@ def test_headers_are_asked_for_and_images_are_not(server: Server) -> None:
     assert sum(bool(wanted) for _, _, wanted in server.requests) == 3  # the first, and one behind each image
 
 
-def test_a_shard_cut_short_on_a_server(server: Server) -> None:
-    server.files["/x.tar"] = tar_of(1, 2)[:5000]
-    with pytest.raises(DataError, match=r"x\.tar is truncated: it ends at byte 5,000, inside '002\.bmp'|after"):
-        open_shards(f"plain://{server.address}/x.tar", None)
-
-
 def test_a_folder_and_a_glob_of_another_file_system() -> None:
     memory = fsspec.filesystem("memory")
     memory.store.clear()

@@ -140,14 +140,11 @@ def test_a_vocabulary_that_is_not_that_of_bert_is_refused(pieces: list[str]) -> 
         wordpiece_tokenizer(pieces, context=12)
 
 
-def test_a_tokenizer_that_cannot_be_read_is_refused() -> None:
+def test_a_tokenizer_that_cannot_be_read_or_has_tokens_beyond_its_table_is_refused(trained: TextTokenizer) -> None:
     pytest.importorskip("sentencepiece")
     for kind in ("tokenizers", "sentencepiece"):
         with pytest.raises(BundleError, match="tokenizer"):
             TextTokenizer(b"{}", kind, 8, end_token=1, padding=0)
-
-
-def test_tokens_beyond_the_table_are_refused(trained: TextTokenizer) -> None:
     with pytest.raises(BundleError, match="end_token=49407"):
         TextTokenizer(trained.content, "tokenizers", 8, end_token=49407, padding=0)
     with pytest.raises(ConfigError, match="vocabulary=100"):

@@ -50,16 +50,13 @@ def test_restricted_to_some_outputs() -> None:
     assert same(NUMBERS.restricted((1,)), number_targets(np.array([[NAN], [NAN], [0.0]])))
 
 
-def test_hits_of_the_likeliest_class() -> None:
+def test_groups_are_the_classes_of_single_labels_and_the_likeliest_class_can_hit() -> None:
+    assert LABELS.groups().tolist() == [2, -1, 0]
+    assert SEVERAL.groups().tolist() == NUMBERS.groups().tolist() == [0, 0, 0]
     assert LABELS.hits(np.array([2, 0, 1])).tolist() == [True, False, False]
     assert SEVERAL.hits(np.array([2, 0, 1])).tolist() == [True, False, True]
     with pytest.raises(DataError, match="accuracy needs classes, but these samples have numbers; measure the errors"):
         NUMBERS.hits(np.array([0, 0, 0]))
-
-
-def test_groups_are_the_classes_of_single_labels() -> None:
-    assert LABELS.groups().tolist() == [2, -1, 0]
-    assert SEVERAL.groups().tolist() == NUMBERS.groups().tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("label", [3, -2])

@@ -164,11 +164,6 @@ def test_given_targets_are_mixed_instead_of_labels() -> None:
     assert mixed.valid.all()
 
 
-def test_without_targets_the_number_of_classes_is_needed() -> None:
-    with pytest.raises(ConfigError, match="need the number of classes"):
-        mix(make_batch(3), draws_of(3), mixup=0.5, cutmix=0.0, classes=0)
-
-
 def test_mixup_blends_numbers_and_spreads_nothing_unknown() -> None:
     unknown = float("nan")
     targets = torch.tensor([[1.0, 10.0], [3.0, unknown], [unknown, unknown], [5.0, 50.0]])
@@ -183,7 +178,9 @@ def test_mixup_blends_numbers_and_spreads_nothing_unknown() -> None:
     assert mixed.valid.tolist() == [True, True, False, True] and torch.equal(mixed.images[1], batch.images[1])
 
 
-def test_cutmix_of_numbers_is_refused() -> None:
+def test_mixing_without_the_number_of_classes_and_cutmix_of_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="need the number of classes"):
+        mix(make_batch(3), draws_of(3), mixup=0.5, cutmix=0.0, classes=0)
     batch = make_batch(2, targets=torch.ones(2, 1), target_kind="numbers")
     with pytest.raises(ConfigError, match=r"cutmix=1\.0 pastes a part of another image"):
         mix(batch, draws_of(2), mixup=0.0, cutmix=1.0, classes=0)

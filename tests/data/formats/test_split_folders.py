@@ -212,16 +212,13 @@ def test_tables_of_splits_beside_class_folders_can_be_chosen(tree: Trees) -> Non
     assert splits.classes == ("x", "y") and keys_of(splits.test) == ["a/3.png"]
 
 
-PREDICTIONS = [
+@pytest.mark.parametrize(("name", "content"), [
     ("predictions.jsonl", {"image": "cat/1.png", "label": "x", "probability": 1.0, "probabilities": {"x": 1.0}}),
     ("numbers.jsonl", {"image": "cat/1.png", "numbers": {"age": 1.0}}),
     ("broken.jsonl", {"image": "cat/1.png", "error": "is truncated"}),
     ("ranks.csv", "image,class_1,probability_1,error\ncat/1.png,x,1,\n"),
     ("numbers.csv", "image,age,error\ncat/1.png,1,\n"),
-]
-
-
-@pytest.mark.parametrize(("name", "content"), PREDICTIONS)
+])  # fmt: skip
 def test_predictions_are_never_labels(tree: Trees, name: str, content: object) -> None:
     root = tree("cat/1.png", "dog/2.png")
     (root / name).write_text(content if isinstance(content, str) else json.dumps(content) + "\n")
@@ -235,10 +232,10 @@ def test_predictions_are_never_labels(tree: Trees, name: str, content: object) -
         opened(flat)
 
 
-RECORDS = [("run.json", {"config": {}}), ("report.json", {"saliency": None}), ("explain.json", {"files": []})]
-
-
-@pytest.mark.parametrize(("name", "content"), RECORDS)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("run.json", {"config": {}}), ("report.json", {"saliency": None}), ("explain.json", {"files": []})],
+)
 def test_folders_that_vitrail_wrote_are_never_classes(tree: Trees, name: str, content: dict[str, object]) -> None:
     root = tree(
         "cat/1.png", "dog/2.png", "out/first/examples/3.png", "out/second/4.png", "cat/more/5.png", "mine/6.png"

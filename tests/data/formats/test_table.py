@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.make import targets_of
+from vitrail.data.formats import table as module
 from vitrail.data.formats.table import open_table
 from vitrail.data.source import Source, target_kind
 from vitrail.data.sources import open_data, open_whole
@@ -164,8 +165,6 @@ def test_a_folder_with_metadata_is_its_table(table: Callable[..., Path]) -> None
 def test_a_million_rows_would_list_each_folder_once(
     table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vitrail.data.formats import table as module
-
     listed: list[str] = []
     scandir = module.os.scandir
     monkeypatch.setattr(module.os, "scandir", lambda path: (listed.append(str(path)), scandir(path))[1])
