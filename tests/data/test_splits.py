@@ -101,9 +101,6 @@ def test_a_validation_split_of_the_data_chooses_unless_it_is_told_to_measure(off
     none = with_validation(official, "x", 0.0, validation="train")
     assert (none.train, none.validation, none.test) == (official.train, None, official.validation)
     assert none.notes == ("data 'x': no training image is held out; its own validation split is the test split",)
-
-
-def test_a_validation_split_beside_a_test_split_is_not_used_if_training_images_are_held_out(official: Splits) -> None:
     test = MemorySource(labels=[0, 1])
     splits = with_validation(Splits(official.train, official.validation, test), "x", 0.1, validation="train")
     assert splits.test is test and keys_of(splits.validation)[0].startswith("t")

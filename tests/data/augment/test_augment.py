@@ -288,25 +288,20 @@ def test_boxes_follow_the_rule() -> None:
         assert crop(1, 2, 50, 40, view=1) == rule(3, 1, 2, 50, 40, area=(0.2, 0.9), view=1)
 
 
-def test_pytorch_scales_boxes_if_it_differs_from_pillow_by_one_level() -> None:
+def test_boxes_are_scaled_by_pytorch_if_it_differs_by_one_level_and_original_ones_without_antialiasing() -> None:
     images = Preprocess(image_size=(7, 9), resize="crop", scaled_decode=True)
-    cut = Augment(crop_area=(0.1, 1.0))
+    cut, original = Augment(crop_area=(0.1, 1.0)), Augment(preset="augreg-none")
     assert cut.training_preprocess(images) == replace(images, resampler="torch")
+    with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
+        original.training_preprocess(images)
     plain = replace(images, scaled_decode=False)
     for fields in ({"interpolation": "bicubic"}, {"antialias": False}, {"resampler": "tensorflow"}):
         assert cut.training_preprocess(replace(plain, **fields)) == replace(plain, **fields)
-    original = Augment(preset="augreg-none")
     assert original.training_preprocess(replace(plain, resampler="torch")) == original.training_preprocess(plain)
-
-
-def test_the_original_crop_is_scaled_without_antialiasing() -> None:
-    images = Preprocess(image_size=(7, 9), interpolation="area", resize="crop")
-    original = Augment(preset="augreg-none")
-    assert original.training_preprocess(images) == replace(images, interpolation="bilinear", antialias=False)
-    for other in (Augment(), Augment(crop_area=(0.2, 1.0)), replace(original, crop_area=(1.0, 1.0))):
-        assert other.training_preprocess(images) == images
-    with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
-        original.training_preprocess(Preprocess(image_size=(7, 9), scaled_decode=True))
+    area = replace(plain, interpolation="area")
+    assert original.training_preprocess(area) == replace(area, interpolation="bilinear", antialias=False)
+    for other in (Augment(), cut, replace(original, crop_area=(1.0, 1.0))):
+        assert other.training_preprocess(area) == area
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -332,25 +332,12 @@ def test_hostile_paths_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (tarfile.SYMTYPE, "has the link '1.jpg'; pack the file itself"),
-        (tarfile.LNKTYPE, "has the link '1.jpg'; pack the file itself"),
-        (tarfile.FIFOTYPE, "has '1.jpg', which is not an ordinary file"),
-        (tarfile.GNUTYPE_SPARSE, "has '1.jpg', which is not an ordinary file"),
-    ],
-)
-def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes, message: str) -> None:
-    about = tarfile.TarInfo("1.jpg")
-    about.type = kind
-    (tmp_path / "x.tar").write_bytes(about.tobuf() + bytes(1024))
-    with pytest.raises(DataError, match=message):
-        open_shards(str(tmp_path / "x.tar"), None)
-
-
-@pytest.mark.parametrize(
     ("kind", "size", "content", "message"),
     [
+        (tarfile.SYMTYPE, 0, b"", "has the link '1'; pack the file itself"),
+        (tarfile.LNKTYPE, 0, b"", "has the link '1'; pack the file itself"),
+        (tarfile.FIFOTYPE, 0, b"", "has '1', which is not an ordinary file"),
+        (tarfile.GNUTYPE_SPARSE, 0, b"", "has '1', which is not an ordinary file"),
         (tarfile.GNUTYPE_LONGLINK, 2**80, b"", "is truncated: it ends at byte"),
         (tarfile.GNUTYPE_LONGNAME, 2**80, b"", "the stated length of a name is 1,208,925,819,614,629,174"),
         (tarfile.REGTYPE, 2**80, b"", "is truncated: it ends at byte"),
@@ -361,7 +348,9 @@ def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes, message: str
         (tarfile.XHDTYPE, 5010, b"5010 size=" + b"9" * 4999 + b"\n", "there are no images"),
     ],
 )  # fmt: skip
-def test_headers_that_lie(tmp_path: Path, kind: bytes, size: int, content: bytes, message: str) -> None:
+def test_links_devices_and_headers_that_lie_are_refused(
+    tmp_path: Path, kind: bytes, size: int, content: bytes, message: str
+) -> None:
     about = tarfile.TarInfo("1")
     about.type, about.size = kind, size
     data = about.tobuf(tarfile.GNU_FORMAT) + content + bytes(-len(content) % 512)

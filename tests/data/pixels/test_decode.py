@@ -265,9 +265,15 @@ def test_an_undamaged_jpeg_is_not_decoded_by_pillow(channels: int) -> None:
     assert opened.picture.tile, "Pillow empties the list of parts when it decodes them"
 
 
-@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0\0\0"])
-def test_senseless_exif_is_no_reason_to_refuse(exif: bytes) -> None:
-    found = decode(encode(blocks(), "JPEG", exif=exif), 3)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"exif": exif} for exif in (b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0\0\0")),
+        {"icc_profile": ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()},
+    ],
+)
+def test_senseless_exif_is_no_reason_to_refuse_and_colour_profiles_are_ignored(options: dict[str, bytes]) -> None:
+    found = decode(encode(blocks(), "JPEG", **options), 3)
     np.testing.assert_array_equal(found, decode(encode(blocks(), "JPEG"), 3))
 
 
@@ -470,11 +476,6 @@ def test_other_colour_spaces_of_tiff_become_rgb(mode: str) -> None:
     assert np.abs(decode(data, 1).astype(int) - grey_of(np.asarray(soft))).max() <= 4
 
 
-def test_colour_profiles_are_ignored() -> None:
-    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
-    np.testing.assert_array_equal(decode(encode(picture(), "PNG", icc_profile=profile), 3), picture())
-
-
 @pytest.mark.parametrize("compression", [1, 5, 8])
 def test_a_tile_that_claims_too_much_is_refused_before_memory_is_taken(compression: int) -> None:
     data = tiff(2, 2, {259: compression, 322: 1 << 15, 323: 60_000}, zlib.compress(bytes(100)), tiles=True)
@@ -577,15 +578,12 @@ def test_what_pillow_warns_of_is_no_warning_here() -> None:
         (8, 7, 7, [255]),
     ],
 )
-def test_a_transparent_level_of_grey_is_white_at_any_depth(
+def test_a_transparent_level_or_colour_is_white_at_any_depth(
     depth: int, row: int, transparent: int, expected: list[int]
 ) -> None:
     level = png_chunk(b"tRNS", struct.pack(">H", transparent))
     data = make_png(8 // depth, 1, level, depth=depth, rows=bytes([0, row]))
     assert decode(data, 1)[0, :, 0].tolist() == expected
-
-
-def test_a_transparent_colour_of_16_bits_is_white() -> None:
     pixels = np.array([[0x1234, 0x2345, 0x3456], [1, 2, 3]], ">u2")
     colour = png_chunk(b"tRNS", pixels[0].tobytes())
     data = make_png(2, 1, colour, depth=16, kind=2, rows=b"\0" + pixels.tobytes())
