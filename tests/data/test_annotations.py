@@ -450,17 +450,12 @@ def test_pictures_that_share_a_name_keep_their_own_annotations(tmp_path: Path, t
     places = ("a/1.png", "b/1.png", "a_1.png", "A/1.PNG", "2.png", "2.PNG")
     for place in places:
         picture(tmp_path / "in" / place)
-    size = {"height": 40, "width": 60}
-    values = {
-        "images": [{"id": row, "file_name": place, **size} for row, place in enumerate(places)],
-        "categories": [{"id": 1, "name": "cell"}],
-        "annotations": [
-            {"id": row, "image_id": row, "category_id": 1, "bbox": [row, row, 20, 10],
-             "segmentation": [[row, row, row + 20, row, row + 20, row + 10, row, row + 10]]}
-            for row in range(len(places))
-        ],
-    }  # fmt: skip
-    (tmp_path / "in/labels.json").write_text(json.dumps(values))
+    images = [{"id": row, "file_name": place, "height": 40, "width": 60} for row, place in enumerate(places)]
+    annotations = []
+    for row in range(len(places)):
+        outline = [row, row, row + 20, row, row + 20, row + 10, row, row + 10]
+        annotations += box(row, row, 20, 10, image_id=row, segmentation=[outline])
+    coco(tmp_path / "in", images=images, annotations=annotations)
     convert(opened(tmp_path / "in"), tmp_path / "out", to)
     found = opened(tmp_path / "out").train
     assert len(found) == len(places)

@@ -32,18 +32,6 @@ def take_per_class(source: Source, count: int, **settings: Any) -> Samples:
 
 
 @given(pairs=labelled_keys, share=shares)
-def test_the_threshold_leaves_classes_of_two_or_more_on_either_side(
-    pairs: list[tuple[str, int | None]], share: float
-) -> None:
-    source = MemorySource(keys=[key for key, _ in pairs], labels=[label for _, label in pairs])
-    parts = cut(source, share, method="threshold")
-    sides = [{part.target(index) for index in range(len(part))} for part in parts]
-    for label, count in Counter(label for _, label in pairs).items():
-        if count >= 2:
-            assert label in sides[0] and label in sides[1]
-
-
-@given(pairs=labelled_keys, share=shares)
 def test_a_cut_is_complete_and_every_class_has_its_fraction_and_an_image_to_learn_from(
     pairs: list[tuple[str, int | None]], share: float
 ) -> None:
@@ -52,12 +40,15 @@ def test_a_cut_is_complete_and_every_class_has_its_fraction_and_an_image_to_lear
     assert sorted([*rest.places, *held_out.places]) == list(range(len(pairs)))
     assert list(rest.places) == sorted(rest.places) and list(held_out.places) == sorted(held_out.places)
     labels = Counter(label for _, label in pairs)
-    held = Counter(held_out.target(index) for index in range(len(held_out)))
-    assert {rest.target(index) for index in range(len(rest))} == set(labels)
+    held = Counter(targets_of(held_out))
+    assert {*targets_of(rest)} == {*labels}
     assert len(held_out) == min(round(share * len(pairs)), len(pairs) - len(labels))
     if share < 0.5:  # above it, classes of one image make others give more
         single = sum(count == 1 for count in labels.values())
         assert all(held[label] - share * count < 1.5 + single for label, count in labels.items())
+    sides = [{*targets_of(part)} for part in cut(source, share, method="threshold")]
+    for label, count in labels.items():
+        assert count < 2 or (label in sides[0] and label in sides[1]), "by the threshold, it is on either side"
 
 
 @given(pairs=labelled_keys, share=shares, random=st.randoms(use_true_random=False))

@@ -304,7 +304,7 @@ def test_boxes_are_scaled_by_pytorch_if_it_differs_by_one_level_and_original_one
         assert other.training_preprocess(area) == area
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"preset": "heavy"}, "preset='heavy' is not one of 'none', 'light1', 'light2', "),
     ({"crop_rule": "inception"}, "crop_rule='inception' is not one of 'torchvision', 'tensorflow'"),
     ({"erase": 1.5}, "erase=1.5 is not in [0, 1]"),
@@ -320,10 +320,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"blur": (0.5, 1.5)}, "blur=1.5 is not in [0, 1]"),
     ({"blur_sigma": (2.0, 0.1)}, "blur_sigma=(2.0, 0.1) is not two numbers, the smaller first"),
     ({"shift": -2, "erase": -1.0}, "shift=-2 is not in [0, 32768]; 0 means none\nerase=-1.0 is not in [0, 1]"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "message"), BAD, ids=[message for _, message in BAD])
+])  # fmt: skip
 def test_a_value_out_of_range_is_named_with_its_rule(
     fields: dict[str, Any], message: str, types_unchecked: None
 ) -> None:

@@ -84,10 +84,8 @@ def test_the_pixels_are_a_copy_of_their_own() -> None:
 def test_normalise_is_the_formula_for_every_value(
     channels: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> None:
-    values = torch.arange(256, dtype=torch.uint8)
-    images = torch.stack([(values + channel).to(torch.uint8) for channel in range(channels)]).reshape(
-        1, channels, 16, 16
-    )
+    values = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    images = torch.stack([values + channel for channel in range(channels)])[None]
     images = torch.cat([images, 255 - images])
     found = Preprocess(image_size=(16, 16), channels=channels, mean=mean, std=std).normalise(images)
     assert found.dtype == torch.float32 and found.shape == images.shape
@@ -110,6 +108,11 @@ def test_normalise_is_the_formula_for_every_value(
         ({"interpolation": "area", "antialias": False}, "interpolation='area' averages pixels, which antialias=False"),
         ({"scaled_decode": True, "antialias": False}, "scaled_decode=True averages pixels, which interpolation="),
         ({"scaled_decode": True, "interpolation": "nearest"}, "scaled_decode=True averages pixels, which"),
+        (
+            {"scaled_decode": True, "resampler": "tensorflow"},
+            "scaled_decode=True changes pixels, so it excludes resamp",
+        ),
+        ({"scaled_decode": True, "resampler": "tensorflow-uint8"}, "scaled_decode=True changes pixels, so it exclu"),
         ({"resampler": "torch", "interpolation": "area"}, "resampler='torch' needs antialias=True and "),
         ({"mean": ()}, "channels=3 does not fit mean=()"),
         ({"channels": 1, "std": (0.1, 0.2, 0.3)}, "channels=1 does not fit std=(0.1, 0.2, 0.3)"),

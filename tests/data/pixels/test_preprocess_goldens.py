@@ -14,7 +14,6 @@ from tests.golden import images as goldens
 from tests.make import encode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.pixels.tensorflow import resize
-from vitrail.errors import ConfigError
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 RANGES: dict[str, dict[str, Any]] = {
@@ -141,9 +140,3 @@ def test_normalising_leaves_its_input() -> None:
     before = levels.clone()
     found = Preprocess(image_size=(4, 5)).normalise(levels)
     assert torch.equal(levels, before) and torch.allclose(found, levels / 127.5 - 1, atol=1e-6)
-
-
-@pytest.mark.parametrize("resampler", ["tensorflow", "tensorflow-uint8"])
-def test_scaled_decoding_is_refused(resampler: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^scaled_decode=True .* excludes resampler='{resampler}'"):
-        Preprocess(image_size=(4, 5), scaled_decode=True, resampler=resampler)
