@@ -17,9 +17,8 @@ from vitrail.data.objects import Objects
 from vitrail.data.source import Samples, Source, fingerprint, subset, target_kind
 from vitrail.data.targets import class_indices
 
-labelled_keys = st.lists(
-    st.tuples(st.text(max_size=6), st.sampled_from([0, 1, 2, None])), max_size=40, unique_by=lambda pair: pair[0]
-)
+pair = st.tuples(st.text(max_size=6), st.sampled_from([0, 1, 2, None]))
+labelled_keys = st.lists(pair, max_size=40, unique_by=lambda pair: pair[0])
 shares = st.floats(0, 1)
 
 
@@ -195,14 +194,11 @@ def test_cuts_of_several_labels_are_nested_stable_and_without_order() -> None:
     smaller, larger = (set(keys_of(cut(source, share)[1])) for share in (0.1, 0.25))
     assert smaller < larger
     order = np.random.default_rng(2).permutation(1000)
-    shuffled = type(source)(
-        labels=[source.target(index) for index in order], keys=[source.key(index) for index in order],
-        classes=source.classes,
-    )  # fmt: skip
+    labels, keys = [source.target(index) for index in order], [source.key(index) for index in order]
+    shuffled = MemorySource(labels=labels, keys=keys, classes=source.classes)
     assert set(keys_of(cut(shuffled, 0.1)[1])) == smaller
-    longer = type(source)(
-        labels=[*source.labels, *more.labels], keys=[*source.keys, *more.keys], classes=source.classes
-    )
+    joined = [*source.labels, *more.labels]
+    longer = MemorySource(labels=joined, keys=[*source.keys, *more.keys], classes=source.classes)
     assert len(set(keys_of(cut(longer, 0.1)[1])) & set(source.keys) ^ smaller) < 25
     few, many = (set(keys_of(take(source, count, seed=3))) for count in (70, 300))
     assert few < many and (len(few), len(many)) == (70, 300)

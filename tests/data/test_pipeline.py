@@ -52,9 +52,8 @@ def training(
     **rows: Any,
 ) -> TrainingBatches:  # fmt: skip
     stages = (Stage(preprocess, batch_size, local=local), *later)
-    return TrainingBatches(
-        source, stages, seed=seed, readers=Readers(threads), ranks=ranks, rows=Rows(**rows), keep=keep
-    )
+    readers = Readers(threads)
+    return TrainingBatches(source, stages, seed=seed, readers=readers, ranks=ranks, rows=Rows(**rows), keep=keep)
 
 
 def samples_of(batches: Iterator[Batch], count: int) -> list[int]:
@@ -87,11 +86,8 @@ def test_every_epoch_is_a_permutation_which_is_the_same_for_every_batch_size(
 @pytest.mark.slow
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     source = numbered(16)
-    orders = {
-        tuple(batch.samples.tolist())
-        for seed in range(4)
-        for batch in islice(training(source, batch_size=16, seed=seed), 4)
-    }
+    batches = [batch for seed in range(4) for batch in islice(training(source, batch_size=16, seed=seed), 4)]
+    orders = {tuple(batch.samples.tolist()) for batch in batches}
     assert len(orders) == 16
     assert tuple(range(16)) not in orders
 
@@ -260,9 +256,8 @@ def test_evaluation_reads_every_sample_once_on_any_number_of_ranks(count: int, w
 def test_a_mixture_is_drawn_in_its_shares_each_part_in_epochs_of_its_own() -> None:
     both = mixed([numbered(10), numbered(100)], [0.75, 0.25])
     batches = training(both, batch_size=40)
-    samples, epochs = (
-        torch.cat(parts) for parts in zip(*((b.samples, b.epochs) for b in islice(batches, 5)), strict=True)
-    )
+    found = [*islice(batches, 5)]
+    samples, epochs = torch.cat([one.samples for one in found]), torch.cat([one.epochs for one in found])
     first = samples < 10
     assert int(first.sum()) == 150 and sorted(set(epochs[first].tolist())) == list(range(15))
     for epoch in range(15):
@@ -411,9 +406,8 @@ def test_chunks_are_nearly_equal_parts_in_order_with_all_views_of_their_samples(
     rows = torch.arange(size * views)
     batch = Batch(rows[:, None, None, None], rows, rows % 3 > 0, rows // views, rows * 7, rows % views)
     chunks = batch.chunks(count)
-    assert [len(chunk) // views for chunk in chunks] == [
-        len(part) for part in rows[:size].tensor_split(min(count, size))
-    ]
+    parts = rows[:size].tensor_split(min(count, size))
+    assert [len(chunk) // views for chunk in chunks] == [*map(len, parts)]
     assert all(chunk.views_per_sample == views and chunk.views[0] == 0 for chunk in chunks)
     for name in FIELDS:
         assert torch.equal(torch.cat([getattr(chunk, name) for chunk in chunks]), getattr(batch, name))

@@ -49,10 +49,8 @@ def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first() -> None:
     assert keys_of(both) == ["1:0", "1:1", "2:0", "2:1", "2:2"]
     assert [int(both[index].image.item()) for index in range(5)] == [0, 1, 2, 3, 4]
     assert both.mixture == ((0, 2, 0.75), (2, 3, 0.25))
-    several = mixed(
-        [MemorySource(labels=[(0, 1)], classes=("x", "y")), MemorySource(labels=[(0, 1)], classes=("y", "x"))],
-        [0.5, 0.5],
-    )
+    parts = [MemorySource(labels=[(0, 1)], classes=classes) for classes in (("x", "y"), ("y", "x"))]
+    several = mixed(parts, [0.5, 0.5])
     assert targets_of(several) == [(0, 1), (0, 1)]
 
 
@@ -104,10 +102,7 @@ def test_sources_of_numbers_keep_the_contract() -> None:
     check_source(source((1.0, NAN), None, (2.0, -3.5)))
     check_source(mixed([source((1.0, 2.0)), source((3.0, 4.0))], [0.5, 0.5]))
     for targets, message in (
-        (
-            [(1.0,)],
-            r"^'0': the targets .* None or tuples of 2 floats, one for each name in classes, not \(1\.0,\)",
-        ),
+        ([(1.0,)], r"^'0': the targets .* None or tuples of 2 floats, one for each name in classes, not \(1\.0,\)"),
         ([(1, 2)], r"^'0': the targets .* None or tuples of 2 floats, .* not \(1, 2\)"),
         ([(1.0, float("inf"))], r"numbers must be finite, or NaN if unknown, but the target of '0' is \(1\.0, inf\)"),
     ):

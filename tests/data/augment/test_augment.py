@@ -43,9 +43,8 @@ def longs(*values: int) -> Tensor:
 
 
 def batch(count: int, height: int = 5, width: int = 7, channels: int = 3) -> torch.Tensor:
-    return torch.randint(
-        0, 256, (count, channels, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(4)
-    )
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
 
 
 def make_batch(images: Tensor, epochs: Tensor, samples: Tensor) -> Batch:
@@ -71,9 +70,8 @@ def test_images_equal_the_reference(
     images = batch(4, height, width, channels)
     before = images.clone()
     samples = [first + number for number in range(4)]
-    found = change(
-        Augment(flip=flip, shift=shift), images, seed=seed, epochs=longs(*[epoch] * 4), samples=longs(*samples)
-    )
+    augment, epochs = Augment(flip=flip, shift=shift), longs(*[epoch] * 4)
+    found = change(augment, images, seed=seed, epochs=epochs, samples=longs(*samples))
     assert found.dtype == torch.uint8 and found.shape == images.shape
     for image, sample, result in zip(before.numpy(), samples, found.numpy(), strict=True):
         numbers = reference_uniform(seed, epoch, sample, 3)
@@ -371,9 +369,8 @@ def test_a_box_is_cut_out_of_scaled_images() -> None:
     assert corners.tolist() == [[top, left] for top in range(3) for left in range(4)]
     assert np.abs(counts - count / 12).max() < 4 * np.sqrt(count / 12)
     part = slice(7, 8)
-    alone = augment(
-        make_batch(data.images[part], data.epochs[part], samples[part]), seed=5, preprocess=Preprocess(image_size=size)
-    )
+    alone = make_batch(data.images[part], data.epochs[part], samples[part])
+    alone = augment(alone, seed=5, preprocess=preprocess)
     assert np.array_equal(alone.images[0, 0], changed[7])
 
 

@@ -13,19 +13,10 @@ import pytest
 from tests.data.server import Server
 from tests.make import idx_bytes
 from vitrail.data.formats import idx
-from vitrail.data.formats.idx import (
-    BUNDLED,
-    DEBIAN,
-    FASHION_MNIST,
-    SHA256,
-    find_idx,
-    idx_samples,
-    locate_fashion_mnist,
-    read_idx,
-)
+from vitrail.data.formats.idx import BUNDLED, DEBIAN, find_idx, idx_samples, locate_fashion_mnist, read_idx
 from vitrail.errors import DataError
 
-FILES = tuple(SHA256)
+FILES = tuple(idx.SHA256)
 NOWHERE = Path("/nowhere")
 
 
@@ -46,7 +37,7 @@ def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("split", "each"), [("train", 1000), ("test", 200)])
 def test_bundled_holds_as_many_images_of_each_class(split: str, each: int) -> None:
-    source = idx_samples(*find_idx(BUNDLED, split), FASHION_MNIST)
+    source = idx_samples(*find_idx(BUNDLED, split), idx.FASHION_MNIST)
     images = np.stack([source[index].image for index in range(len(source))])
     assert images.shape == (10 * each, 28, 28, 1)
     assert np.bincount(source.targets.values).tolist() == [each] * 10
@@ -74,7 +65,7 @@ def test_bundled_is_the_first_of_each_class_of_the_full_set(split: str, each: in
 @pytest.mark.skipif(not find_idx(DEBIAN, "train"), reason="the full set is not installed")
 def test_checksums_are_those_of_the_full_set() -> None:
     found = {name: hashlib.sha256(gzip.decompress((DEBIAN / name).read_bytes())).hexdigest() for name in FILES}
-    assert found == SHA256
+    assert found == idx.SHA256
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

@@ -85,9 +85,8 @@ def test_shards_are_plain_tars_of_the_size_that_was_asked_for(folder: Path, tmp_
             names = tar.getnames()
             assert len(names) == 2 * record.samples
             assert {(one.mtime, one.uid, one.gid, one.mode, one.uname) for one in tar} == {(0, 0, 0, 0o644, "")}
-        assert [name.partition(".")[0] for name in names[::2]] == [
-            f"{index:08}" for index in range(number, number + record.samples)
-        ]
+        stems = [name.partition(".")[0] for name in names[::2]]
+        assert stems == [f"{number + row:08}" for row in range(record.samples)]
         number += record.samples
     assert number == 18 and manifest.shards["validation"][0].name == "validation-000000.tar"
     assert not list(out.glob("*.partial")) and not (out / UNFINISHED).exists()
@@ -183,9 +182,7 @@ def test_a_pack_that_was_stopped_goes_on_after_its_whole_shards(folder: Path, tm
     for limit in (1, 7, 11, 20):
         seen.clear()
         with pytest.raises(Stopped, match=r"stopped: \d+ of 24 images are in complete shards in .*/out") as stopped:
-            pack(
-                opened(folder), out, shard_size=9_000, progress=seen.append, stop=lambda limit=limit: seen[-1] >= limit
-            )
+            pack(opened(folder), out, shard_size=9_000, progress=seen.append, stop=lambda most=limit: seen[-1] >= most)
         assert stopped.value.run == out and not list(out.glob("*.partial"))
     kept = packed_before(parse("it", (out / UNFINISHED).read_bytes()))
     assert 11 <= kept <= 20 and seen[0] <= 12 and seen[-1] == 20

@@ -91,9 +91,7 @@ def test_classes_of_one_name_are_no_changed_labels(labels: Callable[..., str]) -
 )  # fmt: skip
 def test_training_has_no_repetition_of_a_held_out_image(labels: Callable[..., str], choice: dict[str, Any]) -> None:
     splits: Any = open_data(labels(), **choice)
-    held, used = (
-        [source.origin(index) for index in range(len(source))] for source in (splits.validation, splits.train)
-    )
+    held, used = ([part.origin(row) for row in range(len(part))] for part in (splits.validation, splits.train))
     assert held and len(set(held)) == len(held) and not set(held) & set(used)
     assert len(set(held)) + len(set(used)) == 4
     assert len(held) + len(used) == 6 or any("repetition" in note for note in splits.notes)

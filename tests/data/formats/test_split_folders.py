@@ -237,9 +237,7 @@ def test_predictions_are_never_labels(tree: Trees, name: str, content: object) -
     [("run.json", {"config": {}}), ("report.json", {"saliency": None}), ("explain.json", {"files": []})],
 )
 def test_folders_that_vitrail_wrote_are_never_classes(tree: Trees, name: str, content: dict[str, object]) -> None:
-    root = tree(
-        "cat/1.png", "dog/2.png", "out/first/examples/3.png", "out/second/4.png", "cat/more/5.png", "mine/6.png"
-    )
+    root = tree("cat/1.png", "dog/2.png", "out/first/files/3.png", "out/second/4.png", "cat/more/5.png", "mine/6.png")
     for folder in ("out/first", "out/second", "cat/more"):
         (root / folder / name).write_text(json.dumps(content))
     splits = opened(root)
@@ -277,9 +275,8 @@ def test_a_url_of_a_folder_on_the_disk_is_its_path(tree: Trees) -> None:
 
 def test_tables_in_folders_of_splits_are_read(tree: Trees) -> None:
     root = tree("train/1.png", "train/2.png", "validation/3.png", "test/4.png")
-    (root / "train/metadata.jsonl").write_text(
-        '{"file_name": "1.png", "label": "a"}\n{"file_name": "2.png", "label": "b"}\n'
-    )
+    lines = (f'{{"file_name": "{number}.png", "label": "{label}"}}\n' for number, label in ((1, "a"), (2, "b")))
+    (root / "train/metadata.jsonl").write_text("".join(lines))
     (root / "validation/metadata.csv").write_text("file_name,label\n3.png,b\n")
     splits = opened(root)
     assert splits.classes == ("a", "b") and keys_of(splits.train) == ["1.png", "2.png"] and splits.test is None

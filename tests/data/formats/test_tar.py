@@ -300,9 +300,7 @@ def test_members_are_those_that_python_finds(names: list[str], sizes: list[int],
     data = file.getvalue()
     found = list(members("x.tar", lambda start, count: data[start : start + count], len(data)))
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        assert [tuple(member) for member in found] == [
-            (one.name, one.offset_data, one.size) for one in tar.getmembers()
-        ]
+        assert [tuple(one) for one in found] == [(one.name, one.offset_data, one.size) for one in tar.getmembers()]
 
 
 def test_a_shard_cut_anywhere_is_refused(tmp_path: Path) -> None:

@@ -151,9 +151,8 @@ def test_a_box_that_the_image_does_not_hold_is_refused(box: tuple[int, int, int,
 def slope(height: int, width: int) -> np.ndarray:
     """Return pixel values that rise by 2 to the right and downwards, so that a shift by half a pixel is visible."""
     rows, columns = np.mgrid[:height, :width]
-    return np.stack([columns * 200 / width, rows * 200 / height, (rows + columns) * 200 / (height + width)], -1).astype(
-        np.uint8
-    )
+    levels = columns * 200 / width, rows * 200 / height, (rows + columns) * 200 / (height + width)
+    return np.stack(levels, -1).astype(np.uint8)
 
 
 @pytest.mark.parametrize("number", range(1, 9))
