@@ -418,9 +418,7 @@ def test_folders_divide_the_annotations_of_voc_and_of_cvat(tmp_path: Path, write
         ("names: [cat, dog]\nauthor: one\nauthor: two", ("cat", "dog")),  # what is not read may stand twice
     ],
 )
-def test_names_of_yolo_are_texts_whatever_yaml_makes_of_them(
-    tmp_path: Path, text: str, classes: tuple[str, ...]
-) -> None:
+def test_names_of_yolo_are_texts_whatever_yaml_makes_of_it(tmp_path: Path, text: str, classes: tuple[str, ...]) -> None:
     described(tmp_path, text)
     assert opened(tmp_path).classes == classes
 

@@ -31,9 +31,7 @@ def evil(tmp_path: Path) -> Splits:
     return open_data(str(tmp_path), validation_share=0.0)
 
 
-def test_names_are_text_and_never_markup_and_findings_say_what_to_do(
-    evil: Splits, read_page: Callable[[str], Any]
-) -> None:
+def test_names_are_never_markup_and_findings_say_what_to_do(evil: Splits, read_page: Callable[[str], Any]) -> None:
     report = check_data(evil)
     reader = read_page(page(report, evil, "<h1>evil</h1>"))
     assert {*reader.names} <= {

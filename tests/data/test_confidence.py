@@ -35,9 +35,7 @@ def test_the_seed_chooses_which_images_are_repeated_once_more() -> None:
 
 @example([], None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 1))), st.one_of(st.none(), st.integers(1, 20)))
-def test_every_class_with_images_gets_exactly_its_number(
-    images: list[tuple[int, float]], per_class: int | None
-) -> None:
+def test_each_class_with_images_gets_its_number(images: list[tuple[int, float]], per_class: int | None) -> None:
     labels = np.array([label for label, _ in images], np.int64)
     confidences = np.array([confidence for _, confidence in images])
     copies = balanced_copies(labels, confidences, classes=5, per_class=per_class, seed=3)

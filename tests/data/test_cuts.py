@@ -109,9 +109,7 @@ def test_names_that_are_not_text_can_be_hashed() -> None:
     counts=st.tuples(st.integers(0, 60), st.integers(0, 60)),
     seed=st.integers(0, 99),
 )
-def test_what_a_smaller_count_takes_a_larger_one_takes_too(
-    labels: list[int], counts: tuple[int, int], seed: int
-) -> None:
+def test_what_a_small_count_takes_a_larger_one_takes_too(labels: list[int], counts: tuple[int, int], seed: int) -> None:
     source = MemorySource(labels=labels)
     few, many = (set(keys_of(take(source, min(count, len(labels)), seed=seed))) for count in sorted(counts))
     assert few <= many and len(many) == min(max(counts), len(labels))

@@ -56,9 +56,7 @@ def test_files_are_found_under_other_folders_and_links_under_any_name(photos: Pa
         mix_in(splits, (f"0.3:{tmp_path / 'more'}",))
 
 
-def test_a_mixture_of_very_many_images_is_compared_in_part(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_mixtures_are_compared_in_part(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     splits = open_data(str(photos), validation_share=0.25)
     for name in ("elm", "oak"):
         (tmp_path / "more" / name).mkdir(parents=True)

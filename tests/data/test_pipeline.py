@@ -74,9 +74,7 @@ def assert_same(left: list[Batch], right: list[Batch]) -> None:
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(count=st.integers(1, 25), batch_size=st.integers(1, 30), seed=st.integers(0, 2**32 - 1))
-def test_every_epoch_is_a_permutation_which_is_the_same_for_every_batch_size(
-    count: int, batch_size: int, seed: int
-) -> None:
+def test_every_epoch_is_a_permutation_and_the_same_for_any_batch_size(count: int, batch_size: int, seed: int) -> None:
     found = samples_of(training(numbered(count), batch_size=batch_size, seed=seed), 60)
     assert found == samples_of(training(numbered(count), batch_size=5, seed=seed), 60)
     for begin in range(0, 60 // count * count, count):
@@ -400,9 +398,7 @@ def test_views_without_a_box_are_equal_until_they_are_augmented() -> None:
 
 
 @given(size=st.integers(1, 20), views=st.integers(1, 4), count=st.integers(1, 25))
-def test_chunks_are_nearly_equal_parts_in_order_with_all_views_of_their_samples(
-    size: int, views: int, count: int
-) -> None:
+def test_chunks_are_nearly_equal_parts_in_order_with_all_views_of_samples(size: int, views: int, count: int) -> None:
     rows = torch.arange(size * views)
     batch = Batch(rows[:, None, None, None], rows, rows % 3 > 0, rows // views, rows * 7, rows % views)
     chunks = batch.chunks(count)

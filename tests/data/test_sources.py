@@ -234,9 +234,7 @@ def test_bundled_is_ten_classes_and_is_cut() -> None:
         open_data("bundled", validation_share=0.0, classes=("cat", "dog"))
 
 
-def test_fashion_mnist_is_opened_where_it_is_located(
-    idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fashion_mnist_is_opened_where_it_is(idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     root = idx_folder(train=[0, 9, 3], t10k=[5])
     monkeypatch.setattr("vitrail.data.formats.idx.locate_fashion_mnist", lambda: root)
     splits = open_data("fashion-mnist", validation_share=0.0)

@@ -52,9 +52,7 @@ def test_the_reference_is_splitmix64() -> None:
     draws=st.integers(1, 5),
     first=st.integers(0, 100),
 )
-def test_keyed_uniform_equals_the_reference(
-    seed: int, keys: list[tuple[int, int, int]], draws: int, first: int
-) -> None:
+def test_keyed_uniform_is_the_reference(seed: int, keys: list[tuple[int, int, int]], draws: int, first: int) -> None:
     epochs, samples, views = (longs(*column) for column in zip(*keys, strict=True))
     found = keyed_uniform(seed, epochs, samples, views, draws=draws, first=first)
     assert found.dtype == np.float32

@@ -113,9 +113,7 @@ def test_timms_rule_has_one_weight_and_one_box_for_the_reversed_batch(
     count=st.integers(1, 9), size=st.tuples(st.sampled_from([1, 3]), st.integers(1, 33), st.integers(1, 33)),
     alpha=st.sampled_from([0.2, 1.0, 4.0]), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_cutmix_pastes_a_box_and_its_area_is_the_share(
-    count: int, size: tuple[int, int, int], alpha: float, seed: int
-) -> None:
+def test_cutmix_pastes_a_box_whose_area_counts(count: int, size: tuple[int, int, int], alpha: float, seed: int) -> None:
     batch, draws = make_batch(count, size=size, labels=torch.arange(count)), draws_of(count, seed)
     mixed = mix(batch, draws, mixup=0.0, cutmix=alpha, classes=count)
     rows, columns = cut_boxes(draws[:, 1:], alpha, *size[1:])

@@ -273,9 +273,7 @@ def test_a_cache_on_a_disk_without_links(hub: Hub) -> None:
 
 
 @pytest.mark.slow
-def test_a_download_that_breaks_off_leaves_the_old_commit_for_use_offline(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_breaks_off_leaves_the_old_commit_for_later(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(NAME, {"train-0.parquet": parquet([0])})
     open_hub_data(SPEC, None)
     hub.add(NAME, {"train-0.parquet": parquet([0, 1]), "train-1.parquet": parquet([0, 1, 1])})

@@ -29,9 +29,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     name=st.sampled_from(["plain", "packed.gz"]),
     seed=st.integers(0, 99),
 )
-def test_arrays_of_any_shape_are_read_back(
-    scratch: Path, write_idx: Write, shape: list[int], name: str, seed: int
-) -> None:
+def test_arrays_of_any_shape_come_back(scratch: Path, write_idx: Write, shape: list[int], name: str, seed: int) -> None:
     array = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     found = read_idx(write_idx(scratch / name, array))
     assert found.dtype == np.uint8 and found.shape == array.shape
@@ -121,9 +119,7 @@ def test_arrays_that_do_not_pair_up_are_refused(
         ("validation", "validation", ""),
     ],
 )  # fmt: skip
-def test_files_of_a_split_are_found_by_name(
-    idx_folder: Callable[..., Path], split: str, prefix: str, suffix: str
-) -> None:
+def test_splits_are_found_by_name(idx_folder: Callable[..., Path], split: str, prefix: str, suffix: str) -> None:
     root = idx_folder(suffix=suffix, **{prefix: [0, 1]})
     expected = root / f"{prefix}-images-idx3-ubyte{suffix}", root / f"{prefix}-labels-idx1-ubyte{suffix}"
     assert find_idx(root, split) == expected

@@ -69,9 +69,7 @@ def rows_of(source: Source) -> list[tuple[str, object]]:
         ("path,label", r"b\3.PNG,rose", r"a\1.jpg,daisy", "4.jpg,rose"),
     ],
 )
-def test_tables_of_people_spreadsheets_pandas_and_windows_are_read(
-    table: Callable[..., Path], lines: tuple[str, ...]
-) -> None:
+def test_tables_of_people_pandas_and_spreadsheets_are_read(table: Callable[..., Path], lines: tuple[str, ...]) -> None:
     source = opened(table(*lines))
     assert source.classes == ("daisy", "rose")
     assert rows_of(source) == [("b/3.PNG", 1), ("a/1.jpg", 0), ("4.jpg", 1)]
@@ -162,9 +160,7 @@ def test_a_folder_with_metadata_is_its_table(table: Callable[..., Path]) -> None
     assert len(opened(beside(path, "more.csv", "what,ever"))) == 2
 
 
-def test_a_million_rows_would_list_each_folder_once(
-    table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_million_rows_list_each_folder_once(table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[str] = []
     scandir = module.os.scandir
     monkeypatch.setattr(module.os, "scandir", lambda path: (listed.append(str(path)), scandir(path))[1])

@@ -242,9 +242,7 @@ def test_other_splits_are_indexed_by_the_classes_of_training(tmp_path: Path) -> 
         (["x[1].tar", "x1.tar"], "x[1].tar", {"train": ["x[1].tar"]}),
     ],
 )  # fmt: skip
-def test_what_a_location_stands_for(
-    tmp_path: Path, paths: list[str], location: str, expected: dict[str, list[str]]
-) -> None:
+def test_what_a_location_means(tmp_path: Path, paths: list[str], location: str, expected: dict[str, list[str]]) -> None:
     root = tmp_path / "test"  # a folder above the location does not influence splits
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)

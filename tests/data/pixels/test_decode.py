@@ -212,32 +212,26 @@ def outcome(read: Callable[[], Any]) -> Any:
         return str(error)
 
 
+CODED = st.fixed_dictionaries({
+    "quality": st.integers(1, 100), "subsampling": st.integers(0, 2), "progressive": st.booleans(),
+    "restart_marker_blocks": st.integers(0, 3),
+})  # fmt: skip
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    size=st.tuples(st.integers(1, 70), st.integers(1, 70)),
-    channels=st.sampled_from([1, 3]),
-    options=st.fixed_dictionaries(
-        {
-            "quality": st.integers(1, 100),
-            "subsampling": st.integers(0, 2),
-            "progressive": st.booleans(),
-            "restart_marker_blocks": st.integers(0, 3),
-        }
-    ),
-    number=st.integers(1, 8),
-    damage=st.none() | st.tuples(st.floats(0.1, 1), st.integers(0, 255)),
-    wanted=st.sampled_from([1, 3]),
-    most=st.sampled_from([1.0, 2.0, 4.0, 8.0]),
+    st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    st.sampled_from([1, 3]),
+    CODED,
+    st.integers(1, 8),
+    st.none() | st.tuples(st.floats(0.1, 1), st.integers(0, 255)),
+    st.sampled_from([1, 3]),
+    st.sampled_from([1.0, 2.0, 4.0, 8.0]),
 )
 def test_both_decoders_of_jpeg_give_the_same_pixels_and_errors(
-    size: tuple[int, int],
-    channels: int,
-    options: dict[str, Any],
-    number: int,
-    damage: tuple[float, int] | None,
-    wanted: int,
-    most: float,
-) -> None:
+    size: tuple[int, int], channels: int, options: dict[str, Any], number: int, damage: tuple[float, int] | None,
+    wanted: int, most: float,
+) -> None:  # fmt: skip
     def read(method: str) -> Any:
         opened = open_image(data)
         return getattr(opened, method)(wanted, opened.shrink_for(most))
@@ -578,9 +572,7 @@ def test_what_pillow_warns_of_is_no_warning_here() -> None:
         (8, 7, 7, [255]),
     ],
 )
-def test_a_transparent_level_or_colour_is_white_at_any_depth(
-    depth: int, row: int, transparent: int, expected: list[int]
-) -> None:
+def test_transparent_levels_are_white_at_any_depth(depth: int, row: int, transparent: int, expected: list[int]) -> None:
     level = png_chunk(b"tRNS", struct.pack(">H", transparent))
     data = make_png(8 // depth, 1, level, depth=depth, rows=bytes([0, row]))
     assert decode(data, 1)[0, :, 0].tolist() == expected

@@ -81,9 +81,7 @@ def test_the_pixels_are_a_copy_of_their_own() -> None:
         (3, (0.0,), (1.0,)), (3, (0.4, 0.5, 0.6), (0.25,)), (1, (0.286,), (0.353,)),
     ],
 )  # fmt: skip
-def test_normalise_is_the_formula_for_every_value(
-    channels: int, mean: tuple[float, ...], std: tuple[float, ...]
-) -> None:
+def test_normalise_is_the_formula_at_any_level(channels: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(16, 16)
     images = torch.stack([values + channel for channel in range(channels)])[None]
     images = torch.cat([images, 255 - images])
