@@ -1,26 +1,29 @@
-"""Tests of the data check: it finds every planted problem, and reports nothing else."""
+"""Tests of the data check: it finds every planted problem, and nothing else, and no name becomes markup."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.make import MemorySource, make_png, orientation
+from tests.make import MemorySource, encode, make_png, orientation
 from vitrail.data.check.findings import Report, quick_check
-from vitrail.data.check.images import Oddity, look
+from vitrail.data.check.images import Oddity, colour_note, has_colour, images_of, look
 from vitrail.data.check.report import check_data, page
 from vitrail.data.formats.pack import pack
 from vitrail.data.source import Sample, Source, samples_of
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Targets
+from vitrail.errors import UndecodableImage
 from vitrail.settings import from_plain, to_plain
 
 
@@ -359,3 +362,94 @@ def test_colours_of_16_bits_are_deep() -> None:
         rows = 2 * (b"\0" + bytes(range(channels * 5 * depth // 8)))
         data = make_png(5, 2, depth=depth, kind=kind, rows=rows)
         assert bool(look(data).oddities & Oddity.DEEP) == (depth == 16)
+
+
+def spotted(*, coloured: bool, mode: str = "RGB", size: tuple[int, int] = (301, 157)) -> Image.Image:
+    """Return noise in grey levels, with a red spot of about 2 % of the pixels if `coloured`."""
+    grey = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 1), dtype=np.uint8).repeat(3, axis=2)
+    if coloured:
+        grey[: size[1] // 6, : size[0] // 8] = (200, 20, 20)
+    return Image.fromarray(grey).convert(mode)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "WEBP"])
+def test_a_small_spot_of_colour_counts_and_grey_stored_as_rgb_does_not(form: str) -> None:
+    assert has_colour(encode(spotted(coloured=True), form))
+    assert not has_colour(encode(spotted(coloured=False), form))
+
+
+def test_grey_modes_palettes_and_arrays() -> None:
+    assert not has_colour(encode(spotted(coloured=True, mode="L"), "PNG"))
+    assert not has_colour(encode(spotted(coloured=True, mode="1"), "PNG"))
+    assert has_colour(encode(spotted(coloured=True).quantize(64), "PNG"))
+    assert not has_colour(np.zeros((5, 7), np.uint8))
+    assert has_colour(np.asarray(spotted(coloured=True, size=(3000, 12))))
+    with pytest.raises(UndecodableImage):
+        has_colour(b"nothing")
+
+
+def test_the_note_is_for_grey_networks_and_coloured_images() -> None:
+    grey, red = (encode(spotted(coloured=coloured, size=(31, 17)), "PNG") for coloured in (False, True))
+    source = MemorySource([grey] * 300 + [red] * 100, labels=[0, 1] * 200)
+    note = "the model takes grey images, so colours are dropped; 8 of 32 images looked at have colours"
+    assert colour_note(images_of(source), 1) == note
+    assert colour_note(images_of(MemorySource(labels=[0])), 3) == "", "no image is read"
+    assert colour_note([grey] * 19 + [red], 1) == ""
+    assert colour_note([b"broken", red], 1).endswith("dropped; the image has colours")
+    assert colour_note([b"broken"], 1) == "" == colour_note([], 1)
+    assert list(images_of(MemorySource([], labels=[]))) == []
+
+
+EVIL = "<script>alert('1 & 2')<"
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Splits:
+    """Class folders whose names are markup, with a copy and with a file that is not an image."""
+    random = np.random.default_rng(0)
+    for name in (EVIL, "b\"'>"):
+        (tmp_path / name).mkdir()
+        for number in range(6):
+            pixels = random.integers(0, 256, (20 + 100 * number, 31, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"<b>{number}.png")
+    (tmp_path / EVIL / "copy&.png").write_bytes((tmp_path / EVIL / "<b>0.png").read_bytes())
+    (tmp_path / EVIL / "broken.png").write_text("<img src=x>")
+    return open_data(str(tmp_path), validation_share=0.0)
+
+
+def test_names_are_never_markup_and_findings_say_what_to_do(evil: Splits, read_page: Callable[[str], Any]) -> None:
+    report = check_data(evil)
+    reader = read_page(page(report, evil, "<h1>evil</h1>"))
+    assert {*reader.names} <= {
+        "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "article", "span", "div", "table",
+        "thead", "tbody", "tr", "th", "td", "figure", "img", "figcaption", "br", "strong", "wbr",
+    }  # fmt: skip
+    assert reader.names.count("h1") == 1
+    assert EVIL in reader.text and "Check of <h1>evil</h1>" in reader.text
+    assert f"train: {EVIL}/<b>0.png" in reader.text
+    shown = " ".join(reader.text)
+    for finding in report.findings:
+        assert finding.text in shown and finding.training in shown and finding.advice in shown
+    assert {"undecodable-in-train", "duplicates"} <= {finding.kind for finding in report.findings}
+    assert "no picture" in shown
+
+
+def test_a_clean_set_has_a_page_too(colour_folder: Path, read_page: Callable[[str], Any]) -> None:
+    splits = open_data(str(colour_folder), validation_share=0.1)
+    text = page(check_data(splits), splits, "colours")
+    reader = read_page(text)
+    assert "no problem found" in text and "prefers-color-scheme: dark" in text
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in reader.tags
+    assert reader.names.count("img") == 15
+
+
+@pytest.mark.slow
+def test_pictures_are_bounded(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"{number:02}").mkdir()
+        for name in ("a", "b", "c"):
+            Image.new("L", (4, 4), number).save(tmp_path / f"{number:02}" / f"{name}.png")
+    splits = open_data(str(tmp_path), validation_share=0.0)
+    text = page(check_data(splits), splits, "many")
+    assert text.count("<img") == 24 * 3 + 12 * 3 + 12
+    assert "and 48 more of this kind" in text and "and 36 more classes<" in text
