@@ -49,15 +49,21 @@ def test_fractions_that_cannot_be_are_refused(share: Any, tree: Trees, types_unc
         open_data(str(tree(*many("a", "b"))), validation_share=share)
 
 
-def test_data_is_named_by_a_text_or_a_path_that_is_not_empty(tree: Trees, types_unchecked: None) -> None:
-    root = tree(*many("a", "b"))
-    assert keys_of(open_data(root, validation_share=0).train) == keys_of(open_data(str(root), validation_share=0).train)
+def test_data_is_named_by_a_text_or_a_path_that_is_not_empty(
+    tree: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types_unchecked: None
+) -> None:
+    root = tree(*many("a", "b"), name="set[:10%]")  # a path in brackets that exists is a path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for spec in (root, str(root), "~/set[:10%]"):
+        assert keys_of(open_data(spec, validation_share=0).train) == many("a", "b")
     with pytest.raises(DataError, match="data '' names nothing"):  # such as an unset variable of the shell
         open_data("", validation_share=0)
     with pytest.raises(DataError, match="names nothing"):  # nor is it the current folder with a choice of splits
         open_data("?train=a", validation_share=0)
     with pytest.raises(ConfigError, match="data=5 is not a text"):
         open_data(5, validation_share=0)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"data 'x+' cannot be read: File name too long; correct the path"):
+        open_data("x" * 300, validation_share=0)
 
 
 def test_a_share_of_0_leaves_no_validation_split(tree: Trees) -> None:
@@ -100,11 +106,6 @@ def test_a_task_without_labels_says_which_folders_it_does_not_read_as_splits_or_
 def test_folders_without_classes_to_learn_are_refused(tree: Trees, paths: tuple[str, ...], message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_data(str(tree(*paths)), validation_share=0.1)
-
-
-def test_a_path_that_the_system_refuses_is_named() -> None:
-    with pytest.raises(DataError, match=r"data 'x+' cannot be read: File name too long; correct the path"):
-        open_data("x" * 300, validation_share=0.1)
 
 
 def test_what_is_harmless_is_a_note(tree: Trees) -> None:
@@ -177,12 +178,6 @@ def test_a_path_that_does_not_exist_is_named_with_the_nearest_names(
         open_data(spec, validation_share=0.1)
     assert str(caught.value).startswith(f"data {spec!r} does not exist: there is no such file or folder{hint}")
     assert hint or str(caught.value).endswith("folder")
-
-
-def test_a_tilde_is_the_home_folder(tree: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree("a/1.png", "b/1.png")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert open_data("~/pictures", validation_share=0.0).classes == ("a", "b")
 
 
 def test_a_models_classes_index_the_folders(tree: Trees) -> None:
@@ -264,11 +259,6 @@ def test_so_many_of_each_class_are_taken(tree: Trees) -> None:
     assert len(both.train) == 4 and "fewer" not in both.notes[-1]
     few = open_data(str(tree(*many("a", count=60), "b/1.png", "c/1.png", name="few")) + "[:3]", validation_share=0.0)
     assert few.classes == ("a", "b", "c") and "2 of the 3 classes have no image among them" in few.notes[-1]
-
-
-def test_a_path_in_brackets_that_exists_is_a_path(tree: Trees) -> None:
-    root = tree("a/1.png", "b/1.png", name="set[:10%]")
-    assert len(open_data(str(root), validation_share=0.0).train) == 2
 
 
 @pytest.mark.parametrize(
