@@ -181,12 +181,8 @@ PILLOW: dict[str, Reference] = {
     "Sharpness": lambda picture, level, signed, place: ImageEnhance.Sharpness(picture).enhance(1.8 * level + 0.1),
     "ShearX": lambda picture, level, signed, place: affine(picture, 1, 0.3 * signed, 0, 0, 1, 0),
     "ShearY": lambda picture, level, signed, place: affine(picture, 1, 0, 0, 0.3 * signed, 1, 0),
-    "TranslateX": lambda picture, level, signed, place: affine(
-        picture, 1, 0, signed * picture.width * 100 / 224, 0, 1, 0
-    ),
-    "TranslateY": lambda picture, level, signed, place: affine(
-        picture, 1, 0, 0, 0, 1, signed * picture.height * 100 / 224
-    ),
+    "TranslateX": lambda picture, level, signed, _: affine(picture, 1, 0, signed * picture.width * 100 / 224, 0, 1, 0),
+    "TranslateY": lambda picture, level, signed, _: affine(picture, 1, 0, 0, 0, 1, signed * picture.height * 100 / 224),
     "Cutout": lambda picture, level, signed, place: cutout(picture, level, *place),
     "SolarizeAdd": lambda picture, level, signed, place: picture.point(
         [min(255, value + int(110 * level)) if value < 128 else value for value in range(256)] * len(picture.getbands())
