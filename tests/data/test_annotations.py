@@ -60,12 +60,6 @@ def coco(root: Path, **changes: Any) -> dict[str, Any]:
     return values
 
 
-def test_objects_with_the_field_ignore_are_noted(tmp_path: Path) -> None:
-    coco(tmp_path, annotations=[*box(1, 2, 3, 4, ignore=1), *box(5, 6, 7, 8, ignore=2, iscrowd=1)])
-    (fault,) = [one for one in open_whole(str(tmp_path), tolerant=True).whole.faults if one.kind == "ignored"]
-    assert (fault.count, fault.severity) == (1, "note") and "iscrowd" in fault.advice
-
-
 def run_lengths(counts: Any) -> dict[str, Any]:
     return {"size": [40, 60], "counts": counts}
 
@@ -175,12 +169,16 @@ def test_odd_boxes_are_clipped_or_left_out_and_named(
     assert any(words in note and "annotation 1" in note for note in splits.notes), splits.notes
 
 
-def test_objects_that_stand_twice_are_named(tmp_path: Path) -> None:
+def test_objects_that_stand_twice_or_have_the_field_ignore_are_named(tmp_path: Path) -> None:
     one, other = "0 0.5 0.5 0.2 0.2\n", "1 0.5 0.5 0.2 0.2\n"
     for text, lines in ((one + other, []), (one + other + one, ["labels/train/a.txt, line 3"])):
-        yolo(tmp_path, text)
-        faults = open_whole(str(tmp_path), tolerant=True).whole.faults
+        yolo(tmp_path / "yolo", text)
+        faults = open_whole(str(tmp_path / "yolo"), tolerant=True).whole.faults
         assert [fault.text.rpartition(": ")[2] for fault in faults if fault.kind == "repeated-box"] == lines
+    coco(tmp_path / "coco", annotations=[*box(1, 2, 3, 4, ignore=1), *box(5, 6, 7, 8, ignore=2, iscrowd=1)])
+    faults = open_whole(str(tmp_path / "coco"), tolerant=True).whole.faults
+    (fault,) = (fault for fault in faults if fault.kind == "ignored")
+    assert (fault.count, fault.severity) == (1, "note") and "iscrowd" in fault.advice
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -595,16 +593,12 @@ def test_a_sample_of_masks_says_nothing_about_classes_in_others(tmp_path: Path) 
     assert "few-examples" in kinds[1] and not {"few-examples", "missing-in-train"} & kinds[0]
 
 
-def test_masks_of_one_class_are_not_learned(tmp_path: Path) -> None:
+def test_masks_of_one_class_are_not_learned_and_masks_are_not_counted_per_class(tmp_path: Path) -> None:
     masks(tmp_path, BLANK + 1, "void\nroad\n")
     with pytest.raises(DataError, match="only one class, 'road'"):
         Segmentation().check_data(opened(tmp_path))
     report = check_data(open_whole(str(tmp_path), tolerant=True).splits(validation_share=0.0))
     assert "one-class" in {one.kind for one in report.errors}
-
-
-def test_masks_cannot_be_counted_per_class(tmp_path: Path) -> None:
-    masks(tmp_path, BLANK)
     with pytest.raises(DataError, match=r"per_class=1: .* has masks"):
         opened(tmp_path, per_class=1)
 

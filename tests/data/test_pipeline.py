@@ -231,9 +231,11 @@ def test_resuming_may_change_the_number_of_ranks() -> None:
     assert sorted(found.tolist()) == sorted(next(whole).samples.tolist())
 
 
-def test_ranks_must_divide_the_batch() -> None:
-    with pytest.raises(ConfigError, match="batch_size=10 is not a multiple of the number of processes \\(4\\)"):
+def test_ranks_must_divide_the_batch_and_a_sample_has_a_view() -> None:
+    with pytest.raises(ConfigError, match=r"batch_size=10 is not a multiple of the number of processes \(4\)"):
         training(numbered(5), batch_size=10, ranks=Launch(0, 4))
+    with pytest.raises(ConfigError, match=r"views=0 is less than 1"):
+        training(numbered(5), views=0)
 
 
 @given(count=st.integers(1, 30), world=st.integers(1, 5), batch_size=st.integers(1, 7))
@@ -435,11 +437,6 @@ def test_local_views_have_boxes_and_a_size_of_their_own(scaled_decode: bool, is_
             assert part.local is not None and set(part.samples.tolist()) == set(part.local.samples.tolist())
         doubled = batch.with_images(lambda images: 2 * images)
         assert doubled.local is not None and torch.equal(doubled.local.images, 2 * local.images)
-
-
-def test_no_view_is_no_sample() -> None:
-    with pytest.raises(ConfigError, match=r"views=0 is less than 1"):
-        training(MemorySource([], labels=[]), views=0)
 
 
 class CountingImages(list[Any]):

@@ -58,6 +58,9 @@ def test_the_first_target_that_is_known_tells_the_kind_of_all() -> None:
     assert target_kind(MemorySource(labels=[None, (0.5,)])) == "numbers"
     assert target_kind(MemorySource(labels=[None, None, 1])) == "class"
     assert target_kind(MemorySource(labels=[None])) == target_kind(MemorySource(labels=[])) == "none"
+    source = MemorySource(labels=[(1, 2)], classes=("age", "size"))
+    source.target_kind = "numbers"
+    assert target_kind(source) == target_kind(subset(source, [])) == "numbers", "a source can say its kind"
 
 
 def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first() -> None:
@@ -88,12 +91,6 @@ def test_numbers_are_mixed_by_their_names() -> None:
     wider = samples_of(one).renumbered([0, 1], both.classes)
     assert [str(wider.target(index)) for index in range(2)] == ["(1.0, 2.0, nan)", "None"]
     assert target_kind(wider) == "numbers"
-
-
-def test_a_source_says_its_own_kind() -> None:
-    source = MemorySource(labels=[(1, 2)], classes=("age", "size"))
-    source.target_kind = "numbers"
-    assert target_kind(source) == target_kind(subset(source, [])) == "numbers"
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_a_task_without_labels_says_which_folders_it_does_not_read_as_splits_or_
         (("train/", "val/a/1.png"), r"train has no class folders; it needs one folder of images for each class"),
         (("train/1.png", "test/1.png"), r"train has images but no class folders; .* add --splits none"),
         (("a/1.png", "b\udcff/1.png"), "unprintable names"),
+        (("a/notes.txt", "b/"), r"has no images \(\.apng, \.avif, .*\.webp\) in its class folders: a, b; add images$"),
     ],
 )
 def test_folders_without_classes_to_learn_are_refused(tree: Trees, paths: tuple[str, ...], message: str) -> None:

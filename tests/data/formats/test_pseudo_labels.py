@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.make import mix_in
+from tests.make import keys_of, mix_in, targets_of
 from vitrail.data.formats import pseudo_labels
 from vitrail.data.formats.pseudo_labels import ClassCounts, Pool, balanced_copies, is_confident, open_pool
 from vitrail.data.source import fingerprint, has_soft_targets, shared_images, soft_target_of
@@ -59,14 +59,16 @@ def test_labels_are_a_data_set(labels: Callable[..., str], colour_folder: Path) 
     source: Any = splits.train
     assert has_soft_targets(source) and splits.validation is None and splits.test is None
     assert source.classes == CLASSES and len(source) == 6 and splits.target_kind == "class"
-    assert [source.target(index) for index in range(6)] == [0, 1, 1, 1, 1, 0]
-    keys = [source.key(index) for index in range(6)]
+    assert targets_of(source) == [0, 1, 1, 1, 1, 0]
+    keys = keys_of(source)
     assert keys[1:4] == ["blue/07.png", "copy 2/blue/07.png", "copy 3/blue/07.png"] and keys[5] == "red/11.png"
     assert source[2].image == (colour_folder / "blue" / "07.png").read_bytes()
     assert has_soft_targets(source)
     np.testing.assert_array_equal(soft_target_of(source, 3), np.array([0.25, 0.75], np.float32))
     assert source.stamp(2) == source.stamp(1) and source.origin(2) == source.origin(1)
     check_source(source)
+    with pytest.raises(DataError, match="has no columns of numbers, but numbers=age"):
+        open_data(labels(), validation_share=0.0, numbers=("age",))
 
 
 def test_classes_of_one_name_are_no_changed_labels(labels: Callable[..., str]) -> None:
@@ -77,7 +79,7 @@ def test_classes_of_one_name_are_no_changed_labels(labels: Callable[..., str]) -
     folder = labels(counts=tuple(counts))
     for classes in (None, ("crane", "crane")):
         source: Any = open_data(folder, validation_share=0.0, classes=classes).train
-        assert [source.target(index) for index in range(6)] == [0, 1, 1, 1, 1, 0]
+        assert targets_of(source) == [0, 1, 1, 1, 1, 0]
         np.testing.assert_array_equal(soft_target_of(source, 0), np.array([0.9, 0.1], np.float32))
 
 
@@ -142,7 +144,7 @@ def test_the_rest_are_the_images_that_an_amount_leaves_out(colour_folder: Path) 
     own = open_data(f"{colour_folder}[:9]", **cut)
     assert own.validation is not None
     sources = [own.train, own.validation, open_pool(Pool(spec=f"{colour_folder}[:9]", rest=True, **cut))]
-    keys = [{source.key(index) for index in range(len(source))} for source in sources]
+    keys = [{*keys_of(source)} for source in sources]
     assert [len(each) for each in keys] == [9, 9, 18] and len(set.union(*keys)) == 36
     few = open_pool(Pool(spec=str(colour_folder), rest=True, per_class=2, **cut))
     assert len(few) == 27 - 6
@@ -201,11 +203,6 @@ def test_missing_or_other_probabilities_are_refused(labels: Callable[..., str]) 
     path.unlink()
     with pytest.raises(DataError, match="No such file"):
         open_data(str(path.parent), validation_share=0.0)
-
-
-def test_columns_of_numbers_are_refused(labels: Callable[..., str]) -> None:
-    with pytest.raises(DataError, match="has no columns of numbers, but numbers=age"):
-        open_data(labels(), validation_share=0.0, numbers=("age",))
 
 
 def test_the_most_likely_class_must_reach_the_threshold() -> None:

@@ -298,15 +298,12 @@ def test_formats_beyond_the_list_are_refused(file_format: str) -> None:
 
 @pytest.mark.parametrize(("binary", "text", "channels"), [(b"P6", b"P3", 3), (b"P5", b"P2", 1)])
 @pytest.mark.parametrize("most", [15, 255, 4095, 65535])
-def test_levels_of_ppm_and_pgm_are_scaled_to_8_bits(binary: bytes, text: bytes, channels: int, most: int) -> None:
+def test_levels_of_ppm_pgm_and_pbm_are_scaled_to_8_bits(binary: bytes, text: bytes, channels: int, most: int) -> None:
     values = np.random.default_rng(4).integers(0, most + 1, (7, 5, channels))
     raw = values.astype(">u2" if most > 255 else np.uint8).tobytes()
     written = b" ".join(b"%d" % value for value in values.reshape(-1))
     for data in (binary + b" 5 7 %d\n" % most + raw, text + b"\n# comment\n5 7\n%d\n" % most + written):
         assert np.abs(decode(data, channels) - values / most * 255).max() <= 1
-
-
-def test_bits_of_pbm_are_black_and_white() -> None:
     assert decode(b"P4\n5 2\n\xa8\x50", 1)[..., 0].tolist() == [[0, 255, 0, 255, 0], [255, 0, 255, 0, 255]]
 
 
