@@ -241,14 +241,11 @@ def test_ranks_must_divide_the_batch_and_a_sample_has_a_view() -> None:
 @given(count=st.integers(1, 30), world=st.integers(1, 5), batch_size=st.integers(1, 7))
 @settings(max_examples=12)
 def test_evaluation_reads_every_sample_once_on_any_number_of_ranks(count: int, world: int, batch_size: int) -> None:
-    found = [
-        sample
-        for rank in range(world)
-        for batch in evaluation_batches(
-            numbered(count), SMALL, batch_size=batch_size, readers=Readers(0), ranks=Launch(rank, world)
-        )
-        for sample in batch.samples.tolist()
-    ]
+    options: dict[str, Any] = {"batch_size": batch_size, "readers": Readers(0)}
+    found: list[int] = []
+    for rank in range(world):
+        for batch in evaluation_batches(numbered(count), SMALL, **options, ranks=Launch(rank, world)):
+            found += batch.samples.tolist()
     assert sorted(found) == list(range(count))
 
 

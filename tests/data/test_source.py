@@ -36,13 +36,9 @@ from vitrail.testing import check_source
 
 
 def test_fingerprint_tells_keys_labels_and_order_apart() -> None:
-    variants = [
-        MemorySource(keys=keys, labels=labels)
-        for keys, labels in [
-            (["x", "y"], [0, 1]), (["y", "x"], [1, 0]), (["x", "z"], [0, 1]), (["x", "y"], [0, 0]),
-            (["x", "y"], [0, None]), (["x"], [0]), ([], []),
-        ]
-    ]  # fmt: skip
+    x, y, z = "xyz"
+    pairs = [([x, y], [0, 1]), ([y, x], [1, 0]), ([x, z], [0, 1]), ([x, y], [0, 0]), ([x, y], [0, None]), ([x], [0])]
+    variants = [MemorySource(keys=keys, labels=labels) for keys, labels in [*pairs, ([], [])]]
     assert len({fingerprint(source) for source in variants}) == len(variants)
 
 

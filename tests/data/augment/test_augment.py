@@ -389,15 +389,9 @@ CLASSES = 5
 
 
 def mixable(count: int, *, size: tuple[int, int, int] = (3, 11, 17), **fields: Any) -> Batch:
-    generator = torch.Generator().manual_seed(count)
-    batch = Batch(
-        images=torch.randint(0, 256, (count, *size), dtype=torch.uint8, generator=generator),
-        labels=torch.arange(count) % CLASSES,
-        valid=torch.ones(count, dtype=torch.bool),
-        samples=torch.arange(count),
-        epochs=torch.zeros(count, dtype=torch.int64),
-    )
-    return replace(batch, **fields)
+    generator, samples = torch.Generator().manual_seed(count), torch.arange(count)
+    images = torch.randint(0, 256, (count, *size), dtype=torch.uint8, generator=generator)
+    return replace(make_batch(images, 0 * samples, samples), **{"labels": samples % CLASSES, **fields})
 
 
 def draws_of(count: int, seed: int = 0) -> np.ndarray:

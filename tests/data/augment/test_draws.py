@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.golden import images as goldens
-from vitrail.data.augment import operations, settings
+from vitrail.data.augment import settings
 from vitrail.data.augment.draws import (
     CROPS,
     Slot,
@@ -21,6 +21,7 @@ from vitrail.data.augment.draws import (
     tensorflow_crop,
     torchvision_crop,
 )
+from vitrail.data.augment.operations import JITTER_DRAWS, RANDAUGMENT_DRAWS
 from vitrail.data.pixels.geometry import Box
 
 MASK = (1 << 64) - 1
@@ -74,17 +75,11 @@ def test_keyed_uniform_is_the_reference(seed: int, keys: list[tuple[int, int, in
 
 
 def test_no_two_uses_share_a_draw() -> None:
-    used = {
-        Slot.MOVE: 3,
-        Slot.ERASE: 5,
-        Slot.CROP: 40,
-        Slot.JITTER: operations.JITTER_DRAWS,
-        Slot.MIX: settings.MIX_DRAWS,
-    }
+    used = {Slot.MOVE: 3, Slot.ERASE: 5, Slot.CROP: 40, Slot.JITTER: JITTER_DRAWS, Slot.MIX: settings.MIX_DRAWS}
     numbers = [first + draw for first, draws in used.items() for draw in range(draws)]
     assert len(set(numbers)) == len(numbers) and max(numbers) < Slot.RANDAUGMENT
     large = {
-        Slot.RANDAUGMENT: 1000 * operations.RANDAUGMENT_DRAWS, Slot.TENSORFLOW_CROP: 400, Slot.WINDOW: 2, Slot.VIEW: 5,
+        Slot.RANDAUGMENT: 1000 * RANDAUGMENT_DRAWS, Slot.TENSORFLOW_CROP: 400, Slot.WINDOW: 2, Slot.VIEW: 5,
         Slot.ERASED_BOX: 40, Slot.TEXT: 1, Slot.PATCH_ORDER: 10**6, Slot.PATCH_SOURCE: 10**6,
         Slot.CODE_RESTART: 10**6, Slot.PATCH_BLOCKS: 10**6, Slot.ERASED_PIXELS: 10**6,
     }  # fmt: skip

@@ -56,8 +56,9 @@ def column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 def images(pieces: Sequence[bytes | None], kind: pa.DataType = IMAGE) -> pa.Array:
     """Return a column of images. None is a row without an image."""
-    is_struct = pa.types.is_struct(kind)
-    return column([{"bytes": piece, "path": None} if piece and is_struct else piece for piece in pieces], kind)
+    if pa.types.is_struct(kind):
+        return pa.array([piece if piece is None else {"bytes": piece, "path": None} for piece in pieces], kind)
+    return column(pieces, kind)
 
 
 def class_label(*names: str) -> dict[str, Any]:
@@ -255,12 +256,9 @@ def test_images_with_labels_that_only_a_held_out_split_has_are_counted(
 def test_lists_are_several_labels(tmp_path: Path, kind: pa.DataType, feature: dict[str, Any] | None) -> None:
     fixed = pa.types.is_fixed_size_list(kind)
     rows = [[2, 0], [1, 1], [-1, 0]] if fixed else [[2, 0], [], None, [1, 1], [-1], [0, 1, 2]]
+    columns = {"image": images(PICTURES[: len(rows)]), "labels": pa.array(rows, kind)}
     for number in range(2):
-        write(
-            tmp_path / f"train-{number}.parquet",
-            {"image": images(PICTURES[: len(rows)]), "labels": pa.array(rows, kind)},
-            {"labels": feature},
-        )
+        write(tmp_path / f"train-{number}.parquet", columns, {"labels": feature})
     source = open_parquet(tmp_path, None).train
     expected = [(0, 2), (1,), (0,)] if fixed else [(0, 2), (), (), (1,), (), (0, 1, 2)]
     assert targets_of(source) == expected * 2 and target_kind(source) == "classes"
@@ -319,14 +317,9 @@ def test_columns_by_what_the_schema_says(tmp_path: Path) -> None:
 
 
 def test_columns_are_chosen_where_there_are_several(tmp_path: Path, cache: Path) -> None:
-    path = write(
-        tmp_path / "a.parquet",
-        {
-            "left": images(PICTURES[:2]), "right": images(PICTURES[2:4]), "fine_label": [0, 1], "coarse_label": [1, 1],
-            "id": [5, 6],
-        },
-        {"fine_label": class_label("a", "b"), "coarse_label": class_label("c", "d")},
-    )  # fmt: skip
+    columns = {"left": images(PICTURES[:2]), "right": images(PICTURES[2:4]), "id": [5, 6]}
+    features = {"fine_label": class_label("a", "b"), "coarse_label": class_label("c", "d")}
+    path = write(tmp_path / "a.parquet", {**columns, "fine_label": [0, 1], "coarse_label": [1, 1]}, features)
     assert "several columns of images: left, right; choose one by adding, for example, ?image=left" in message(path)
     left = Path(f"{path}?image=left")
     assert "several columns of labels: fine_label, coarse_label; choose one by adding" in message(left)

@@ -234,10 +234,8 @@ IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 RANGES: dict[str, dict[str, Any]] = {
     "value_range(-1, 1)": {},
     "vgg_value_range": IMAGENET,
-    "clip_value_range": {
-        "mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711),
-    },
-}  # fmt: skip
+    "clip_value_range": {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)},
+}
 """big_vision's ranges of values as fields of `Preprocess`."""
 
 
