@@ -189,13 +189,9 @@ def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
     pixels[5:20, 7:31] = pixels[11, 50] = 1
     packed = tools.encode(np.asfortranarray(pixels))
     lengths = np.flatnonzero(np.diff(np.concatenate([[0], pixels.T.ravel(), [2]])))
-    plain = [int(one) for one in np.diff(np.concatenate([[0], lengths]))]
+    plain = np.diff(np.concatenate([[0], lengths])).tolist()
     polygon = [10.0, 5.0, 40.0, 8.0, 30.0, 35.0]
-    outlines: list[Any] = [
-        {"size": [40, 60], "counts": packed["counts"].decode()},
-        {"size": [40, 60], "counts": plain},
-        [polygon],
-    ]
+    outlines: list[Any] = [run_lengths(packed["counts"].decode()), run_lengths(plain), [polygon]]
     coco(tmp_path, annotations=[
         {"id": n, "image_id": 7, "category_id": 5, "segmentation": one} for n, one in enumerate(outlines)
     ])  # fmt: skip

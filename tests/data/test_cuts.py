@@ -19,6 +19,7 @@ from vitrail.data.targets import class_indices
 
 pair = st.tuples(st.text(max_size=6), st.sampled_from([0, 1, 2, None]))
 labelled_keys = st.lists(pair, max_size=40, unique_by=lambda pair: pair[0])
+some_labels = st.lists(st.integers(0, 3), min_size=1, max_size=90)
 shares = st.floats(0, 1)
 
 
@@ -99,11 +100,7 @@ def test_names_that_are_not_text_can_be_hashed() -> None:
 
 
 @settings(max_examples=30)
-@given(
-    labels=st.lists(st.integers(0, 3), min_size=1, max_size=60),
-    counts=st.tuples(st.integers(0, 60), st.integers(0, 60)),
-    seed=st.integers(0, 99),
-)
+@given(some_labels, st.tuples(st.integers(0, 60), st.integers(0, 60)), st.integers(0, 99))
 def test_what_a_small_count_takes_a_larger_one_takes_too(labels: list[int], counts: tuple[int, int], seed: int) -> None:
     source = MemorySource(labels=labels)
     few, many = (set(keys_of(take(source, min(count, len(labels)), seed=seed))) for count in sorted(counts))
@@ -113,7 +110,7 @@ def test_what_a_small_count_takes_a_larger_one_takes_too(labels: list[int], coun
 
 
 @settings(max_examples=30)
-@given(labels=st.lists(st.integers(0, 3), min_size=1, max_size=90), share=st.floats(0, 1))
+@given(some_labels, shares)
 def test_every_class_has_its_share_of_what_is_taken(labels: list[int], share: float) -> None:
     taken = take(MemorySource(labels=labels), round(share * len(labels)))
     for label in set(labels):

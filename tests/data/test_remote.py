@@ -103,12 +103,7 @@ def test_what_passes_is_waited_out(server: Server, root: str, fault: str, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        ("503", "503"),
-        ("drop", ""),
-        ("short", r"EOFError: the server sent 4 of 8 bytes from byte 10 on"),
-        ("stall", "TimeoutError"),
-    ],
+    [("503", "503"), ("drop", ""), ("short", "EOFError: the server sent 4 of 8 bytes"), ("stall", "TimeoutError")],
 )
 def test_what_lasts_is_an_error_that_names_the_file(
     server: Server, root: str, fault: str, reason: str, monkeypatch: pytest.MonkeyPatch

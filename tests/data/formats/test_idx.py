@@ -28,11 +28,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch")
 
 
-@given(
-    shape=st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    name=st.sampled_from(["plain", "packed.gz"]),
-    seed=st.integers(0, 99),
-)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.sampled_from(["plain", "packed.gz"]), st.integers(0, 99))
 def test_arrays_of_any_shape_come_back(scratch: Path, write_idx: Write, shape: list[int], name: str, seed: int) -> None:
     array = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     found = read_idx(write_idx(scratch / name, array))

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.make import MemorySource, encode, orientation, targets_of
+from tests.make import MemorySource, encode, full_disk, orientation, targets_of
 from vitrail.data.formats.pack import FILE, IMAGES, UNFINISHED, pack, packed_before, parse
 from vitrail.data.formats.tar import looks_like_shards, open_shards
 from vitrail.data.pixels.decode import decode
@@ -323,17 +322,10 @@ def test_options_out_of_range(folder: Path, tmp_path: Path, options: dict[str, i
 
 
 def test_a_full_disk_is_an_error_after_which_it_goes_on(folder: Path, tmp_path: Path) -> None:
-    """A limit on the size of files replaces a full disk: writing fails at the same point."""
     pack(opened(folder), tmp_path / "straight", shard_size=40_000)
-    out, before = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
-    usual = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
-        with pytest.raises(SaveError, match=r"could not save a shard to .*/train-000000\.tar: File too large"):
-            pack(opened(folder), out, shard_size=40_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, usual)
+    out = tmp_path / "out"
+    with full_disk(10_000), pytest.raises(SaveError, match=r"save a shard to .*/train-000000\.tar: File too large"):
+        pack(opened(folder), out, shard_size=40_000)
     assert {path.name for path in out.iterdir()} == {UNFINISHED, IMAGES}
     pack(opened(folder), out, shard_size=40_000)
     assert files_of(out) == files_of(tmp_path / "straight")

@@ -24,7 +24,9 @@ from vitrail.data.pixels.tensorflow import resize
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.settings import from_plain, to_plain
 
+SCALINGS: tuple[Interpolation, ...] = ("nearest", "bilinear", "bicubic", "area")
 size = st.tuples(st.integers(1, 70), st.integers(1, 70))
+some_channels, some_resize = st.sampled_from([1, 3]), st.sampled_from(["squash", "crop", "pad"])
 
 
 def noise(height: int, width: int, channels: int = 3) -> np.ndarray:
@@ -35,15 +37,7 @@ def triangle(x: float) -> float:
     return max(0.0, 1 - abs(x))
 
 
-@given(
-    old=size,
-    new=size,
-    channels=st.sampled_from([1, 3]),
-    resize=st.sampled_from(["squash", "crop", "pad"]),
-    share=st.floats(0.2, 1),
-    interpolation=st.sampled_from(["nearest", "bilinear", "bicubic", "area"]),
-    given_channels=st.sampled_from([1, 3]),
-)
+@given(size, size, some_channels, some_resize, st.floats(0.2, 1), st.sampled_from(SCALINGS), some_channels)
 def test_files_arrays_and_pillow_images_give_the_same_pixels_of_the_size_asked_for(
     old: tuple[int, int], new: tuple[int, int], channels: int, resize: Resize, share: float,
     interpolation: Interpolation, given_channels: int,
@@ -63,7 +57,7 @@ def test_files_arrays_and_pillow_images_give_the_same_pixels_of_the_size_asked_f
 @pytest.mark.parametrize(("size", "channels"), [((7, 5), 3), ((1, 1), 3), ((28, 28), 1)])
 def test_images_of_the_size_are_left_as_they_are(resize: Resize, size: tuple[int, int], channels: int) -> None:
     image = noise(*size, channels)
-    for interpolation in ("nearest", "bilinear", "bicubic", "area"):
+    for interpolation in SCALINGS:
         preprocess = Preprocess(image_size=size, channels=channels, resize=resize, interpolation=interpolation)
         for form in (image, encode(image[..., 0] if channels == 1 else image, "PNG")):
             np.testing.assert_array_equal(preprocess.pixels(form), image.transpose(2, 0, 1))
@@ -134,7 +128,7 @@ def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
     assert Preprocess(image_size=(224, 224)).pixels(thin).shape == (3, 224, 224)
 
 
-@given(old=size, new=size, channels=st.sampled_from([1, 3]))
+@given(size, size, some_channels)
 def test_pytorch_scales_like_pillow_up_to_one_level(old: tuple[int, int], new: tuple[int, int], channels: int) -> None:
     image = noise(*old)[..., :channels]
     found, expected = (
