@@ -402,6 +402,7 @@ def test_folders_divide_the_annotations_of_voc_and_of_cvat(tmp_path: Path, write
 )
 def test_names_of_yolo_are_texts_whatever_yaml_makes_of_it(tmp_path: Path, text: str, classes: tuple[str, ...]) -> None:
     described(tmp_path, text)
+    (tmp_path / "notes.json").write_text('{"categories": [{"id": 0, "name": "one"}], "info": {}}')  # is not COCO
     assert opened(tmp_path).classes == classes
 
 
@@ -542,12 +543,6 @@ def test_folders_of_pictures_with_cocos_file_are_not_classes(tmp_path: Path) -> 
     assert "not read as classes" in text and "2 outlines with a polygon of fewer than three points" in text
     outlines = [splits.train.target(index).outlines for index in range(2)]
     assert [one[0] is None or len(one[0]) for one in outlines] == [1, True]
-
-
-def test_names_of_classes_beside_yolo_are_no_second_format(tmp_path: Path) -> None:
-    yolo(tmp_path)
-    (tmp_path / "notes.json").write_text('{"categories": [{"id": 0, "name": "one"}], "info": {}}')
-    assert opened(tmp_path).classes == ("one", "two")
 
 
 def test_labels_of_yolo_for_several_pictures_are_named(tmp_path: Path) -> None:

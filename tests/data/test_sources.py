@@ -83,6 +83,8 @@ def test_held_out_images_have_the_classes_of_training(tree: Trees) -> None:
 
 
 def test_a_task_without_labels_says_which_folders_it_does_not_read_as_splits_or_classes(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"bare has no images \(.*\), neither in it nor in its folders"):
+        open_data(str(tree("one/a.txt", name="bare")), validation_share=0.0, unlabelled=True)
     root = tree("a/1.png", "b/1.png", "test/1.png")
     splits = open_data(str(root), validation_share=0.0, unlabelled=True)
     assert splits.notes == (f"{root}: test is read like a, b, because there is no train/",)
@@ -385,11 +387,6 @@ def test_images_without_labels_are_mixed_into_labelled_ones_if_none_are_needed(t
     for refused in (config.open, lambda: config.cut(own)):
         with pytest.raises(DataError, match="flat has images but no class folders, so its images have no labels"):
             refused()
-
-
-def test_a_folder_without_any_image_is_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"pictures2 has no images \(.*\), neither in it nor in its folders"):
-        open_data(str(tree("one/a.txt", name="pictures2")), validation_share=0.0, unlabelled=True)
 
 
 def test_numbers_are_asked_of_data_that_can_have_them(tree: Trees) -> None:

@@ -67,6 +67,8 @@ def test_labels_are_a_data_set(labels: Callable[..., str], colour_folder: Path) 
     np.testing.assert_array_equal(soft_target_of(source, 3), np.array([0.25, 0.75], np.float32))
     assert source.stamp(2) == source.stamp(1) and source.origin(2) == source.origin(1)
     check_source(source)
+    pool = open_data(str(colour_folder), validation_share=0.0).train
+    assert shared_images(source, pool) == [0, 7, 20, 35], "held-out images are found among labelled ones"
     with pytest.raises(DataError, match="has no columns of numbers, but numbers=age"):
         open_data(labels(), validation_share=0.0, numbers=("age",))
 
@@ -132,11 +134,6 @@ def test_the_fingerprint_knows_the_probabilities(labels: Callable[..., str]) -> 
     path = Path(folder) / "probabilities.npy"
     np.save(path, np.load(path) * np.float32([0.5, 1]))
     assert fingerprint(open_data(folder, validation_share=0.0).train) != before
-
-
-def test_held_out_images_are_found_among_labelled_ones(labels: Callable[..., str], colour_folder: Path) -> None:
-    source = open_data(labels(), validation_share=0.0).train
-    assert shared_images(source, open_data(str(colour_folder), validation_share=0.0).train) == [0, 7, 20, 35]
 
 
 def test_the_rest_are_the_images_that_an_amount_leaves_out(colour_folder: Path) -> None:
