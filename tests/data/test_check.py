@@ -97,10 +97,8 @@ def messy_report(messy: Path) -> Report:
 
 def accused(report: Report) -> dict[str, list[list[str]]]:
     """Return the kinds of findings, with the images that they name. Copies of each other are in one group."""
-    return {
-        finding.kind: [sorted(f"{one.split}/{one.key}" for one in group) for group in finding.groups]
-        for finding in report.findings
-    }
+    found = report.findings
+    return {each.kind: [sorted(f"{one.split}/{one.key}" for one in group) for group in each.groups] for each in found}
 
 
 @pytest.mark.slow

@@ -192,9 +192,8 @@ def test_a_batch_moves_to_a_device_whole() -> None:
     (batch,) = evaluation_batches(source, SMALL, batch_size=2, readers=Readers(0))
     moved = batch.to(torch.device("meta"))
     kept = ("samples", "epochs", "views")
-    assert {name: getattr(moved, name).device.type for name in FIELDS} == {
-        name: "cpu" if name in kept else "meta" for name in FIELDS
-    }
+    devices = {name: getattr(moved, name).device.type for name in FIELDS}
+    assert devices == {name: "cpu" if name in kept else "meta" for name in FIELDS}
     assert all(getattr(moved, name).shape == getattr(batch, name).shape for name in FIELDS)
     assert moved.targets.device.type == "meta" and moved.skipped == batch.skipped and len(moved.skipped) == 1
     assert batch.images.device.type == "cpu"

@@ -206,10 +206,8 @@ def test_arrays_are_compared_by_their_pixels_and_only_so_many(monkeypatch: pytes
 
 def test_memory_does_not_grow_with_the_pairs_of_one_name() -> None:
     images = [np.full((1, 1, 1), value % 251, np.uint8) for value in range(700)]
-    train, held_out = (
-        MemorySource(some, labels=[0] * 700, keys=[f"{number}/1.png" for number in range(700)])
-        for some in (images, images[::-1])
-    )
+    keys = [f"{number}/1.png" for number in range(700)]
+    train, held_out = (MemorySource(some, labels=[0] * 700, keys=keys) for some in (images, images[::-1]))
     tracemalloc.start()
     try:
         shared_images(train, held_out)  # 490,000 pairs

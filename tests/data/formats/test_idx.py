@@ -198,9 +198,7 @@ def test_a_set_on_the_disk_is_found_without_a_download(
     assert not mirror.requests and not (tmp_path / "other").exists()
 
 
-def test_a_download_is_verified_kept_and_not_repeated(
-    idx_folder: Callable[..., Path], cache: Path, mirror: Server
-) -> None:
+def test_a_download_is_verified_and_not_repeated(idx_folder: Callable[..., Path], cache: Path, mirror: Server) -> None:
     idx_folder(name="cache", suffix=".gz", train=[0, 1])  # half a set is not taken for the whole
     folder = locate_fashion_mnist(mirror=mirror.url, debian=NOWHERE)
     assert folder == cache / "fashion-mnist"

@@ -74,11 +74,8 @@ def test_labels_are_a_data_set(labels: Callable[..., str], colour_folder: Path) 
 
 
 def test_classes_of_one_name_are_no_changed_labels(labels: Callable[..., str]) -> None:
-    counts = [
-        ClassCounts(label="crane", predicted=predicted, confident=2, different=2, chosen=chosen)
-        for predicted, chosen in ((9, 2), (27, 4))
-    ]
-    folder = labels(counts=tuple(counts))
+    crane: dict[str, Any] = {"label": "crane", "confident": 2, "different": 2}
+    folder = labels(counts=(ClassCounts(**crane, predicted=9, chosen=2), ClassCounts(**crane, predicted=27, chosen=4)))
     for classes in (None, ("crane", "crane")):
         source: Any = open_data(folder, validation_share=0.0, classes=classes).train
         assert targets_of(source) == [0, 1, 1, 1, 1, 0]
@@ -183,9 +180,7 @@ def test_other_images_in_the_pool_are_refused(labels: Callable[..., str], colour
         ("labels.csv", lambda text: text.replace(",red,", ",blue,", 1), "a changed label has no effect"),
     ],
 )  # fmt: skip
-def test_damaged_files_are_refused(
-    labels: Callable[..., str], name: str, change: Callable[[str], str], message: str
-) -> None:
+def test_damage_is_refused(labels: Callable[..., str], name: str, change: Callable[[str], str], message: str) -> None:
     path = Path(labels()) / name
     path.write_text(change(path.read_bytes().decode().replace("\r", "")))
     with pytest.raises(DataError, match=message):
