@@ -168,9 +168,7 @@ def test_a_table_with_a_label_only_in_a_held_out_split(tree: Trees) -> None:
     [
         ("Fashion-MNIST", ", and no data set has this name (nearest: fashion-mnist)"),
         ("zzz", ", and no data set has this name (choices: bundled, fashion-mnist, fractals:CLASSES:SAMPLES, "),
-        ("flowers/bundeld", ""),
-        ("./bundeld", ""),
-        ("~no-such-user/flowers", ""),
+        *((spec, "") for spec in ("flowers/bundeld", "./bundeld", "~no-such-user/flowers")),
     ],
 )
 def test_a_path_that_does_not_exist_is_named_with_the_nearest_names(

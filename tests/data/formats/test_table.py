@@ -392,11 +392,8 @@ def test_a_check_names_all_faults_of_a_table(table: Callable[..., Path]) -> None
 
 def test_files_that_are_elsewhere_are_named(tree: Trees) -> None:
     root = tree("train/1.jpg", "train/2.jpg", "3.jpg")
-    for paths, hint in (
-        (("1.jpg", "2.jpg"), "paths must begin with train/"),
-        (("1", "2"), "a file train/1.jpg"),
-        (("3", "4"), "3.jpg"),
-    ):
+    hints = {("1.jpg", "2.jpg"): "paths must begin with train/", ("1", "2"): "a file train/1.jpg", ("3", "4"): "3.jpg"}
+    for paths, hint in hints.items():
         (root / "labels.csv").write_text(f"image_id,label\n{paths[0]},a\n{paths[1]},b\n")
         with pytest.raises(DataError, match=hint):
             opened(root / "labels.csv")

@@ -60,16 +60,6 @@ def test_every_cut_and_every_changed_end_is_seen(tmp_path: Path) -> None:
     assert open_blob(path) is not None
 
 
-def test_what_goes_wrong_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
-    def pieces() -> object:
-        yield b"a"
-        raise KeyError("broken")
-
-    with pytest.raises(KeyError):
-        write_blob(tmp_path / "pieces", pieces())
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     with full_disk(3_000_000), pytest.raises(SaveError) as caught:
         write_blob(tmp_path / "pieces", [bytes(100_000)] * 50)
