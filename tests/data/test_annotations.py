@@ -303,10 +303,7 @@ TRIANGLE = "<polygon><x1>1</x1><y1>2</y1><x2>30</x2><y2>2</y2><x3>9</x3><y3>20</
         (lambda root: voc(root, voc_object(1, 2, 30, 20, more=TRIANGLE)), "1 object with a polygon"),
         (lambda root: yolo(root, names=("dog", "Dog")), "differ only in case or spaces: 'dog' and 'Dog'"),
         (lambda root: [coco(root / "train"), coco(root / "test", annotations=[])], "the test split is skipped"),
-        (
-            lambda root: yolo(root, train="../images/train", val="../valid/photos"),
-            "the validation split '../valid/photos' has no images, so it is skipped",
-        ),
+        (lambda root: yolo(root, train="../images/train", val="../valid/photos"), "'../valid/photos' has no images"),
         (lambda root: [coco(root), picture(root / "c.png")], "no COCO file lists them: c.png"),
     ],
 )

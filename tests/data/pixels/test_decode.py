@@ -447,10 +447,15 @@ def tiff(width: int, height: int, tags: dict[int, int], data: bytes, *, tiles: b
     return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(entries)) + listed + b"\0" * 4
 
 
-@pytest.mark.parametrize(("black", "expected"), [(1, [0, 0, 128, 255]), (0, [255, 255, 127, 0])])
-def test_16_bits_of_grey_whose_white_is_zero_are_turned_round(black: int, expected: list[int]) -> None:
-    data = tiff(4, 1, {258: 16, 262: black}, struct.pack("<4H", 0, 255, 0x8000, 0xFFFF))
-    assert decode(data, 1).flatten().tolist() == expected
+def test_grey_of_12_and_16_bits_in_tiff_is_scaled_to_8_and_turned_round_if_white_is_zero() -> None:
+    for black, expected in ((1, [0, 0, 128, 255]), (0, [255, 255, 127, 0])):
+        data = tiff(4, 1, {258: 16, 262: black}, struct.pack("<4H", 0, 255, 0x8000, 0xFFFF))
+        assert decode(data, 1).flatten().tolist() == expected
+    values = np.random.default_rng(2).integers(0, 4096, (4, 6))
+    pairs = values.reshape(-1, 2)
+    packed = np.stack([pairs[:, 0] >> 4, (pairs[:, 0] & 15) << 4 | pairs[:, 1] >> 8, pairs[:, 1] & 255], 1)
+    file = tiff(6, 4, {258: 12, 259: 1, 262: 1, 277: 1}, packed.astype(np.uint8).tobytes())
+    np.testing.assert_array_equal(decode(file, 1)[..., 0], values >> 4)
 
 
 @pytest.mark.parametrize("mode", ["YCbCr", "LAB"])
@@ -589,14 +594,6 @@ def test_a_fourth_byte_of_bmp_that_is_0_everywhere_is_no_transparency(alpha: int
     header = struct.pack("<IiiHHIIiiII", 108, width, -height, 1, 32, 3, len(pixels), 0, 0, 0, 0) + masks + bytes(52)
     file = b"BM" + struct.pack("<IHHI", 122 + len(pixels), 0, 0, 122) + header + pixels
     np.testing.assert_array_equal(decode(file, 3), colours)
-
-
-def test_grey_of_12_bits_in_tiff_is_scaled_to_8() -> None:
-    values = np.random.default_rng(2).integers(0, 4096, (4, 6))
-    pairs = values.reshape(-1, 2)
-    packed = np.stack([pairs[:, 0] >> 4, (pairs[:, 0] & 15) << 4 | pairs[:, 1] >> 8, pairs[:, 1] & 255], 1)
-    file = tiff(6, 4, {258: 12, 259: 1, 262: 1, 277: 1}, packed.astype(np.uint8).tobytes())
-    np.testing.assert_array_equal(decode(file, 1)[..., 0], values >> 4)
 
 
 @pytest.mark.parametrize(("bits", "arrangement", "is_refused"), [(16, 2, True), (16, 1, False), (8, 2, False)])
