@@ -54,11 +54,7 @@ def standardised(weight: Tensor, eps: tuple[float, WeightEps]) -> Tensor:
 
 
 def group_norm(x: Tensor, norm: nn.GroupNorm, groups: int = 32) -> Tensor:
-    b, c, h, w = x.shape
-    parts = x.reshape(b, groups, -1)
-    centred = parts - parts.mean(-1, keepdim=True)
-    parts = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    return parts.view(b, c, h, w) * norm.weight[:, None, None] + norm.bias[:, None, None]
+    return F.group_norm(x, groups, norm.weight, norm.bias, norm.eps)
 
 
 # --- convolutions
@@ -199,7 +195,8 @@ def test_a_resnet_by_its_parts(fields: dict[str, Any], size: tuple[int, int]) ->
     if fields:
         x, cell, kind = F.conv2d(images, stem, None, 1, 1), 4, BasicUnit
     else:
-        x, cell, kind = max_pool_over_zeros(F.conv2d(images, stem, None, 2, 3)), 8, PreActivationUnit
+        x, cell, kind = F.conv2d(images, stem, None, 2, 3), 8, PreActivationUnit
+        x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 2)  # over zeros
     assert [type(unit) for unit in units] == [kind] * 3
     for unit in units:
         x = unit(x)
@@ -264,16 +261,6 @@ def test_a_resnet_learns_above_frozen_stages(unit: ResNetUnit, channels: int, fr
     assert gradient.any() and network.stem.weight.grad is None
 
 
-def max_pool_over_zeros(x: Tensor) -> Tensor:
-    """Return the maximum of 3 x 3 windows with stride 2, on a map with zeros on every side."""
-    b, c, h, w = x.shape
-    framed = x.new_zeros(b, c, h + 2, w + 2)
-    framed[:, :, 1:-1, 1:-1] = x
-    rows, columns = range(0, h, 2), range(0, w, 2)
-    cells = [[framed[:, :, i : i + 3, j : j + 3].amax((2, 3)) for j in columns] for i in rows]
-    return torch.stack([torch.stack(row, -1) for row in cells], -2)
-
-
 SIZES = [(1, 1), (2, 3), (7, 8), (17, 33), (1, 65)]
 
 
@@ -335,15 +322,9 @@ def test_a_root_by_its_parts(depths: tuple[int, ...], stem: Stem, size: tuple[in
     else:
         x = F.conv2d(_pad_same(images, 7, 2), standardised(root.stem.weight, ROOT), None, 2)
         x = group_norm(x, root.norm).clamp_min(0)
-        b, c, h, w = x.shape
-        top, left = (max((math.ceil(side / 2) - 1) * 2 + 3 - side, 0) // 2 for side in (h, w))
-        framed = x.new_full((b, c, h + 4, w + 4), -math.inf)
-        framed[:, :, top : top + h, left : left + w] = x
-        rows = [
-            torch.stack([framed[:, :, i : i + 3, j : j + 3].amax((2, 3)) for j in range(0, w, 2)], -1)
-            for i in range(0, h, 2)
-        ]
-        x = torch.stack(rows, -2)
+        needed = [(math.ceil(side / 2) - 1) * 2 + 3 - side for side in x.shape[2:]]
+        (top, below), (left, right) = ((max(one, 0) // 2, max(one, 0) - max(one, 0) // 2) for one in needed)
+        x = F.max_pool2d(F.pad(x, (left, right, top, below), value=-math.inf), 3, 2)
     for number, stage in enumerate(root.stages):
         assert len(stage) == depths[number]
         for unit in stage:

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.make import randomised, small_config, vit_fields
-from tests.models.networks import PLACES, assert_lecun, assert_uniform
+from tests.models.networks import PLACES, assert_lecun, assert_uniform, logits_of_features
 from vitrail.errors import ConfigError
 from vitrail.models.attention.full import SelfAttention
-from vitrail.models.blocks import Block, Mlp
+from vitrail.models.blocks import Block, LayerScale, Mlp
 from vitrail.models.resnet_config import RootConfig
-from vitrail.models.tokens import pool
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
@@ -315,8 +314,9 @@ def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
 # --- dropout and stochastic depth
 
 
-def test_dropout_is_where_the_paper_has_it() -> None:
-    config = small_config(dropout=0.3)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_dropout_is_where_the_paper_has_it(activation: str) -> None:
+    config = small_config(dropout=0.3, activation=activation)
     network, images = randomised(config).train(), pictures(config, batch=8)
     torch.manual_seed(5)
     features = network.features(images)
@@ -365,14 +365,6 @@ def test_both_branches_of_a_block_are_skipped_by_themselves() -> None:
 
 
 # --- what is read of the last block
-
-
-def logits_of_features(network: VisionTransformer, images: Tensor) -> Tensor:
-    """Return the logits, computed from all tokens of the last block."""
-    x = pool(network.features(images), network.config.pool, network.attention_pool)
-    x = network.norm(x) if network.config.final_norm == "pooled" else x
-    x = x if network.head_hidden is None else torch.tanh(network.head_hidden(x))
-    return x if network.head is None else network.head(x)
 
 
 def check_logits_of_features(network: VisionTransformer, images: Tensor) -> None:
@@ -493,12 +485,12 @@ def test_the_residual_stream_has_the_format_of_the_weights(fields: dict[str, Any
     for module in network.modules():
         if isinstance(module, nn.LayerNorm | Block):
             module.register_forward_hook(lambda _, given, result: formats["stream"].append(given[0].dtype))
-        if isinstance(module, SelfAttention | Mlp):
+        if isinstance(module, SelfAttention | Mlp | LayerScale):
             module.register_forward_hook(lambda _, given, result: formats["branches"].append(result.dtype))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = network(images)
     assert len(formats["stream"]) >= 3 * config.depth + 1 and set(formats["stream"]) == {expected}
-    assert len(formats["branches"]) >= 2 * config.depth and set(formats["branches"]) == {torch.bfloat16}
+    assert len(formats["branches"]) >= 4 * config.depth and set(formats["branches"]) == {torch.bfloat16}
     assert logits.dtype == torch.bfloat16
     logits.float().square().sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
@@ -617,31 +609,27 @@ def test_networks_start_with_xavier_uniform_lecun_normal_and_constant_weights() 
     torch.manual_seed(0)
     config = ViTConfig(
         image_size=(64, 64), patch_size=(8, 8), width=96, depth=2, heads=4, mlp_width=1024, num_classes=10,
-        head_hidden=80,
+        head_hidden=80, class_token=True, registers=40, pool="map", layer_scale=0.3,
     )  # fmt: skip
     fresh = VisionTransformer(config).requires_grad_(False)
     for block in fresh.blocks:
         for weight in (*block.attention.qkv.weight.split(96), block.attention.out.weight):
             assert_uniform(weight, 96, 96)
         assert not block.attention.qkv.bias.any() and not block.attention.out.bias.any()
+        assert all((scale.gamma == 0.3).all() for scale in (block.scale1, block.scale2))
     for layer in (fresh.patches.projection, fresh.head_hidden):
         assert_lecun(layer.weight, noise=0.015)
         assert not layer.bias.any()
+    pool, registers = fresh.attention_pool, fresh.prefix.registers
+    for weight in (pool.query.weight, *pool.key_value.weight.chunk(2), pool.out.weight):
+        assert_uniform(weight, 96, 96)
+    assert not any(layer.bias.any() for layer in (pool.query, pool.key_value, pool.out))
+    assert pool.probe.std().item() == pytest.approx(math.sqrt(2 / 97), rel=0.1)
+    assert registers.std().item() == pytest.approx(0.02, rel=0.03) and registers.abs().max() > 0.06
+    assert abs(registers.mean().item()) < 0.001
     assert not fresh.head.weight.any() and not fresh.head.bias.any() and not fresh.prefix.cls.any()
     norms = [module for module in fresh.modules() if isinstance(module, nn.LayerNorm)]
-    assert len(norms) == 5 and all((norm.weight == 1).all() and not norm.bias.any() for norm in norms)
-
-
-@pytest.mark.parametrize("std", [0.02, 96**-0.5, 0.0])
-def test_positions_start_normal_with_the_std_of_the_config(std: float) -> None:
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=(64, 64), patch_size=(8, 8), width=96, depth=1, heads=4, mlp_width=8, position_std=std
-    )
-    embedding = VisionTransformer(config).positions.embedding.detach()
-    assert embedding.shape == (1, 65, 96)
-    assert embedding.std() == pytest.approx(std, rel=0.03) and embedding.mean().abs() <= 0.05 * std
-    assert std == 0 or embedding.abs().max() > 3 * std
+    assert len(norms) == 6 and all((norm.weight == 1).all() and not norm.bias.any() for norm in norms)
 
 
 # --- what a config may not say

@@ -12,8 +12,6 @@ from vitrail.models.attention import AttentionPositions
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["SEEN", "config_of", "dense", "insides", "made_network"]
-
 Place = tuple[int, int]
 Rule = Callable[[Place, Place, Place, int], bool]
 """A function of (query, key, grid, block) that says if the patch `query` sees the patch `key`."""
