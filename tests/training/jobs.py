@@ -21,6 +21,12 @@ from vitrail.training.job import Job, Phase
 from vitrail.training.log import Log
 from vitrail.training.run import RunResult, train
 
+SMALL = (
+    "--variant", "ViT-Pico/7", "--image-size", "28", "28", "--width", "16", "--depth", "2", "--heads", "2",
+    "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
+)  # fmt: skip
+"""Options of a small network, for commands."""
+
 
 class Finished(NamedTuple):
     config: TrainConfig

@@ -29,8 +29,9 @@ def test_means_since_the_last_reading() -> None:
     meter = Meter()
     for step, loss in enumerate((1.0, 2.0, 6.0), start=1):
         meter.add(step, {"loss": torch.tensor(loss), "accuracy": torch.tensor(loss / 10)})
-    assert meter.read() == pytest.approx({"loss": 3.0, "accuracy": 0.3})
-    meter.add(4, {"loss": torch.tensor(8.0), "accuracy": torch.tensor(0.5)})
+    meter.add(4, {"accuracy": torch.tensor(0.7), "loss": torch.tensor(7.0)})  # the names decide, and not their order
+    assert meter.read() == pytest.approx({"loss": 4.0, "accuracy": 0.4})
+    meter.add(5, {"loss": torch.tensor(8.0), "accuracy": torch.tensor(0.5)})
     assert meter.read() == {"loss": 8.0, "accuracy": 0.5}
 
 

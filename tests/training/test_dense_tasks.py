@@ -17,12 +17,9 @@ from tests.training import ranks
 from tests.training.curves import values_of
 from tests.training.jobs import results_of
 from vitrail.cli.run_options import check_effects
-from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError
 from vitrail.models.positions import POSITIONS
 from vitrail.recipes import RECIPES
-from vitrail.tasks.dense_objective import DenseObjective
-from vitrail.tasks.task import LossOutput
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
 from vitrail.training.run import resume, train
@@ -178,22 +175,10 @@ def test_settings_that_a_rule_makes_effective_or_that_the_speed_decides_about_ar
     assert "--patience: it has an effect only" in command("train", *data, "--evaluations", "5")[2]
 
 
-def test_positions_and_objectives_of_a_user_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_positions_of_a_user_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POSITIONS, "linear-2d", POSITIONS["learned-2d"])
     given = {"positions": "linear-2d", "position_std": 0.1, "positions_cover": "patches"}
     check_effects(given, TrainConfig().override(variant="ViT-Pico/8", **given))
-    network = make_bundle().network
-    assert CentreObjective(network).network is network
-
-
-class CentreObjective(DenseObjective):
-    """An objective of a user."""
-
-    def __init__(self, network: torch.nn.Module) -> None:
-        super().__init__(network)
-
-    def forward(self, batch: Batch) -> LossOutput:
-        raise NotImplementedError
 
 
 def test_layer_decay_has_an_effect_on_the_tokens_of_a_head() -> None:

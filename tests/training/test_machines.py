@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.training.curves import curve, difference
+from tests.training.jobs import SMALL
 
 HOSTS = {"one": "10.77.31.1", "two": "10.77.31.2"}
 COMMAND = (
-    sys.executable, "-m", "vitrail", "train", "demo", "--variant", "ViT-Pico/7", "--image-size", "28", "28",
-    "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
-    "--threads", "1", "--batch-size", "20", "--checkpoints", "3", "--evaluations", "2", "--optimizer", "sgd",
-    "--learning-rate", "0.05",
+    sys.executable, "-m", "vitrail", "train", "demo", *SMALL, "--threads", "1", "--batch-size", "20",
+    "--checkpoints", "3", "--evaluations", "2", "--optimizer", "sgd", "--learning-rate", "0.05",
 )  # fmt: skip
 
 

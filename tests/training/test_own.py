@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import vitrail
+from tests.listening import Display
 from tests.make import make_masks_folder, make_voc_folder, wait_for
 from tests.training.jobs import Make, train_until
 from vitrail.data.batch import Batch
@@ -31,7 +32,6 @@ from vitrail.tasks.classification import ClassificationObjective
 from vitrail.tasks.own_model import OwnModel
 from vitrail.tasks.task import LossOutput, Objective
 from vitrail.testing import check_source as checked
-from vitrail.training.after_step import Meter
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import summarise
 from vitrail.training.job import Probe, check_source
@@ -223,17 +223,10 @@ def test_what_is_no_plain_module_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("init", "m"),
-        ("layer_decay", 0.9),
-        ("compile", "on"),
-        ("precision", "float8"),
-        ("probe", "knn"),
-        ("early_image_size", ("6:0.5",)),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("init", "m"), ("layer_decay", 0.9), ("compile", "on"), ("precision", "float8"), ("probe", "knn"),
+    ("early_image_size", ("6:0.5",)),
+])  # fmt: skip
 def test_settings_that_need_a_network_of_the_package_are_refused(
     name: str, value: Any, config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,22 +272,15 @@ def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_un
 
 
 def test_settings_of_another_network_are_noted(config: Make) -> None:
-    notes = list[str]()
-    log = Log(lambda event: notes.append(event["text"]) if event["event"] == "note" else None)
-    train(config(steps=1, dropout=0.3), data=Stripes(), network=Small(), log=log)
-    assert any("dropout=0.3" in note and "no effect" in note for note in notes)
+    display = Display()
+    train(config(steps=1, dropout=0.3), data=Stripes(), network=Small(), log=Log(display))
+    assert any("dropout=0.3" in note and "no effect" in note for note in display.notes)
 
 
 def test_splits_with_the_same_keys_are_noted(config: Make) -> None:
-    notes = list[str]()
-    log = Log(lambda event: notes.append(event["text"]) if event["event"] == "note" else None)
-    train(config(steps=1, **SIZES), data=Splits(Stripes(), Stripes(10), None), log=log)
-    assert any("10 samples of the validation split have keys of other splits" in note for note in notes)
-
-
-class Detached(Small):
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images).detach()
+    display = Display()
+    train(config(steps=1, **SIZES), data=Splits(Stripes(), Stripes(10), None), log=Log(display))
+    assert any("10 samples of the validation split have keys of other splits" in note for note in display.notes)
 
 
 @pytest.mark.usefixtures("types_unchecked")
@@ -338,18 +324,6 @@ def test_losses_of_one_element_and_other_iterables_of_probes_are_accepted(
     probes = (Probe(name, 1, lambda *given: {}) for name in "ab")
     run = train(config(steps=1, **SIZES), data=Stripes(), probes=probes)  # type: ignore[arg-type]
     assert [event["name"] for event in read_journal(run.folder / "journal.jsonl") if event["event"] == "step"] == [1.0]
-
-
-def test_metrics_in_another_order_are_added_to_those_of_their_names() -> None:
-    meter, one, two = Meter(), torch.tensor(1.0), torch.tensor(2.0)
-    meter.add(1, {"a": one, "b": two})
-    meter.add(2, {"b": two, "a": two})
-    assert meter.read() == {"a": 1.5, "b": 2.0}
-
-
-def test_a_network_without_gradients_is_refused_in_its_first_step(config: Make) -> None:
-    with pytest.raises(ConfigError, match="a weight that requires gradients"):
-        train(config(steps=1), data=Stripes(), network=Detached())
 
 
 @pytest.mark.usefixtures("types_unchecked")
@@ -412,15 +386,14 @@ def test_runs_in_threads_train_one_after_the_other(config: Make, tmp_path: Path)
 
 
 def test_a_run_that_waits_for_another_says_so(config: Make, tmp_path: Path) -> None:
-    notes, log = list[str](), Log(lambda event: notes.append(event["text"]) if event["event"] == "note" else None)
+    display, futures = Display(), list[Any]()
 
     def wait(event: Any) -> None:  # a listener of a run in this thread, while the other thread begins
         if event["event"] == "started":
-            other = threads.submit(train, config(steps=1, run=str(tmp_path / "b"), **SIZES), data=Stripes(), log=log)
-            futures.append(other)
-            wait_for(lambda: any("waits until" in note for note in notes), 20)
+            other = config(steps=1, run=str(tmp_path / "b"), **SIZES)
+            futures.append(threads.submit(train, other, data=Stripes(), log=Log(display)))
+            wait_for(lambda: any("waits until" in note for note in display.notes), 20)
 
-    futures: list[Any] = []
     with ThreadPoolExecutor(1) as threads:
         train(config(steps=1, **SIZES), data=Stripes(), log=Log(wait))
         assert futures[0].result().summary["steps"] == 1

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.make import MemorySource
 from tests.training.curves import events_of
 from tests.training.jobs import Make, train_until
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample
 from vitrail.errors import SaveError
 from vitrail.models.variants import create
 from vitrail.report.page import is_our_page
@@ -90,25 +90,10 @@ def test_they_are_spread_over_the_source(bundle: Bundle, colour_folder: Path, tm
 
 
 def test_broken_and_unlabelled_samples_are_left_out(bundle: Bundle, tmp_path: Path) -> None:
-    class Mixed:
-        classes = ("T-shirt/top", "../escape", "\u4e2d")
-
-        def __len__(self) -> int:
-            return 5
-
-        def __getitem__(self, index: int) -> Sample:
-            pixels = np.full((20, 10, 3), 50 * index, np.uint8)
-            return Sample(self.key(index), b"" if index == 1 else pixels, self.target(index))
-
-        def key(self, index: int) -> str:
-            return str(index)
-
-        def target(self, index: int) -> int | None:
-            return [0, 0, None, 1, 2][index]
-
-    folder = tmp_path / "run" / "examples"
-    examples = write_examples(bundle, Mixed(), folder)
-    assert [example.label for example in examples] == ["T-shirt/top", "../escape", "\u4e2d"]
+    classes, folder = ("T-shirt/top", "../escape", "\u4e2d"), tmp_path / "run" / "examples"
+    images = [b"" if index == 1 else np.full((20, 10, 3), 50 * index, np.uint8) for index in range(5)]
+    examples = write_examples(bundle, MemorySource(images, labels=[0, 0, None, 1, 2], classes=classes), folder)
+    assert [example.label for example in examples] == [*classes]
     assert {path.parent for path in (example.path for example in examples)} == {folder}
     assert sorted(path.name for path in folder.iterdir()) == ["00-T-shirt-top.png", "01--escape.png", "02-中.png"]
 

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.make import wait_for
 from tests.several import in_processes
 from tests.training import ranks
 from tests.training.curves import curve, difference, events_of, same_weights, steps_of, values_of
-from tests.training.jobs import Initial, results_of
+from tests.training.jobs import SMALL, Initial, results_of
 from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError, SaveError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.log import read_journal
@@ -401,14 +402,10 @@ def torchrun(three_splits: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts `torchrun -m vitrail train` with two processes."""
 
     def start(*words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        fields = (
-            "--data", str(three_splits), "--variant", "ViT-Pico/7", "--image-size", "28", "28", "--width", "16",
-            "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
-            "--threads", "1", "--batch-size", "20", "--evaluations", "2", "--checkpoints", "6",
-        )  # fmt: skip
+        fields = ("--threads", "1", "--batch-size", "20", "--evaluations", "2", "--checkpoints", "6")
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options,
-             "-m", "vitrail", "--", "train", "demo", *fields, *words],
+             "-m", "vitrail", "--", "train", "demo", "--data", str(three_splits), *SMALL, *fields, *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
@@ -417,10 +414,8 @@ def torchrun(three_splits: Path) -> Callable[..., subprocess.Popen[str]]:
 
 def workers(run: Path, launcher: subprocess.Popen[str], step: int) -> list[int]:
     """Return the worker processes of torchrun when the run has a checkpoint of a step."""
-    end = time.monotonic() + 300
-    while not Checkpoints(run / "checkpoints").steps()[-1:] >= [step]:
-        assert launcher.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: launcher.poll() is not None or Checkpoints(run / "checkpoints").steps()[-1:] >= [step], 300)
+    assert launcher.poll() is None
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return [int(child) for child in children if b"vitrail" in Path(f"/proc/{child}/cmdline").read_bytes()]
 

@@ -18,7 +18,7 @@ import torch
 import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
 from tests.training.curves import steps_of
-from tests.training.jobs import CrashAt, Make, Outcome, StopAt, train_until
+from tests.training.jobs import SMALL, CrashAt, Make, Outcome, StopAt, train_until
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig
@@ -198,11 +198,7 @@ def test_a_run_that_ended_in_its_last_measurements_is_finished(
     assert steps_of(run, "finished") == [24]
 
 
-SIZES = (
-    "--variant", "ViT-Pico/7", "--image-size", "28", "28",
-    "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
-    "--dropout", "0.2", "--stochastic-depth", "0.3", "--threads", "2", "--batch-size", "20",
-)  # fmt: skip
+RANDOM = (*SMALL, "--dropout", "0.2", "--stochastic-depth", "0.3", "--threads", "2", "--batch-size", "20")
 
 
 @pytest.mark.slow
@@ -211,7 +207,7 @@ def test_kill_9_at_random_moments_changes_no_bit(
     more: tuple[str, ...], three_splits: Path, outcome: Outcome, command: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    options = ("--data", str(three_splits), "--steps", "40", "--checkpoints", "40", "--evaluations", "20", *SIZES)
+    options = ("--data", str(three_splits), "--steps", "40", "--checkpoints", "40", "--evaluations", "20", *RANDOM)
     options += more
     straight = command("demo", *options, "--run", str(tmp_path / "straight"))
     _, errors = straight.communicate(timeout=120)
@@ -287,7 +283,7 @@ def test_kill_9_within_a_save_changes_no_bit(
     outcome: Outcome, tmp_path: Path,
 ) -> None:  # fmt: skip
     run = tmp_path / "run"
-    options = ("--data", str(three_splits), "--run", str(run), "--steps", "24", "--checkpoints", "3", *SIZES)
+    options = ("--data", str(three_splits), "--run", str(run), "--steps", "24", "--checkpoints", "3", *RANDOM)
     options += (*more, "--evaluations", "6", "--keep", "best", "--optimizer", "adamw", "--learning-rate", "0.01")
     process = subprocess.run(
         [sys.executable, "-c", KILLER, where, "train", "demo", *options],

@@ -16,10 +16,11 @@ from torch import Tensor
 import vitrail.training.run as run_module
 import vitrail.training.state as making_module
 from tests.listening import Display
-from tests.make import make_colour_folder
+from tests.make import MemorySource, keys_of, make_colour_folder, targets_of
 from tests.training.curves import events_of, same_weights, steps_of, values_of
 from tests.training.jobs import Finished, Make, Outcome, train_until
 from vitrail.data.batch import Batch
+from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError
@@ -129,31 +130,23 @@ def test_the_weights_that_were_asked_for_are_kept(
     assert result.metrics["validation_accuracy"] == watching.results[step][0]
 
 
-class Noting:
-    """A source that records which samples were read, and when."""
+class Noting(MemorySource):
+    """A source that records when samples were read."""
 
-    def __init__(self, source: Any, log: list[tuple[str, str]], name: str) -> None:
-        self.source, self.log, self.name = source, log, name
-        self.classes = source.classes
+    def __init__(self, source: Any, log: list[str], name: str) -> None:
+        images = [source[index].image for index in range(len(source))]
+        super().__init__(images, labels=targets_of(source), keys=keys_of(source), classes=source.classes)
+        self.log, self.name = log, name
 
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Any:
-        self.log.append((self.name, self.source.key(index)))
-        return self.source[index]
-
-    def key(self, index: int) -> str:
-        return self.source.key(index)
-
-    def target(self, index: int) -> int | None:
-        return self.source.target(index)
+    def __getitem__(self, index: int) -> Sample:
+        self.log.append(self.name)
+        return super().__getitem__(index)
 
 
 def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
     tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log: list[tuple[str, str]] = []
+    log: list[str] = []
     config = tiny(steps=24, flip=False)
     splits = config.data.open()
     noting = Splits(*(Noting(getattr(splits, name), log, name) for name in ("train", "validation", "test")))
@@ -164,14 +157,13 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
     def fit(run: Run, state: TrainState) -> None:
         state.objective.register_forward_pre_hook(lambda module, inputs: trained.append(inputs[0]))
         real(run, state)
-        log.append(("event", "trained"))
+        log.append("trained")
 
     monkeypatch.setattr(run_module, "fit", fit)
     train(config, data=opened)
     assert splits.validation is not None
-    cut = {splits.validation.key(index) for index in range(len(splits.validation))}
-    indices = torch.cat([batch.samples for batch in trained]).tolist()
-    keys = [splits.train.key(index) for index in indices]
+    cut, of_train = {*keys_of(splits.validation)}, keys_of(splits.train)
+    keys = [of_train[index] for batch in trained for index in batch.samples.tolist()]
     assert len(keys) == 24 * 16 and len(set(keys)) == 179, "two epochs see every training image"
     assert len(cut) == 21 and not cut & set(keys)
     held_out = {splits.validation[index].image.tobytes() for index in range(21)}  # type: ignore[union-attr]
@@ -179,9 +171,8 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
     as_bytes = ((pixels * 0.353 + 0.286) * 255).round().byte().permute(0, 2, 3, 1).numpy()
     assert not held_out & {image.tobytes() for image in as_bytes}
     assert {splits.train[index].image.tobytes() for index in range(179)} & {image.tobytes() for image in as_bytes}
-    before, after = log[: log.index(("event", "trained"))], log[log.index(("event", "trained")) :]
-    assert {name for name, _ in before} == {"train", "validation"}
-    assert {name for name, _ in after} >= {"validation", "test"}
+    before, after = log[: log.index("trained")], log[log.index("trained") :]
+    assert {*before} == {"train", "validation"} and {*after} >= {"validation", "test"}
 
 
 def test_the_test_split_has_no_say_in_the_model(tiny: Make, tmp_path: Path) -> None:

@@ -45,20 +45,21 @@ def test_a_run_says_if_its_model_learned_from_the_validation_images(
 
 
 @pytest.mark.parametrize(
-    ("classes", "names", "new_head", "kept", "note"),
+    ("classes", "names", "fields", "kept", "note"),
     [
-        (COLOURS, COLOURS, False, True, "is kept, because its outputs are the same"),
-        (COLOURS, COLOURS, True, False, "the new head has 3 classes; its weights start at zero"),
-        (("0", "1", "2"), ("0", "1", "2"), False, False, "because the classes have numbers instead of names"),
-        (("1", "2", "3"), ("1", "2", "3"), False, True, "is kept, because its outputs are the same"),
-        (("blue", "red", "green"), COLOURS, False, False, "the new head has 3 classes"),
+        (COLOURS, COLOURS, {}, True, "is kept, because its outputs are the same"),
+        (COLOURS, COLOURS, {"new_head": True}, False, "the new head has 3 classes; its weights start at zero"),
+        (COLOURS, COLOURS, {"linear_head": True}, True, "linear"),
+        (("0", "1", "2"), ("0", "1", "2"), {}, False, "because the classes have numbers instead of names"),
+        (("1", "2", "3"), ("1", "2", "3"), {}, True, "is kept, because its outputs are the same"),
+        (("blue", "red", "green"), COLOURS, {}, False, "the new head has 3 classes"),
     ],
 )
 def test_a_head_is_kept_for_named_classes_alone(
-    initial: Initial, classes: tuple[str, ...], names: tuple[str, ...], new_head: bool, kept: bool, note: str
+    initial: Initial, classes: tuple[str, ...], names: tuple[str, ...], fields: dict[str, bool], kept: bool, note: str
 ) -> None:
     bundle = load(initial(classes=classes), device="cpu")
-    start = StartConfig(init="given", new_head=new_head)
+    start = StartConfig(init="given", **fields)
     network, found, notes = network_from(bundle, start, bundle.preprocess, {}, Classification(), names)
     assert found == kept and note in notes[-1]
     assert bool(network.state_dict()["head.weight"].any()) == kept
@@ -81,13 +82,6 @@ def test_another_pooling_keeps_the_tokens_of_the_model(initial: Initial, fields:
     features = bundle.network.features(images)
     expected = features.cls if pool == "cls" else features.patches.mean(1)
     torch.testing.assert_close(network.embed(images), expected)
-
-
-def test_a_linear_head_is_said_to_replace_that_of_the_model(initial: Initial) -> None:
-    bundle = load(initial(classes=COLOURS), device="cpu")
-    start = StartConfig(init="given", linear_head=True)
-    _, _, notes = network_from(bundle, start, bundle.preprocess, {}, Classification(), COLOURS)
-    assert "linear" in notes[-1] and "kept" not in notes[-1]
 
 
 @pytest.mark.parametrize(

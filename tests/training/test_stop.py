@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.curves import steps_of
-from tests.training.jobs import Make
+from tests.make import wait_for
+from tests.training.curves import events_of, steps_of
+from tests.training.jobs import SMALL, Make
 from vitrail.errors import Interrupted, Stopped
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal
@@ -140,20 +141,12 @@ def test_a_run_works_outside_the_main_thread(tiny: Make) -> None:
     assert len(results) == 1 and (results[0].folder / "model" / "model.json").is_file()
 
 
-def await_event(process: subprocess.Popen[str], journal: Path, event: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if journal.exists() and any(item["event"] == event for item in read_journal(journal)):
-            return
+def await_event(process: subprocess.Popen[str], run: Path, event: str) -> None:
+    def has_happened() -> bool:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    raise AssertionError(f"no event {event!r} within {seconds} s")
+        return (run / "journal.jsonl").exists() and bool(events_of(run, event))
 
-
-SIZES = (
-    "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
-    "--threads", "2",
-)  # fmt: skip
+    wait_for(has_happened, 60)
 
 
 @pytest.mark.slow
@@ -162,9 +155,9 @@ def test_a_signal_saves_and_says_how_to_go_on(
     number: signal.Signals, tmp_path: Path, three_splits: Path, command: Command
 ) -> None:
     run = tmp_path / "my run"
-    options = ("--data", str(three_splits), "--run", str(run), "--steps", "100000", "--batch-size", "20")
-    process = command("demo", *options, *SIZES, "--checkpoints", "1", "--evaluations", "1", "--warmup", "0.5")
-    await_event(process, run / "journal.jsonl", "step")
+    options = (*SMALL, "--data", str(three_splits), "--run", str(run), "--steps", "100000", "--batch-size", "20")
+    process = command("demo", *options, "--checkpoints", "1", "--evaluations", "1", "--warmup", "0.5")
+    await_event(process, run, "step")
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
@@ -181,7 +174,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, command: Command) -> None:
     run = tmp_path / "run"
     options = ("--run", str(run), "--steps", "10", "--batch-size", "4000", "--accumulation", "400")
     process = command("demo", *options, "--variant", "ViT-S/8", "--device", "cpu", "--precision", "float32")
-    await_event(process, run / "journal.jsonl", "started")
+    await_event(process, run, "started")
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
     time.sleep(1)
