@@ -122,24 +122,20 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Job]]:
     gradients reach every weight at once."""
 
     def build(config: TrainConfig) -> tuple[TrainState, Job]:
-        splits = config.data.open()
-        preprocess = config.images
+        splits, images = config.data.open(), config.images
         torch.manual_seed(config.run.seed)
-        network = VisionTransformer(
-            config.model.resolve(
-                num_classes=len(splits.classes), image_size=preprocess.image_size, channels=preprocess.channels
-            )
-        )
+        shape = {"image_size": images.image_size, "channels": images.channels}
+        network = VisionTransformer(config.model.resolve(num_classes=len(splits.classes), **shape))
         assert network.head is not None
         torch.nn.init.normal_(network.head.weight, std=0.1)
         objective = config.task.objective(network, splits)
         batches = TrainingBatches(
-            splits.train, [Stage(preprocess, config.run.batch_size)], seed=config.run.seed, readers=config.run.readers
+            splits.train, [Stage(images, config.run.batch_size)], seed=config.run.seed, readers=config.run.readers
         )
         rates = config.optimizer
         average = Average(objective, rates.average, rates.average_start) if rates.average else None
-        optimizer = make_optimizer(objective, rates, config.run.precision)
-        return TrainState(objective, optimizer, batches, average=average), prepare_run(config)
+        state = TrainState(objective, make_optimizer(objective, rates, config.run.precision), batches, average=average)
+        return state, prepare_run(config)
 
     return build
 
@@ -205,13 +201,8 @@ def command() -> Callable[..., subprocess.Popen[str]]:
     """Starts a real `vitrail train` as a process of its own, with one thread."""
 
     def start(*words: str, **options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "vitrail", "train", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            **options,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, "-m", "vitrail", "train", *words], env=environment, **pipes)
 
     return start

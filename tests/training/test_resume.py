@@ -64,22 +64,13 @@ def test_stopping_changes_no_bit(
     {"optimizer": "lars", "momentum_of": "changes", "learning_rate": 0.5}, {"optimizer": "lamb", "average": 0.9},
     {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8},
     {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
+    {"float32_products": "onednn"},  # the environment chooses the other library
 ], ids=str)  # fmt: skip
 def test_stopping_changes_no_bit_of_other_configs(
-    fields: dict[str, Any], small: Make, outcome: Outcome, tmp_path: Path
-) -> None:
-    fields = {**fields, "evaluations": 2, "checkpoints": 1}
-    train(small(tmp_path / "straight", **fields))
-    stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,))
-    assert outcome(stopped) == outcome(tmp_path / "straight")
-
-
-@pytest.mark.slow
-def test_stopping_changes_no_bit_of_a_run_by_onednn(
-    small: Make, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], small: Make, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(float32, "SMALLEST", 1)
-    fields = {"float32_products": "onednn", "evaluations": 2, "checkpoints": 1}  # the environment chooses the other one
+    fields = {**fields, "evaluations": 2, "checkpoints": 1}
     train(small(tmp_path / "straight", **fields))
     stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,))
     assert outcome(stopped) == outcome(tmp_path / "straight")
@@ -285,13 +276,8 @@ def test_kill_9_within_a_save_changes_no_bit(
     run = tmp_path / "run"
     options = ("--data", str(three_splits), "--run", str(run), "--steps", "24", "--checkpoints", "3", *RANDOM)
     options += (*more, "--evaluations", "6", "--keep", "best", "--optimizer", "adamw", "--learning-rate", "0.01")
-    process = subprocess.run(
-        [sys.executable, "-c", KILLER, where, "train", "demo", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words, one_thread = [sys.executable, "-c", KILLER, where, "train", "demo", *options], {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(words, env=os.environ | one_thread, capture_output=True, text=True, timeout=120)
     assert process.returncode == -signal.SIGKILL, process.stderr
     resume(run)
     found = outcome(run)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,20 +115,16 @@ def test_a_terminal_that_closes_does_not_end_the_process_before_it_saves(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_finished_model_is_measured(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.run.write_examples", lambda *_: signal.raise_signal(signal.SIGTERM))
-        with pytest.raises(Stopped) as caught:
-            train(tiny(steps=2))
-    assert steps_of(caught.value.run, "stopped") == [2]
-    assert resume(caught.value.run).summary["steps"] == 2
+@pytest.mark.parametrize("moment", ["the last checkpoint", "the last measurements"])
+def test_a_signal_after_the_last_step_is_not_lost(moment: str, tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def signalling(event: Any) -> None:
+        if event["event"] == "checkpoint" and moment == "the last checkpoint":
+            signal.raise_signal(signal.SIGTERM)
 
-
-@pytest.mark.slow
-def test_a_signal_after_the_last_step_is_not_lost(tiny: Make) -> None:
-    log = Log(lambda event: event["event"] == "checkpoint" and signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Stopped) as caught:
-        train(tiny(steps=2, checkpoints=1), log=log)
+    with monkeypatch.context() as patch, pytest.raises(Stopped) as caught:
+        if moment == "the last measurements":
+            patch.setattr("vitrail.training.run.write_examples", lambda *_: signal.raise_signal(signal.SIGTERM))
+        train(tiny(steps=2, checkpoints=1), log=Log(signalling))
     assert steps_of(caught.value.run, "stopped") == [2]
     assert resume(caught.value.run).summary["steps"] == 2
 
