@@ -171,9 +171,6 @@ def test_reduced_tokens_cost_what_the_modules_do(fields: dict[str, Any], reducti
         assert (config.macs(size), config.training_flops(size)) == (whole.macs(size), whole.training_flops(size))
 
 
-# --- layers
-
-
 @pytest.mark.parametrize(("tokens", "width", "kernel"), [(12, 8, 3), (10, 4, 5), (2, 8, 3), (1, 3, 3)])
 def test_layer_costs_are_the_table_of_attention_is_all_you_need(tokens: int, width: int, kernel: int) -> None:
     attention, recurrence, convolution = layer_costs(tokens, width, kernel)

@@ -53,9 +53,6 @@ def seen_by(network: VisionTransformer, images: Tensor, part: str) -> list[Tenso
     return seen
 
 
-# --- tokens of chosen blocks
-
-
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 2}, {"registers": 1, "final_norm": "pooled"}])
 def test_tokens_of_chosen_blocks(fields: dict[str, Any]) -> None:
     network = randomised(small_config(**fields))
@@ -93,9 +90,6 @@ def test_units_of_a_resnet_are_blocks() -> None:
         network.features(images_of(), layers=(3,))
 
 
-# --- attention
-
-
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 2, "qk_norm": True}], ids=str)
 def test_attention_weights_of_all_rows(positions: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -114,9 +108,6 @@ def test_attention_weights_of_all_rows(positions: dict[str, Any], fields: dict[s
         attention: Any = block.attention
         values = attention.qkv(before)[..., 48:].view(2, tokens, 3, 8).transpose(1, 2)
         torch.testing.assert_close(attention.out((each @ values).transpose(1, 2).flatten(2)), after)
-
-
-# --- some patches only
 
 
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
@@ -163,9 +154,6 @@ def test_layers_are_numbered_by_the_blocks_that_are_there() -> None:
 def test_what_is_kept_is_the_callers_even_with_patch_dropout() -> None:
     network, keep = randomised(small_config(patch_dropout=0.5)).train(), torch.tensor([[0, 8], [4, 2]])
     assert torch.equal(network.encode(images_of(), keep=keep).patches, network.encode(images_of(), keep=keep).patches)
-
-
-# --- other embeddings
 
 
 def test_a_mask_token_takes_the_place_of_embeddings() -> None:

@@ -34,14 +34,6 @@ def adapted() -> AnyNetwork:
     return randomised(network)
 
 
-def bit() -> AnyNetwork:
-    return randomised(create("BiT-R26x1", num_classes=5, image_size=(35, 21), width=32, depths=(1, 1)))
-
-
-def hybrid() -> AnyNetwork:
-    return randomised(create("Conv+ViT-Pico/8", num_classes=5, image_size=(40, 24), depth=2))
-
-
 class Foreign(nn.Module):
     """A network of a user's own class. A list that torch does not see holds one of its layers a second time."""
 
@@ -77,8 +69,8 @@ MAKE: dict[str, Callable[[], Any]] = {
     "transformer": lambda: vit(dropout=0.3, stochastic_depth=0.5),
     "pooled": lambda: vit(pool="map", qk_norm=True, positions="relative-bias", activation="swiglu"),
     "adapted": adapted,
-    "hybrid": hybrid,
-    "ResNet": bit,
+    "hybrid": lambda: randomised(create("Conv+ViT-Pico/8", num_classes=5, image_size=(40, 24), depth=2)),
+    "ResNet": lambda: randomised(create("BiT-R26x1", num_classes=5, image_size=(35, 21), width=32, depths=(1, 1))),
     "foreign": lambda: randomised(Foreign()),
     "foreign with freeze": lambda: randomised(WithFreeze()),
 }

@@ -19,7 +19,6 @@ from tests.training.jobs import Make, results_of, train_until
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import create
 from vitrail.tasks.tokenizer import load_tokenizer
-from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle
@@ -35,14 +34,17 @@ def evaluations(run: Path) -> Events:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "masked-patches": {"task": "masked-patches", "corrupt_fraction": 0.6},
-    "mae": {"remove_fraction": 0.6, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2},
-    "simclr": {"projection_width": 8, "crop_area": (0.3, 1.0)},
+    "mae": {"task": "mae", "remove_fraction": 0.6, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2},
+    "simclr": {"task": "simclr", "projection_width": 8, "crop_area": (0.3, 1.0)},
     "dino": {
-        "crop_area": (0.4, 1.0), "local_views": 3, "local_size": (14, 7), "prototypes": 32, "projection_hidden": 24,
-        "bottleneck": 8, "target_temperature": 0.07, "target_temperature_epochs": 0.6, "frozen_epochs": 0.5,
-        "teacher_momentum": 0.8, "end_weight_decay": 0.4,
+        "task": "dino", "crop_area": (0.4, 1.0), "local_views": 3, "local_size": (14, 7), "prototypes": 32,
+        "projection_hidden": 24, "bottleneck": 8, "target_temperature": 0.07, "target_temperature_epochs": 0.6,
+        "frozen_epochs": 0.5, "teacher_momentum": 0.8, "end_weight_decay": 0.4,
     },
-    "moco": {"crop_area": (0.3, 1.0), "projection_width": 8, "projection_hidden": 12, "teacher_momentum": 0.8},
+    "moco": {
+        "task": "moco", "crop_area": (0.3, 1.0), "projection_width": 8, "projection_hidden": 12,
+        "teacher_momentum": 0.8,
+    },
 }  # fmt: skip
 MEASURED = {
     "masked-patches": ("patch_loss", "mask_embedding"),
@@ -52,18 +54,6 @@ MEASURED = {
     "moco": ("contrast_loss", "teacher.blocks.0.norm1.weight"),
 }
 """The loss of each task, and one of the weights beside the network."""
-
-
-@pytest.fixture
-def masked(small: Make, tmp_path: Path) -> Make:
-    """Return a function that makes configs of short runs on grey images, with all kinds of randomness switched on."""
-
-    def make(folder: Path | str, **fields: Any) -> TrainConfig:
-        chosen: dict[str, Any] = {"steps": 8, "evaluations": 4, "checkpoints": 2}
-        chosen |= SETTINGS[fields.get("task", "masked-patches")]
-        return small(tmp_path / folder, **{**chosen, **fields})
-
-    return make
 
 
 def straight_and_resumed(make: Make, folder: Path, *more: str, **fields: Any) -> tuple[RunResult, RunResult]:
@@ -79,8 +69,8 @@ def straight_and_resumed(make: Make, folder: Path, *more: str, **fields: Any) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", SETTINGS)
-def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(task: str, masked: Make, tmp_path: Path) -> None:
-    straight, stopped = straight_and_resumed(masked, tmp_path, task=task, probe="knn")
+def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(task: str, small: Make, tmp_path: Path) -> None:
+    straight, stopped = straight_and_resumed(small, tmp_path, probe="knn", **SETTINGS[task])
     loss, beside = MEASURED[task]
     assert beside in load_file(straight.folder / "beside.safetensors")
     page = (stopped.folder / "report.html").read_text(encoding="utf-8")
@@ -97,15 +87,16 @@ def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(task: str, masked: Mak
 
 
 @pytest.mark.slow
-def test_labels_are_not_needed_but_probes_measure_by_them(masked: Make, colour_folder: Path, tmp_path: Path) -> None:
+def test_labels_are_not_needed_but_probes_measure_by_them(small: Make, colour_folder: Path, tmp_path: Path) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
     for path in colour_folder.glob("*/*.png"):
         (flat / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
     fields: dict[str, Any] = {"data": str(flat), "channels": 3, "mean": (0.5,), "std": (0.5,), "validation_share": 0.3}
-    train(masked("unlabelled", steps=2, evaluations=1, checkpoints=1, **fields))
+    fields |= {**SETTINGS["masked-patches"], "steps": 2, "evaluations": 1, "checkpoints": 1}
+    train(small(tmp_path / "unlabelled", **fields))
     with pytest.raises(ConfigError, match=r"probe='knn' is measured by labels, but the images of .* have none; leave"):
-        train(masked("probed", probe="knn", **fields))
+        train(small(tmp_path / "probed", probe="knn", **fields))
 
 
 TOKENIZER: dict[str, Any] = {

@@ -36,9 +36,6 @@ def made(kind: str, place: PositionPlace | None = None, *, grid: tuple[int, int]
     return positions
 
 
-# --- shapes and places
-
-
 @pytest.mark.parametrize("grid", [(3, 4), (5, 7)])
 @pytest.mark.parametrize(("at", "resize"), [*zip(PLACES, cycle(RESIZES), strict=False)])
 def test_gradients_reach_every_number(
@@ -71,9 +68,6 @@ def test_positions_start_with_the_deviation_asked_for(kind: str) -> None:
             if name != "first":
                 assert parameter.std().item() == pytest.approx(std, rel=0.05), name
                 assert abs(parameter.mean().item()) < 0.05 * std and parameter.abs().max() > 3 * std
-
-
-# --- formulas
 
 
 @settings(max_examples=20)
@@ -133,9 +127,6 @@ def test_keys_of_another_grid_are_means_of_interpolated_ones() -> None:
         each = [wide[i // 5 - j // 5 + 1, i % 5 - j % 5 + 4] for i, j in pairs]
         torch.testing.assert_close(found[offset + 9], torch.stack(each).mean(0))
     assert torch.equal(layer.resized((2, 5))["keys"][0], found)
-
-
-# --- another grid
 
 
 def corners_aligned(image: Tensor, new: tuple[int, int]) -> Tensor:
