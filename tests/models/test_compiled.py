@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import vitrail
-from tests.models.networks import small_vit
+from tests.models.networks import small_vit as network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import StochasticDepth
@@ -50,9 +50,6 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-network = small_vit
 
 
 def step(

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import vitrail.training.run as run_module
 from tests.make import idx_bytes
-from tests.training.curves import events_of, values_of
+from tests.training.curves import events_of, model_bytes, values_of
 from tests.training.jobs import Finished
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import Stage, TrainingBatches
@@ -116,6 +117,14 @@ def folder_config(tmp_path: Path) -> Callable[..., TrainConfig]:
     return make
 
 
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> list[TrainState]:
+    """The states of the runs that a test begins, in order."""
+    seen, real = list[TrainState](), run_module.fit
+    monkeypatch.setattr(run_module, "fit", lambda run, state: (seen.append(state), real(run, state)))
+    return seen
+
+
 @pytest.fixture(scope="session")
 def prepare() -> Callable[[TrainConfig], tuple[TrainState, Job]]:
     """The state and the job of a config, to take single steps with. The head is random instead of 0, so that
@@ -178,7 +187,7 @@ def outcome(flat: Callable[[Any], dict[str, Any]]) -> Callable[[Path], dict[str,
                 [event[name] for name in ("step", "split", "accuracy", "cross_entropy")]
                 for event in events_of(run, "evaluation")
             ],
-            "model": (run / "model" / "model.safetensors").read_bytes(),
+            "model": model_bytes(run),
         }
 
     return collect

@@ -36,6 +36,10 @@ def difference(run: Path, other: Path) -> float:
     )
 
 
+def model_bytes(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
 def same_weights(one: Path, other: Path) -> bool:
     """Return True if two files of weights have equal bits."""
     ours, theirs = load_file(one), load_file(other)

@@ -43,15 +43,22 @@ Outcome = Callable[[Path], dict[str, Any]]
 """The fixture that returns all that two equal runs have equal."""
 
 
-class StopAt(Display):
-    """Sends this process a real SIGTERM when a step is reported, in runs of at most 100 steps."""
+class AtStep(Display):
+    """Acts when a step is reported, before anything is saved, in runs of at most 100 steps."""
 
-    def __init__(self, step: int) -> None:
-        self.at = step
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self.at, self.act = step, act
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == self.at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            self.act()
+
+
+class StopAt(AtStep):
+    """Sends this process a real SIGTERM."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def train_until(config: TrainConfig, step: int, **options: Any) -> Path:
@@ -61,15 +68,9 @@ def train_until(config: TrainConfig, step: int, **options: Any) -> Path:
     return Path(config.run.folder or "")
 
 
-class CrashAt(Display):
-    """Ends a run at the report of a step, before anything else is saved."""
-
-    def __init__(self, step: int) -> None:
-        self.at = step
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == self.at:
-            raise MemoryError
+def crash(*given: object) -> None:
+    """Take the place of a function that ends a run."""
+    raise MemoryError
 
 
 def job_of(config: TrainConfig, images: int, **fields: Any) -> Job:

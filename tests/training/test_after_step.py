@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.listening import Display
-from tests.training.curves import events_of, steps_of
+from tests.training.curves import events_of, model_bytes, steps_of
 from tests.training.jobs import Finished, Make
 from vitrail.analysis.tracing import trace
 from vitrail.data.pipeline import default_threads
@@ -85,10 +85,6 @@ def test_steps_are_compared_by_their_cost() -> None:
     assert chosen(1.0, 0.75, 1.0, 0.75, works=(4.0, 1.0, 4.0, 1.0))[::2] == (3, {3: 0.25, 0: 0.75})
 
 
-def weights_of(run: Path) -> bytes:
-    return (run / "model" / "model.safetensors").read_bytes()
-
-
 def shorten(monkeypatch: pytest.MonkeyPatch, **settings: float) -> None:
     """Let each turn of the trials have one step."""
     for name, value in {"SECONDS": 0.0, "STEPS": 1, **settings}.items():
@@ -103,7 +99,7 @@ def test_a_run_records_its_choice_and_computes_the_same(
     display = Display()
     train(small(tmp_path / "auto", threads="auto", steps=14), log=Log(display))
     train(small(tmp_path / "two", threads=2, steps=14))
-    assert weights_of(tmp_path / "auto") == weights_of(tmp_path / "two")
+    assert model_bytes(tmp_path / "auto") == model_bytes(tmp_path / "two")
     (event,) = events_of(tmp_path / "auto", "readers")
     count = default_threads()
     assert (event["step"], event["threads"]) == (12, count) and set(event["seconds_per_step"]) == {"0", str(count)}

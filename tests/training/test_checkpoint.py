@@ -20,7 +20,7 @@ from torch import Tensor
 
 import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
-from tests.training.jobs import Make, Outcome
+from tests.training.jobs import AtStep, Make, Outcome, crash
 from vitrail.errors import RunError, SaveError
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.config import TrainConfig
@@ -272,12 +272,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
     config = tiny(checkpoints=4)
     folder = Path(config.run.folder or "") / "checkpoints"
 
-    class Lock(Display):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 5:
-                lock(folder / "step-3")
-
-    result = train(config, log=Log(Lock()))
+    result = train(config, log=Log(AtStep(5, lambda: lock(folder / "step-3"))))
     assert sorted(path.name for path in folder.iterdir()) == ["step-12", "step-3", "step-9"]
     assert Checkpoints(folder).steps() == [12, 9, 3]
     assert (result.folder / "model" / "model.json").is_file()
@@ -338,7 +333,7 @@ class CrashAtBest(Display):
 
     def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
         if result["best"] and step > self.after:
-            raise MemoryError
+            crash()
 
 
 class AtTheBeginning(Display):

@@ -15,12 +15,9 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vitrail.training.checkpoint as checkpoint_module
-import vitrail.training.run as run_module
-from tests.listening import Display
 from tests.training.curves import events_of
-from tests.training.jobs import Make, Outcome
+from tests.training.jobs import AtStep, Make, Outcome
 from vitrail.errors import NonFiniteLoss, SaveError
-from vitrail.training.after_step import Run
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.log import Log, read_journal
 from vitrail.training.run import resume, train
@@ -108,14 +105,9 @@ def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
     in_background: bool, small: Make, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    class Limit(Display):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 13:
-                file_limit(120_000)
-
     run = tmp_path / "run"
     with pytest.raises(SaveError, match=r"^could not save a checkpoint to .*step-16: File too large$"):
-        train(small(run, background_checkpoints=in_background), log=Log(Limit()))
+        train(small(run, background_checkpoints=in_background), log=Log(AtStep(13, lambda: file_limit(120_000))))
     assert read_journal(run / "journal.jsonl")[-1]["step"] == (24 if in_background else 16)
     file_limit(resource.RLIM_INFINITY)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-8"]
@@ -123,23 +115,10 @@ def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
     assert outcome(run) == straight
 
 
-class Poison(Display):
-    """A display that makes one weight NaN after a step, so that the next loss is NaN."""
-
-    def __init__(self, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.after = after
-        real = run_module.fit
-
-        def fit(run: Run, state: TrainState) -> None:
-            self.state = state
-            real(run, state)
-
-        monkeypatch.setattr(run_module, "fit", fit)
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        if step == self.after:
-            with torch.no_grad():
-                self.state.objective.network.norm.weight[3] = torch.nan
+def poison(states: list[TrainState]) -> None:
+    """Make one weight NaN, so that the next loss is NaN."""
+    with torch.no_grad():
+        states[-1].objective.network.norm.weight[3] = torch.nan
 
 
 @pytest.mark.slow
@@ -147,13 +126,12 @@ class Poison(Display):
     ("steps", "checkpoints", "after", "kept"), [(24, 24, 4, [4, 3]), (24, 1, 3, []), (300, 40, 15, [8])]
 )
 def test_the_step_that_went_bad_is_named_and_never_saved(
-    steps: int, checkpoints: int, after: int, kept: list[int], small: Make, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    steps: int, checkpoints: int, after: int, kept: list[int], small: Make, tmp_path: Path, states: list[TrainState]
+) -> None:
     run = tmp_path / "run"
     config = small(run, steps=steps, checkpoints=checkpoints, evaluations=1)
     with pytest.raises(NonFiniteLoss) as caught:
-        train(config, log=Log(Poison(after, monkeypatch)))
+        train(config, log=Log(AtStep(after, lambda: poison(states))))
     message = str(caught.value)
     assert message.startswith(f"loss is nan at step {after + 1}: the run diverged, and ")
     place = f"the last good checkpoint is {run}/checkpoints/step-{kept[0]}" if kept else "there is no checkpoint yet"
@@ -165,10 +143,10 @@ def test_the_step_that_went_bad_is_named_and_never_saved(
 
 @pytest.mark.slow
 def test_a_run_that_went_bad_can_go_on_from_the_last_good_state(
-    small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, straight: dict[str, Any], outcome: Outcome, tmp_path: Path, states: list[TrainState]
 ) -> None:
-    with monkeypatch.context() as patch, pytest.raises(NonFiniteLoss):
-        train(small(tmp_path / "run"), log=Log(Poison(18, patch)))
+    with pytest.raises(NonFiniteLoss):
+        train(small(tmp_path / "run"), log=Log(AtStep(18, lambda: poison(states))))
     resume(tmp_path / "run")
     assert outcome(tmp_path / "run") == straight
     assert not events_of(tmp_path / "run", "failed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.listening import Display
 from tests.several import server
 from tests.training import ranks
-from tests.training.jobs import Finished, Make
+from tests.training.jobs import AtStep, Finished, Make
 from vitrail.errors import RunError
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import RESOLVED, TrainConfig
@@ -222,18 +221,6 @@ def test_a_thread_of_the_same_process_is_refused_too(tmp_path: Path) -> None:
                 pass
 
 
-class Meanwhile(Display):
-    """A display that calls a function at the first report of a run."""
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        self.action: Callable[[], object] | None = action
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        if self.action is not None:
-            self.action, action = None, self.action
-            action()
-
-
 @pytest.mark.slow
 def test_a_run_is_neither_resumed_nor_replaced_while_it_trains(small: Make, tmp_path: Path) -> None:
     run, refused = tmp_path / "run", []
@@ -244,7 +231,7 @@ def test_a_run_is_neither_resumed_nor_replaced_while_it_trains(small: Make, tmp_
                 attempt()
             refused.append(caught)
 
-    result = train(small(run, steps=4), log=Log(Meanwhile(others)))
+    result = train(small(run, steps=4), log=Log(AtStep(1, others)))
     assert len(refused) == 2 and result.summary["steps"] == 4
     assert not (run / LOCK).exists()
     train(small(run, steps=2, overwrite=True))

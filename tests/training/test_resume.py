@@ -18,7 +18,7 @@ import torch
 import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
 from tests.training.curves import steps_of
-from tests.training.jobs import SMALL, CrashAt, Make, Outcome, StopAt, train_until
+from tests.training.jobs import SMALL, AtStep, Make, Outcome, StopAt, crash, train_until
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig
@@ -161,7 +161,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
 ) -> None:
     run, shown = tmp_path / "run", Display()
     with pytest.raises(MemoryError):
-        train(small(run), log=Log(CrashAt(6)))  # after the evaluation at step 4, which wrote a model
+        train(small(run), log=Log(AtStep(6, crash)))  # after the evaluation at step 4, which wrote a model
     assert (run / "model").is_dir() and not list(run.glob("checkpoints/step-*"))
     resume(run, log=Log(shown))
     assert "the run ended before its first checkpoint, so it starts from the beginning" in shown.notes
@@ -172,12 +172,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
 def test_a_run_that_ended_in_its_last_measurements_is_finished(
     small: Make, straight: dict[str, Any], outcome: Outcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(*given: object) -> None:
-        raise MemoryError
-
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.run.write_examples", fail)
+        patch.setattr("vitrail.training.run.write_examples", crash)
         with pytest.raises(MemoryError):
             train(small(run))
     assert (run / "model").is_dir() and not (run / "examples").exists()

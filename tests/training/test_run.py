@@ -17,7 +17,7 @@ import vitrail.training.run as run_module
 import vitrail.training.state as making_module
 from tests.listening import Display
 from tests.make import MemorySource, keys_of, make_colour_folder, targets_of
-from tests.training.curves import events_of, same_weights, steps_of, values_of
+from tests.training.curves import events_of, model_bytes, same_weights, steps_of, values_of
 from tests.training.jobs import Finished, Make, Outcome, train_until
 from vitrail.data.batch import Batch
 from vitrail.data.source import Sample
@@ -99,28 +99,22 @@ def test_the_model_on_disk_is_the_one_returned(finished: Finished) -> None:
 class Watching(Display):
     """A display that keeps the measured weights by step, and the result."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, states: list[TrainState]) -> None:
+        self.states = states
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.results: dict[int, tuple[float, float]] = {}
-        real = run_module.fit
-
-        def fit(run: Run, state: TrainState) -> None:
-            self.state = state
-            real(run, state)
-
-        monkeypatch.setattr(run_module, "fit", fit)
 
     def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
-        self.weights[step] = {k: v.clone() for k, v in self.state.objective.network.state_dict().items()}
+        self.weights[step] = {k: v.clone() for k, v in self.states[-1].objective.network.state_dict().items()}
         self.results[step] = result["accuracy"], -result["cross_entropy"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["best", "last"])
 def test_the_weights_that_were_asked_for_are_kept(
-    keep: str, small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep: str, small: Make, tmp_path: Path, states: list[TrainState]
 ) -> None:
-    watching = Watching(monkeypatch)
+    watching = Watching(states)
     result = train(small(tmp_path / "run", keep=keep, learning_rate=0.03, schedule="constant"), log=Log(watching))
     best = max(watching.results, key=lambda step: watching.results[step])
     assert best != 24, "the best and the last weights must differ for this test to tell"
@@ -189,8 +183,7 @@ def test_the_test_split_has_no_say_in_the_model(tiny: Make, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_seed_decides(small: Make, tmp_path: Path) -> None:
     def model(name: str, seed: int) -> bytes:
-        folder = train(small(tmp_path / name, seed=seed, steps=3, evaluations=1, checkpoints=1)).folder
-        return (folder / "model" / "model.safetensors").read_bytes()
+        return model_bytes(train(small(tmp_path / name, seed=seed, steps=3, evaluations=1, checkpoints=1)).folder)
 
     assert model("a", 1) == model("b", 1) != model("c", 2)
 

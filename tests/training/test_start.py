@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.make import make_bundle
-from tests.training.jobs import CrashAt, Initial, Make, Outcome, train_until
+from tests.training.jobs import AtStep, Initial, Make, Outcome, crash, train_until
 from vitrail.errors import ConfigError, RunError
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.detection import Detection
@@ -243,7 +243,7 @@ def test_before_the_first_checkpoint_the_model_is_needed_again(
     shutil.copytree(initial(), model)
     straight = train(from_model(model, colour_folder, run=str(tmp_path / "straight"), lora_rank=2))
     with pytest.raises(MemoryError):
-        train(from_model(model, colour_folder, lora_rank=2), log=Log(CrashAt(2)))
+        train(from_model(model, colour_folder, lora_rank=2), log=Log(AtStep(2, crash)))
     begins = f"run {run} ended before its first checkpoint, so it starts from model '{model}' again, "
     hidden = model.rename(tmp_path / "hidden")
     with pytest.raises(RunError) as caught:
