@@ -85,17 +85,13 @@ def test_steps_are_compared_by_their_cost() -> None:
     assert chosen(1.0, 0.75, 1.0, 0.75, works=(4.0, 1.0, 4.0, 1.0))[::2] == (3, {3: 0.25, 0: 0.75})
 
 
-def shorten(monkeypatch: pytest.MonkeyPatch, **settings: float) -> None:
-    """Let each turn of the trials have one step."""
-    for name, value in {"SECONDS": 0.0, "STEPS": 1, **settings}.items():
-        monkeypatch.setattr(ReaderTrials, name, value)
-
-
 @pytest.mark.slow
 def test_a_run_records_its_choice_and_computes_the_same(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten(monkeypatch, GAIN=2.0)  # so that the usual threads win, whatever the steps took
+    # Each turn of the trials has one step, and the usual threads win, whatever the steps took.
+    for name, value in {"SECONDS": 0.0, "STEPS": 1, "GAIN": 2.0}.items():
+        monkeypatch.setattr(ReaderTrials, name, value)
     display = Display()
     train(small(tmp_path / "auto", threads="auto", steps=14), log=Log(display))
     train(small(tmp_path / "two", threads=2, steps=14))

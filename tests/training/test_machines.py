@@ -15,6 +15,8 @@ import pytest
 from tests.training.curves import curve, difference
 from tests.training.jobs import SMALL
 
+pytestmark = pytest.mark.slow
+
 HOSTS = {"one": "10.77.31.1", "two": "10.77.31.2"}
 COMMAND = (
     sys.executable, "-m", "vitrail", "train", "demo", *SMALL, "--threads", "1", "--batch-size", "20",
@@ -65,7 +67,6 @@ def started(hosts: dict[str, str], *words: str) -> list[subprocess.Popen[str]]:
     return found
 
 
-@pytest.mark.slow
 def test_two_machines_of_two_processes_train_as_one_process_does(
     hosts: dict[str, str], three_splits: Path, tmp_path: Path
 ) -> None:
@@ -79,7 +80,6 @@ def test_two_machines_of_two_processes_train_as_one_process_does(
     assert len(curve(tmp_path / "four")) == 12 and difference(tmp_path / "one", tmp_path / "four") < 2e-6
 
 
-@pytest.mark.slow
 def test_an_address_that_cannot_be_reached_is_a_mistake(tmp_path: Path) -> None:
     lonely = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
     command = [*COMMAND, "--run", str(tmp_path / "run"), "--process-timeout", "2s"]

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.listening import Display
-from tests.make import make_masks_folder, make_voc_folder, wait_for
+from tests.make import MemorySource, make_masks_folder, make_voc_folder, wait_for
 from tests.training.jobs import Make, train_until
 from vitrail.data.batch import Batch
 from vitrail.data.source import Sample, target_kind
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
-from vitrail.data.targets import Target
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, RunError
 from vitrail.tasks.classification import ClassificationObjective
 from vitrail.tasks.own_model import OwnModel
@@ -40,28 +39,18 @@ from vitrail.training.run import resume, train
 from vitrail.weights.bundle import Bundle
 
 
-class Stripes:
+class Stripes(MemorySource):
     """Images of 9 x 14 whose brightness shows the class, or numbers if `numbers` is true."""
 
     def __init__(self, count: int = 40, *, numbers: bool = False) -> None:
-        self.count = count
-        self.classes = ("brightness",) if numbers else ("dark", "light")
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < self.count:
-            raise IndexError(index)
-        pixels = np.random.default_rng(index).integers(0, 60, (9, 14, 3), dtype=np.uint8) + np.uint8(150 * (index % 2))
-        return Sample(self.key(index), pixels, self.target(index))
-
-    def key(self, index: int) -> str:
-        return f"stripe {index}"
-
-    def target(self, index: int) -> Target:
-        return (1000.0 + 150 * (index % 2),) if self.numbers else index % 2
+        draws = [np.random.default_rng(index).integers(0, 60, (9, 14, 3), dtype=np.uint8) for index in range(count)]
+        labels = [1000.0 + 150 * (index % 2) if numbers else index % 2 for index in range(count)]
+        super().__init__(
+            [pixels + np.uint8(150 * (index % 2)) for index, pixels in enumerate(draws)],
+            labels=[(label,) for label in labels] if numbers else labels,
+            keys=[f"stripe {index}" for index in range(count)],
+            classes=("brightness",) if numbers else ("dark", "light"),
+        )
 
 
 class Small(nn.Module):
@@ -244,7 +233,7 @@ PICTURE = np.zeros((4, 5, 3), np.uint8)
 BROKEN: list[tuple[Any, str]] = [
     (changed(classes=["dark", "light"]), "classes must be a tuple of names, not ['dark', 'light']"),
     (changed(classes=("dark", "dark")), "classes must be different names"),
-    (changed(count=0), "a source must have at least one sample"),
+    (changed(labels=[]), "a source must have at least one sample"),
     ([1, 2], "a source must have classes"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
     (changed(key=lambda self, index: f"{index // 2}"), "two samples must not have the same key"),
@@ -430,7 +419,7 @@ def test_arguments_of_other_types_are_refused(config: Make, types_unchecked: Non
 
 @pytest.mark.parametrize("wrong", [(float("inf"),), (1.0, 2.0), ()])
 def test_numbers_that_cannot_be_learned_are_refused(wrong: Any, config: Make) -> None:
-    source = changed(numbers=True, classes=("brightness",), target=lambda self, index: wrong if index == 3 else (1.5,))
+    source = changed(classes=("brightness",), target=lambda self, index: wrong if index == 3 else (1.5,))
     with pytest.raises((ConfigError, DataError), match=r"target(\(3\)| of row 3) is .*(floats|NaN stands for)"):
         train(config(task="regression", **SIZES), data=source)
 

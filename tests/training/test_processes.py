@@ -28,10 +28,11 @@ from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.weights.load import load
 
+pytestmark = pytest.mark.slow
+
 MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("fields", "bound"), [
     (MIXED, 2e-6),
@@ -54,7 +55,6 @@ def test_any_number_of_processes_trains_as_one_does(
     assert names[0] == names[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"accumulation": 3}, {"shard": "full"}], ids=str)
 def test_a_teacher_follows_its_student_on_several_processes(
     three_splits: Path, tmp_path: Path, fields: dict[str, Any]
@@ -83,7 +83,6 @@ CONTRAST: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "invalid", "divisions"), [
     (1, (), [{"accumulation": 20}]),
     (1, (*range(3, 20),), [{"accumulation": 8}]),
@@ -110,7 +109,6 @@ def test_all_images_of_a_batch_are_compared_in_every_division(
                 np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-10 * largest)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "fields", "bound"), [
     (2, {"checkpoint_activations": True, **MIXED}, 2e-6),
     (4, {"clip": 0.01, "dropout": 0.0}, 2e-6),
@@ -135,7 +133,6 @@ def test_sharded_weights_train_as_copies_do_and_resume_on_any_number(
         assert difference(tmp_path / "one", tmp_path / f"on-{after}") < bound
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "machine", "fields"), [
     (4, 2, {"shard": "hybrid", "average": 0.9}),
     (4, 2, {"shard": "hybrid", "task": "masked-patches", "checkpoint_activations": True}),
@@ -160,7 +157,6 @@ def test_tasks_train_alike_on_machines_of_several_processes(
     assert len(one) == 12 and one == pytest.approx(more, abs=2e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "fields"), [
     (3, {"batch_size": 21, "average": 0.8, "probe": "linear,knn", "probe_every": 6, "keep": "best"}),
     (2, {"keep": "last", "pool": "map", "evaluations": 1}),
@@ -186,7 +182,6 @@ def test_sharded_weights_are_evaluated_block_by_block(
     torch.testing.assert_close(*models, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_weights_that_cannot_be_sharded_are_refused(three_splits: Path, tmp_path: Path) -> None:
     for shard, optimizer, message in (
         ("hybrid", "sgd", "shard='hybrid' divides weights among the processes of each machine, but 2 of 2"),
@@ -198,7 +193,6 @@ def test_weights_that_cannot_be_sharded_are_refused(three_splits: Path, tmp_path
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_machines_with_unequal_memory_measure_the_same(
     colour_folder: Path, three_splits: Path, tmp_path: Path, initial: Initial
 ) -> None:
@@ -213,7 +207,6 @@ def test_machines_with_unequal_memory_measure_the_same(
         assert found == pytest.approx(alone, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_a_linear_start_is_that_of_one_process(
     colour_folder: Path, initial: Initial, from_model: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -229,13 +222,11 @@ def test_a_linear_start_is_that_of_one_process(
     assert heads[0] == pytest.approx(heads[1], rel=1e-6)
 
 
-@pytest.mark.slow
 def test_a_long_computation_of_the_first_process_outlasts_the_time_out() -> None:
     computed, seconds = zip(*results_of(3, ranks.busy, 3.0, 9.0), strict=True)
     assert computed == (1.5,) * 3 and max(seconds[1:]) < 1.0, "the others hardly compute meanwhile"
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_the_same_step_and_any_number_resumes(
     three_splits: Path, tmp_path: Path
 ) -> None:
@@ -251,7 +242,6 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_and_any_number_resum
         assert difference(tmp_path / "straight", run) < 2e-6 and steps_of(run, "resumed") == [step]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("shard", "in_background"), [("none", False), ("none", True), ("full", True)])
 def test_resuming_the_same_number_of_processes_changes_no_bit_and_neither_do_checkpoints_in_the_background(
     shard: str, in_background: bool, three_splits: Path, tmp_path: Path
@@ -274,7 +264,6 @@ def test_resuming_the_same_number_of_processes_changes_no_bit_and_neither_do_che
     assert same_weights(*(tmp_path / run / "model" / "model.safetensors" for run in ("straight", "run")))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "shard"), [(0, "none"), (2, "none"), (2, "full")])
 def test_a_killed_process_ends_the_others_with_its_name(
     three_splits: Path, tmp_path: Path, rank: int, shard: str
@@ -291,7 +280,6 @@ def test_a_killed_process_ends_the_others_with_its_name(
     results_of(1, ranks.resumed, tmp_path / "run")
 
 
-@pytest.mark.slow
 def test_a_hanging_process_ends_the_others_within_the_time_out(three_splits: Path, tmp_path: Path) -> None:
     config = ranks.config_of(three_splits, tmp_path / "run", process_timeout="4s")
     found = in_processes(2, ranks.hanging, config, 1, 6, 12.0)
@@ -299,7 +287,6 @@ def test_a_hanging_process_ends_the_others_within_the_time_out(three_splits: Pat
     assert str(found[0].error).startswith("process 1 of 2 does not answer, while the others waited for a")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "fields", "left_out"), [
     (2, {"on_non_finite": "skip", "accumulation": 2}, [6]),
     (4, {"on_non_finite": "rollback", "rollback_skips": 2, "average": 0.9}, [5, 6]),
@@ -322,7 +309,6 @@ def test_a_fault_in_one_process_moves_no_weight_of_any(
     assert len(alone) == 12 - len(left_out) and abs(alone - several).max() < 2e-6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "rank", "fields", "error", "message"), [
     (ranks.diverging, 1, {}, NonFiniteLoss, "loss is nan at step 7"),
     (ranks.on_a_full_disk, 0, {}, SaveError, "checkpoints/step-8"),
@@ -340,7 +326,6 @@ def test_a_loss_that_is_not_finite_or_a_full_disk_of_one_process_ends_all(
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("background_checkpoints", [False, True])
 def test_a_process_that_is_killed_in_a_save_of_parts_leaves_the_checkpoint_before(
     background_checkpoints: bool, three_splits: Path, tmp_path: Path
@@ -356,7 +341,6 @@ def test_a_process_that_is_killed_in_a_save_of_parts_leaves_the_checkpoint_befor
     assert difference(tmp_path / "one", tmp_path / "run") < 2e-6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_processes_go_back_together_from_a_damaged_checkpoint(shard: str, three_splits: Path, tmp_path: Path) -> None:
     train(ranks.config_of(three_splits, tmp_path / "straight"))
@@ -370,7 +354,6 @@ def test_processes_go_back_together_from_a_damaged_checkpoint(shard: str, three_
     assert steps_of(run, "resumed") == [4] and difference(tmp_path / "straight", run) < 2e-6
 
 
-@pytest.mark.slow
 def test_a_mistake_is_reported_once_and_leaves_no_files(three_splits: Path, tmp_path: Path) -> None:
     found = in_processes(3, ranks.trained, ranks.config_of(three_splits, tmp_path / "run"))
     assert all(isinstance(one.error, ConfigError) for one in found)
@@ -383,7 +366,6 @@ def test_a_mistake_is_reported_once_and_leaves_no_files(three_splits: Path, tmp_
     assert [one.is_reported for one in found] == [False, True]
 
 
-@pytest.mark.slow
 def test_processes_must_have_the_same_data(three_splits: Path, tmp_path: Path) -> None:
     config = ranks.config_of(Path("data"), tmp_path / "run")
     machines = [tmp_path / name for name in ("one", "two")]
@@ -420,7 +402,6 @@ def workers(run: Path, launcher: subprocess.Popen[str], step: int) -> list[int]:
     return [int(child) for child in children if b"vitrail" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.slow
 def test_torchrun_starts_a_run_that_prints_once(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     process = torchrun("--run", str(tmp_path / "run"), "--steps", "12")
     out, err = process.communicate(timeout=400)
@@ -429,7 +410,6 @@ def test_torchrun_starts_a_run_that_prints_once(torchrun: Callable[..., subproce
     assert steps_of(tmp_path / "run", "finished") == [12]
 
 
-@pytest.mark.slow
 def test_torchrun_goes_on_after_a_killed_process(
     torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -442,7 +422,6 @@ def test_torchrun_goes_on_after_a_killed_process(
     assert events.count("started") == events.count("resumed") == 1 and events[-1] == "finished"
 
 
-@pytest.mark.slow
 def test_a_stop_of_torchrun_saves_the_state(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = torchrun("--run", str(run), "--steps", "5000")
