@@ -27,14 +27,6 @@ from vitrail.models.variants import create, variant_config
 from vitrail.models.vit import VisionTransformer
 
 
-def drawn(module: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_()
-    return module
-
-
 @pytest.mark.parametrize("kind", [Mlp, SwiGlu])
 def test_mlps_start_xavier_uniform_with_tiny_biases(kind: type[Mlp] | type[SwiGlu]) -> None:
     torch.manual_seed(0)
@@ -54,7 +46,10 @@ def test_mlps_start_xavier_uniform_with_tiny_biases(kind: type[Mlp] | type[SwiGl
 def test_post_norm_normalises_sums(read: int | None) -> None:
     """The norms follow the residual stream, also where a shortcut computes the first tokens only."""
     block: Any = PostNormBlock(width=15, attention=SelfAttention(15, 3), mlp=make_mlp(15, 21, "gelu"), norm_eps=1e-5)
-    drawn(block).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.eval().parameters():
+            parameter.normal_()
     z = torch.randn(3, 7, 15)
     first = block.norm1(z + block.attention(z))
     expected = block.norm2(first + block.mlp(first))[:, :read]

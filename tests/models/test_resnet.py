@@ -201,18 +201,14 @@ def test_a_unit_halves_the_sides_by_a_pool_after_its_first_convolution(size: tup
     x = torch.randn(2, 4, *size, dtype=torch.float64)
     active = group_norm(x, unit.norm1, 1).clamp_min(0)
     y = F.conv2d(active, standardised(unit.conv1.weight, BIT), None, 1, 1)
-    y = torch.stack([part.amax((2, 3)) for part in parts_of(y)], -1).reshape(2, 8, *(-(-side // 2) for side in size))
+    squares = [part.amax((2, 3)) for row in y.split(2, 2) for part in row.split(2, 3)]  # the last ones can be smaller
+    y = torch.stack(squares, -1).reshape(2, 8, *(math.ceil(side / 2) for side in size))
     y = F.conv2d(group_norm(y, unit.norm2, 1).clamp_min(0), standardised(unit.conv2.weight, BIT), None, 1, 1)
     shortcut = F.conv2d(active, standardised(unit.shortcut.weight, BIT), None, 2)
     torch.testing.assert_close(unit(x), shortcut + y, atol=1e-6, rtol=1e-6)
     for make in (lambda: ResNetConfig(pools=True), lambda: RootConfig(pools=True)):
         with pytest.raises(ConfigError, match="pools=True needs the"):
             make()
-
-
-def parts_of(x: Tensor) -> list[Tensor]:
-    """Return the squares of two by two cells of a map, row by row, of which the last ones can be smaller."""
-    return [part for row in x.split(2, 2) for part in row.split(2, 3)]
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import vitrail.training.checkpoint as checkpoint_module
-from tests.listening import Display
 from tests.training.jobs import AtStep, Make, Outcome, crash
 from vitrail.errors import RunError, SaveError
 from vitrail.training.checkpoint import BestModel, Checkpoints
@@ -325,28 +324,6 @@ def test_models_to_which_no_checkpoint_refers_are_deleted(tmp_path: Path) -> Non
     assert not list(tmp_path.glob(".best-*"))
 
 
-class CrashAtBest(Display):
-    """Ends the run at the first best result after a step, before anything else is saved."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
-        if result["best"] and step > self.after:
-            crash()
-
-
-class AtTheBeginning(Display):
-    """Reads the model on the disk when a run is resumed."""
-
-    def __init__(self, model: Path) -> None:
-        self.model, self.found = model, list[int]()
-
-    def say(self, text: str) -> None:
-        if text.startswith("continuing after step"):
-            self.found.append(json.loads((self.model / "model.json").read_text())["provenance"]["step"])
-
-
 @pytest.mark.slow
 def test_a_crash_after_a_new_best_model_leaves_that_of_the_checkpoint(
     small: Make, outcome: Outcome, tmp_path: Path
@@ -354,14 +331,22 @@ def test_a_crash_after_a_new_best_model_leaves_that_of_the_checkpoint(
     fields = {"evaluations": 24, "checkpoints": 8, "learning_rate": 3e-3}
     train(small(tmp_path / "straight", **fields))
     run = tmp_path / "run"
+
+    def crash_at_the_best(event: Mapping[str, Any]) -> None:
+        if event["event"] == "evaluation" and event["best"] and event["step"] > 6:
+            crash()
+
     with pytest.raises(MemoryError):
-        train(small(run, **fields), log=Log(CrashAtBest(6)))
+        train(small(run, **fields), log=Log(crash_at_the_best))
     newest = Checkpoints(run / "checkpoints").steps()[0]
     values = json.loads((run / "checkpoints" / f"step-{newest}" / "state.json").read_text())
-    provenance = json.loads((run / "model" / "model.json").read_text())["provenance"]
-    assert provenance["step"] > newest >= values["best"]["step"] > 0
-    beginning = AtTheBeginning(run / "model")
-    resume(run, log=Log(beginning))
-    assert beginning.found == [values["best"]["step"]]
+
+    def step_of_model() -> int:
+        return json.loads((run / "model" / "model.json").read_text())["provenance"]["step"]
+
+    assert step_of_model() > newest >= values["best"]["step"] > 0
+    found = list[int]()
+    resume(run, log=Log(lambda event: found.append(step_of_model()) if event["event"] == "resumed" else None))
+    assert found == [values["best"]["step"]]
     assert outcome(run) == outcome(tmp_path / "straight")
     assert not list(run.glob(".best-*"))

@@ -54,6 +54,9 @@ def test_settings_of_a_head_are_refused_in_a_task_without_one(task: str, fields:
         TrainConfig().override(task=task, crop_area=(0.2, 1.0), **fields, **start)
 
 
+EQUAL = {"crop_area": (1.0, 1.0), "flip": False}
+
+
 @pytest.mark.parametrize("task", ["simclr", "moco"])
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -61,11 +64,8 @@ def test_settings_of_a_head_are_refused_in_a_task_without_one(task: str, fields:
         ({"batch_size": 1}, "^batch_size=1: .* at least 2"),
         ({"early_batch_size": ("1:0.5",)}, "^early_batch_size=1: .* at least 2"),
         ({"init": "m", "train_blocks": 0}, "^train_blocks=0 .*has none"),
-        ({"crop_area": (1.0, 1.0), "flip": False, "channels": 1, "mean": (0.5,), "std": (0.5,), "grey": 0.5}, "equal"),
-        (
-            {"crop_area": (1.0, 1.0), "flip": False, "colour_jitter": (0.4,) * 4, "colour_jitter_probability": 0.0},
-            "equal",
-        ),
+        ({**EQUAL, "channels": 1, "mean": (0.5,), "std": (0.5,), "grey": 0.5}, "equal"),
+        ({**EQUAL, "colour_jitter": (0.4,) * 4, "colour_jitter_probability": 0.0}, "equal"),
     ],
 )
 def test_runs_in_which_views_teach_nothing_are_refused(task: str, fields: dict[str, Any], message: str) -> None:

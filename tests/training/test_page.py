@@ -96,9 +96,7 @@ def test_a_page_has_metrics_and_every_picture(tmp_path: Path) -> None:
     page = path.read_text(encoding="utf-8")
     assert page.count("<img ") == 9 and page.count('<div class="strip">') == 3 and "A &lt;network&gt;" in page
     assert "validation patch loss" in page and "0.1235" in page and "&lt;b&gt;" in page and "One &amp; two." in page
-    assert [page.index(text) for text in ("validation patch loss", "Restored patches", "More")] == sorted(
-        page.index(text) for text in ("validation patch loss", "Restored patches", "More")
-    )
+    assert page.index("validation patch loss") < page.index("Restored patches") < page.index("More")
     assert not list(tmp_path.glob("*partial*"))
 
 

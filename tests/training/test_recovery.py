@@ -130,11 +130,10 @@ def test_a_stop_after_a_rollback_changes_no_bit(three_splits: Path, batches: lis
     marked = [batches[6][0]]
     ranks.with_faults(ranks.config_of(three_splits, tmp_path / "straight", **fields), marked)
     config = ranks.config_of(three_splits, tmp_path / "stopped", **fields)
-    plain = config.override(variant=None, width=None, depth=None, heads=None, mlp_width=None)
-    splits = config.data.open()
-    data = splits.__class__(ranks.Marked(splits.train, marked), splits.validation, splits.test, title=splits.title)
     with pytest.raises(Stopped, match="stopped at step 8 of 10"):
-        train(plain, data=data, network=ranks.Fragile("loss"), log=Log(StopAt(8)))
+        ranks.with_faults(config, marked, log=Log(StopAt(8)))
+    splits = config.data.open()
+    data = replace(splits, train=ranks.Marked(splits.train, marked))
     resume(tmp_path / "stopped", data=data, network=ranks.Fragile("loss"))
     assert weights(tmp_path / "straight") == weights(tmp_path / "stopped")
     assert left_out(tmp_path / "straight") == left_out(tmp_path / "stopped")

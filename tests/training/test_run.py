@@ -25,7 +25,6 @@ from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.models.compiled import compile_blocks
-from vitrail.tasks.task import Task
 from vitrail.training import loop as loop_module
 from vitrail.training.after_step import Run
 from vitrail.training.folder import read_record
@@ -321,13 +320,10 @@ def test_broken_images_of_held_out_splits_are_named_once(folder_config: Make, tm
 
 
 def test_a_file_that_vanishes_is_named(folder_config: Make, colour_folder: Path) -> None:
-    class Vanish(Display):
-        def begin(self, step: int, steps: int, task: Task) -> None:
-            (colour_folder / "red" / "00.png").unlink()
-
     config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.0)
+    vanish = Log(lambda event: (colour_folder / "red" / "00.png").unlink() if event["event"] == "started" else None)
     with pytest.raises(DataError, match=r"^1 training images cannot be decoded, .*red/00\.png: No such file"):
-        train(config, log=Log(Vanish()))
+        train(config, log=vanish)
 
 
 @pytest.mark.slow
