@@ -15,8 +15,7 @@ from torch import Tensor
 
 import vitrail.training.run as run_module
 from tests.make import idx_bytes
-from tests.training.curves import events_of, model_bytes, values_of
-from tests.training.jobs import Finished
+from tests.training.jobs import Finished, events_of, model_bytes, values_of
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess

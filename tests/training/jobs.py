@@ -1,4 +1,4 @@
-"""Jobs for tests that take single steps or read a clock, without data, and a finished run that tests share."""
+"""What several tests of runs share: jobs for single steps, ways to stop a run, and readers of journals and weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.listening import Display
 from tests.several import in_processes
@@ -18,7 +19,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job, Phase
-from vitrail.training.log import Log
+from vitrail.training.log import Log, read_journal
 from vitrail.training.run import RunResult, train
 
 SMALL = (
@@ -86,3 +87,38 @@ def results_of(world: int, function: Callable[..., Any], *arguments: Any) -> lis
     found = in_processes(world, function, *arguments)
     assert [one.error for one in found] == [None] * world
     return [one.result for one in found]
+
+
+def events_of(run: Path, kind: str = "step") -> list[dict[str, Any]]:
+    return [event for event in read_journal(run / "journal.jsonl") if event["event"] == kind]
+
+
+def steps_of(run: Path, kind: str = "step") -> list[int]:
+    return [event["step"] for event in events_of(run, kind)]
+
+
+def values_of(run: Path, *names: str) -> list[list[float]]:
+    return [[event[name] for name in names] for event in events_of(run)]
+
+
+def curve(run: Path) -> list[list[float]]:
+    """Return loss, accuracy and gradient norm of every step of a run of 12 steps."""
+    assert steps_of(run) == list(range(1, 13))
+    return values_of(run, "loss", "accuracy", "gradient_norm")
+
+
+def difference(run: Path, other: Path) -> float:
+    """Return the largest difference of two curves."""
+    return max(
+        abs(a - b) for one, two in zip(curve(run), curve(other), strict=True) for a, b in zip(one, two, strict=True)
+    )
+
+
+def model_bytes(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Return True if two files of weights have equal bits."""
+    ours, theirs = load_file(one), load_file(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

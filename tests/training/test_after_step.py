@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tests.listening import Display
-from tests.training.curves import events_of, model_bytes, steps_of
-from tests.training.jobs import Finished, Make
+from tests.training.jobs import Finished, Make, events_of, model_bytes, steps_of
 from vitrail.analysis.tracing import trace
 from vitrail.data.pipeline import default_threads
 from vitrail.errors import ConfigError, NonFiniteLoss

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.listening import Display
-from tests.training.curves import events_of, steps_of
-from tests.training.jobs import Make, Outcome, StopAt, train_until
+from tests.training.jobs import Make, Outcome, StopAt, events_of, steps_of, train_until
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log

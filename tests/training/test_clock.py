@@ -13,8 +13,7 @@ import torch
 
 from tests.listening import Display
 from tests.tasks.images import Pictures
-from tests.training.curves import events_of
-from tests.training.jobs import Make, job_of
+from tests.training.jobs import Make, events_of, job_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.variants import variant_config

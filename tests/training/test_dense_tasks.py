@@ -14,8 +14,7 @@ import torch
 from tests.make import make_bundle, make_voc_folder
 from tests.several import command
 from tests.training import ranks
-from tests.training.curves import model_bytes, values_of
-from tests.training.jobs import results_of
+from tests.training.jobs import model_bytes, results_of, values_of
 from vitrail.cli.run_options import check_effects
 from vitrail.errors import ConfigError
 from vitrail.models.positions import POSITIONS

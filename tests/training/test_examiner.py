@@ -11,8 +11,7 @@ from torch import Tensor
 
 import vitrail.training.loop as loop_module
 from tests.listening import Display
-from tests.training.curves import events_of, model_bytes, steps_of
-from tests.training.jobs import Initial, Make, crash, train_until
+from tests.training.jobs import Initial, Make, crash, events_of, model_bytes, steps_of, train_until
 from vitrail.data.batch import Batch
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, RunError

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import vitrail.training.checkpoint as checkpoint_module
 from tests.training import ranks
-from tests.training.curves import events_of, steps_of
-from tests.training.jobs import AtStep, Make, Outcome, StopAt
+from tests.training.jobs import AtStep, Make, Outcome, StopAt, events_of, steps_of
 from vitrail.errors import NonFiniteLoss, SaveError, Stopped
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import FaultConfig

@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrail
-from tests.training.curves import values_of
-from tests.training.jobs import Make
+from tests.training.jobs import Make, values_of
 from vitrail.cli import main
 from vitrail.errors import ConfigError
 from vitrail.machine import has_bf16_matrix_units, pick_device

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.make import MemorySource
-from tests.training.curves import events_of
-from tests.training.jobs import Make, Outcome, StopAt
+from tests.training.jobs import Make, Outcome, StopAt, events_of
 from vitrail.data.augment.draws import tensorflow_crop
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.splits import Splits

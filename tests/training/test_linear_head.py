@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.make import MemorySource, make_colour_folder
-from tests.training.curves import events_of
-from tests.training.jobs import Initial, Make
+from tests.training.jobs import Initial, Make, events_of
 from vitrail.data.source import truth_of
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.make import MemorySource, make_bundle
-from tests.training.curves import events_of
-from tests.training.jobs import Make, train_until
+from tests.training.jobs import Make, events_of, train_until
 from vitrail.data.formats.folder import read_folder
 from vitrail.data.pixels.decode import decode
 from vitrail.errors import SaveError

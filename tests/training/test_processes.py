@@ -24,8 +24,7 @@ import torch
 from tests.make import wait_for
 from tests.several import in_processes
 from tests.training import ranks
-from tests.training.curves import curve, difference, events_of, same_weights, steps_of, values_of
-from tests.training.jobs import SMALL, Initial, results_of
+from tests.training.jobs import SMALL, Initial, curve, difference, events_of, results_of, steps_of, values_of
 from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError, SaveError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.log import read_journal
@@ -260,12 +259,12 @@ def test_resuming_the_same_number_of_processes_changes_no_bit_and_neither_do_che
     results_of(2, ranks.resumed, tmp_path / "run")
     assert curve(tmp_path / "straight") == curve(tmp_path / "run")
     assert steps_of(tmp_path / "run", "checkpoint") == [2, 4, 6, 8, 10, 12]
-    states = [
-        [file.read_bytes() for file in sorted((tmp_path / name / "checkpoints" / "step-12").glob("*.distcp"))]
-        for name in ("straight", "run")
-    ]
-    assert states[0] == states[1] and len(states[0]) == (2 if shard == "full" else 1)
-    assert same_weights(*(tmp_path / run / "model" / "model.safetensors" for run in ("straight", "run")))
+    written = []
+    for run in (tmp_path / "straight", tmp_path / "run"):
+        parts = sorted((run / "checkpoints" / "step-12").glob("*.distcp"))
+        assert len(parts) == (2 if shard == "full" else 1)
+        written.append([file.read_bytes() for file in (*parts, run / "model" / "model.safetensors")])
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize(("rank", "shard"), [(0, "none"), (2, "none"), (2, "full")])

@@ -17,8 +17,7 @@ import torch
 
 import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
-from tests.training.curves import steps_of
-from tests.training.jobs import SMALL, AtStep, Make, Outcome, StopAt, crash, train_until
+from tests.training.jobs import SMALL, AtStep, Make, Outcome, StopAt, crash, steps_of, train_until
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from tests.make import wait_for
-from tests.training.curves import events_of, steps_of
-from tests.training.jobs import SMALL, Make
+from tests.training.jobs import SMALL, Make, events_of, steps_of
 from vitrail.errors import Interrupted, Stopped
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from tests.tasks.books import make_tokenizer
 from tests.training import ranks
-from tests.training.curves import events_of, same_weights, values_of
-from tests.training.jobs import Make, results_of, train_until
+from tests.training.jobs import Make, events_of, results_of, same_weights, train_until, values_of
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import create
 from vitrail.tasks.tokenizer import load_tokenizer
