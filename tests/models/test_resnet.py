@@ -239,15 +239,12 @@ def test_a_resnet_learns_above_frozen_stages(unit: ResNetUnit, channels: int, fr
     assert gradient.any() and network.stem.weight.grad is None
 
 
-SIZES = [(1, 1), (2, 3), (7, 8), (17, 33), (1, 65)]
-
-
 @pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("stages", [0, 1, 3])
 def test_grids_of_a_hybrid_at_any_size(stages: int, stem: Stem) -> None:
     config = RootConfig(depths=(1,) * stages, width=32, stem=stem)
     root = HybridRoot(config, 2)
-    for size in SIZES:
+    for size in ((1, 1), (2, 3), (7, 8), (17, 33), (1, 65)):
         cells = root(torch.zeros(2, 2, *size))
         assert cells.shape == (2, config.out_channels, *(math.ceil(side / config.stride) for side in size))
         assert ViTConfig(root=config, patch_size=(1, 1), image_size=size).grid == tuple(cells.shape[2:])

@@ -214,9 +214,6 @@ def pictures(config: ViTConfig, batch: int = 2) -> Tensor:
 # --- the equations
 
 
-HALVED = RootConfig(depths=(1, 1), width=32)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -232,7 +229,7 @@ HALVED = RootConfig(depths=(1, 1), width=32)
         {"activation": "swiglu", "layer_scale": 0.1, "qk_norm": True},
         {"qkv_bias": False, "dense_bias": False, "patch_bias": False},
         {"qkv_bias": False, "dense_bias": False, "patch_bias": False, "activation": "swiglu", "qk_norm": True},
-        {"root": HALVED, "image_size": (48, 80), "patch_size": (3, 2), "positions": "none"},
+        {"root": RootConfig(depths=(1, 1), width=32), "image_size": (48, 80), "patch_size": (3, 2)},
     ],
 )
 def test_networks_of_every_kind_follow_equations_1_to_4(fields: dict[str, Any]) -> None:

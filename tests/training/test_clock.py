@@ -24,14 +24,13 @@ from vitrail.training.job import Job, Phase
 from vitrail.training.log import Log
 from vitrail.training.run import train
 
-STEPS = 10
 SUMMARY = "seconds", "seconds_to_first_step", "training_seconds", "images_per_second", "waiting_share"
 PHASES = (
     Phase(0, 4, (16, 24), patch_dropout=0.0, batch_size=3, cost=0.5, flops=100),
     Phase(4, 6, (32, 48), patch_dropout=0.0, batch_size=3, flops=200),
 )
 JOB = job_of(
-    TrainConfig(images=Preprocess(image_size=(32, 48)), run=RunConfig(steps=STEPS, batch_size=3, precision="float32")),
+    TrainConfig(images=Preprocess(image_size=(32, 48)), run=RunConfig(steps=10, batch_size=3, precision="float32")),
     images=30,
     phases=PHASES,
 )
@@ -131,7 +130,6 @@ def test_the_time_left_counts_steps_and_all_pauses() -> None:
 
 
 LIMIT = 3e12
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -148,7 +146,7 @@ def test_measuring_draws_no_random_number_and_is_short(
 ) -> None:
     monkeypatch.setattr(clock_module, "SECONDS", 0.002)
     before = torch.get_rng_state()
-    assert 1e8 < clock_module.product_limit(precision, CPU) < 1e15
+    assert 1e8 < clock_module.product_limit(precision, torch.device("cpu")) < 1e15
     assert torch.equal(before, torch.get_rng_state())
 
 

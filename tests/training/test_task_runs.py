@@ -25,10 +25,8 @@ from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
-Events = list[dict[str, Any]]
 
-
-def evaluations(run: Path) -> Events:
+def evaluations(run: Path) -> list[dict[str, Any]]:
     """Return the evaluations of a run without the time of day."""
     return [{name: value for name, value in event.items() if name != "time"} for event in events_of(run, "evaluation")]
 

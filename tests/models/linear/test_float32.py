@@ -16,8 +16,7 @@ from vitrail.models.linear import float32
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.float32 import VARIABLE, float32_products, resolve_float32_products, uses_onednn
 
-AVAILABLE = torch.backends.mkldnn.is_available()
-needs_onednn = pytest.mark.skipif(not AVAILABLE, reason="this build of PyTorch has no oneDNN")
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -157,14 +157,12 @@ def test_adapted_blocks_still_share_a_graph() -> None:
     torch.compiler.reset()
 
 
-CHOICES = "choices: 'query', 'key', 'value', 'out', 'up', 'down'"
-
-
 def test_names_that_match_nothing_are_refused_with_the_choices() -> None:
     network = VisionTransformer(small_config())
     with pytest.raises(ConfigError) as caught:
         add_adapters(network, rank=2, alpha=1.0, names=())
-    assert str(caught.value) == f"lora_on=() names no weight to adapt; {CHOICES}" and not adapters_of(network)
+    choices = "choices: 'query', 'key', 'value', 'out', 'up', 'down'"
+    assert str(caught.value) == f"lora_on=() names no weight to adapt; {choices}" and not adapters_of(network)
 
 
 def test_merging_without_adapters_shares_every_tensor() -> None:
