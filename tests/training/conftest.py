@@ -15,7 +15,7 @@ from torch import Tensor
 
 import vitrail.training.run as run_module
 from tests.make import idx_bytes
-from tests.training.jobs import Finished, events_of, model_bytes, values_of
+from tests.training.jobs import Finished, Prepare, events_of, model_bytes, values_of
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
@@ -125,7 +125,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> list[TrainState]:
 
 
 @pytest.fixture(scope="session")
-def prepare() -> Callable[[TrainConfig], tuple[TrainState, Job]]:
+def prepare() -> Prepare:
     """The state and the job of a config, to take single steps with. The head is random instead of 0, so that
     gradients reach every weight at once."""
 

@@ -20,7 +20,8 @@ from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job, Phase
 from vitrail.training.log import Log, read_journal
-from vitrail.training.run import RunResult, train
+from vitrail.training.run import RunResult, resume, train
+from vitrail.training.state import TrainState
 
 SMALL = (
     "--variant", "ViT-Pico/7", "--image-size", "28", "28", "--width", "16", "--depth", "2", "--heads", "2",
@@ -36,6 +37,9 @@ class Finished(NamedTuple):
 
 Make = Callable[..., TrainConfig]
 """A fixture that makes configs."""
+
+Prepare = Callable[[TrainConfig], tuple[TrainState, Job]]
+"""The fixture that makes the state and the job of a config."""
 
 Initial = Callable[..., Path]
 """The fixture that makes models to start from."""
@@ -62,11 +66,13 @@ class StopAt(AtStep):
         super().__init__(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def train_until(config: TrainConfig, step: int, **options: Any) -> Path:
-    """Train until a signal after a step stops the run, and return the run's folder."""
-    with pytest.raises(Stopped):
-        train(config, log=Log(StopAt(step)), **options)
-    return Path(config.run.folder or "")
+def train_until(begin: TrainConfig | Path, step: int, **options: Any) -> Path:
+    """Train a config or resume a run until a signal after a step stops it, and return the run's folder."""
+    start: Callable[..., Any] = resume if isinstance(begin, Path) else train
+    with pytest.raises(Stopped) as caught:
+        start(begin, log=Log(StopAt(step)), **options)
+    assert caught.value.run is not None
+    return caught.value.run
 
 
 def crash(*given: object) -> None:

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import vitrail.training.checkpoint as checkpoint_module
-from tests.training.jobs import AtStep, Make, Outcome, crash
+from tests.training.jobs import AtStep, Make, Outcome, Prepare, crash
 from vitrail.errors import RunError, SaveError
 from vitrail.training.checkpoint import BestModel, Checkpoints
-from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job
 from vitrail.training.log import Log
 from vitrail.training.loop import train_step
@@ -37,9 +36,7 @@ Two = tuple[Path, dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
-def moving(
-    small: Make, prepare: Callable[[TrainConfig], tuple[TrainState, Job]], tmp_path_factory: pytest.TempPathFactory
-) -> Moving:
+def moving(small: Make, prepare: Prepare, tmp_path_factory: pytest.TempPathFactory) -> Moving:
     return prepare(small(tmp_path_factory.mktemp("moving") / "run", threads=0))
 
 

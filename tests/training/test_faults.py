@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import vitrail.training.checkpoint as checkpoint_module
 from tests.training import ranks
-from tests.training.jobs import AtStep, Make, Outcome, StopAt, events_of, steps_of
+from tests.training.jobs import AtStep, Make, Outcome, Prepare, StopAt, events_of, steps_of
 from vitrail.errors import NonFiniteLoss, SaveError, Stopped
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import FaultConfig
@@ -69,7 +69,7 @@ def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["300k", "420k", "660k"])
 def test_a_full_disk_is_named_wherever_it_ends_a_checkpoint(
-    size: str, small: Make, prepare: Callable[..., Any], small_disk: Callable[[str], Path], tmp_path: Path
+    size: str, small: Make, prepare: Prepare, small_disk: Callable[[str], Path], tmp_path: Path
 ) -> None:
     state, _ = prepare(small(tmp_path / "run", width=32))
     disk = small_disk(size)
@@ -83,7 +83,7 @@ def test_a_full_disk_is_named_wherever_it_ends_a_checkpoint(
 
 
 def test_a_failure_that_is_no_full_disk_keeps_its_own_reason(
-    small: Make, prepare: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, _ = prepare(small(tmp_path / "run"))
     state.step = 3
@@ -178,7 +178,7 @@ def left_out(run: Path) -> dict[int, tuple[str, set[str]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_a_step_with_a_fault_moves_nothing(
-    poison: str, small: Make, prepare: Callable[..., Any], flat: Callable[..., Any],
+    poison: str, small: Make, prepare: Prepare, flat: Callable[..., Any],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     config = small(tmp_path / "run", average=0.9, on_non_finite="skip", accumulation=3)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.make import MemorySource
-from tests.training.jobs import Make, Outcome, StopAt, events_of
+from tests.training.jobs import Make, Outcome, events_of, train_until
 from vitrail.data.augment.draws import tensorflow_crop
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target
-from vitrail.errors import ConfigError, DataError, Stopped
+from vitrail.errors import ConfigError, DataError
 from vitrail.models.cost import prediction_bytes, training_bytes
 from vitrail.models.variants import variant_config
 from vitrail.processes.group import Processes
@@ -239,9 +239,7 @@ def test_stopping_in_any_phase_changes_no_bit(
     train(small(tmp_path / "straight", **fields))
     run = tmp_path / "stopped"
     for number, cut in enumerate(cuts):
-        with pytest.raises(Stopped):
-            config = small(run, **fields)
-            train(config, log=Log(StopAt(cut))) if number == 0 else resume(run, log=Log(StopAt(cut)))
+        train_until(run if number else small(run, **fields), cut)
     resume(run)
     assert outcome(run) == outcome(tmp_path / "straight")
     for folder in (run, tmp_path / "straight"):

@@ -33,6 +33,7 @@ from vitrail.weights.load import load
 
 pytestmark = pytest.mark.slow
 
+Torchrun = Callable[..., "subprocess.Popen[str]"]
 MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}
 
 
@@ -383,7 +384,7 @@ def test_processes_must_have_the_same_data(three_splits: Path, tmp_path: Path) -
 
 
 @pytest.fixture
-def torchrun(three_splits: Path) -> Callable[..., subprocess.Popen[str]]:
+def torchrun(three_splits: Path) -> Torchrun:
     """Starts `torchrun -m vitrail train` with two processes."""
 
     def start(*words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -405,7 +406,7 @@ def workers(run: Path, launcher: subprocess.Popen[str], step: int) -> list[int]:
     return [int(child) for child in children if b"vitrail" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def test_torchrun_starts_a_run_that_prints_once(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_torchrun_starts_a_run_that_prints_once(torchrun: Torchrun, tmp_path: Path) -> None:
     process = torchrun("--run", str(tmp_path / "run"), "--steps", "12")
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
@@ -413,9 +414,7 @@ def test_torchrun_starts_a_run_that_prints_once(torchrun: Callable[..., subproce
     assert steps_of(tmp_path / "run", "finished") == [12]
 
 
-def test_torchrun_goes_on_after_a_killed_process(
-    torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_torchrun_goes_on_after_a_killed_process(torchrun: Torchrun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = torchrun("--run", str(run), "--steps", "600", options=("--max-restarts", "1"))
     os.kill(workers(run, process, 100)[1], signal.SIGKILL)
@@ -425,7 +424,7 @@ def test_torchrun_goes_on_after_a_killed_process(
     assert events.count("started") == events.count("resumed") == 1 and events[-1] == "finished"
 
 
-def test_a_stop_of_torchrun_saves_the_state(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_stop_of_torchrun_saves_the_state(torchrun: Torchrun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = torchrun("--run", str(run), "--steps", "5000")
     workers(run, process, 833)
