@@ -88,6 +88,10 @@ def small_vit(*, std: float = 0.05, **fields: Any) -> Any:
     return network
 
 
+def autocast(enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
 def assert_uniform(weight: Tensor, fan_in: int, fan_out: int) -> None:
     bound = math.sqrt(6 / (fan_in + fan_out))
     assert 0.99 * bound < weight.abs().max() <= bound

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.models.linear.test_dense import Twice
 from tests.models.test_tools import OWN, few, images, network
 from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionContext
@@ -112,10 +113,6 @@ def test_dense_layers_of_other_classes_and_formats_take_part(kind: str, compute:
             layer.weight.mul_(2)
         changed = compute(twice)
         assert not torch.equal(changed, expected), f"{name} does not matter"
-
-        class Twice(nn.Module):
-            def forward(self, weight: Tensor) -> Tensor:
-                return 2 * weight
 
         parametrised = copy.deepcopy(made)
         parametrize.register_parametrization(parametrised.get_submodule(name), "weight", Twice())
