@@ -211,9 +211,6 @@ def pictures(config: ViTConfig, batch: int = 2) -> Tensor:
     return torch.randn(batch, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
 
 
-# --- the equations
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -271,9 +268,6 @@ def test_positions_of_every_kind_follow_the_equations(kind: str, place: str, cov
     check_equations(randomised(small_config(**fields, norm_eps=1e-3)), 1e-5)
 
 
-# --- shapes, features and heads
-
-
 def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
     """The reference uses the same weights on the part of the image that whole patches cover."""
     torch.manual_seed(0)
@@ -290,9 +284,6 @@ def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
     assert torch.equal(network.features(images).patches, even.features(images[:, :, :12, :15]).patches)
     with pytest.raises(ConfigError, match=r"image_size=\(3, 18\) is not a multiple of patch_size=\(4, 5\)"):
         network(images[:, :, :3])
-
-
-# --- dropout and stochastic depth
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -343,9 +334,6 @@ def test_both_branches_of_a_block_are_skipped_by_themselves() -> None:
     assert set(added.tolist()) == {0.0, 2.0, 20.0, 22.0}
     for value in (0.0, 2.0, 20.0, 22.0):
         assert 60 < (added == value).sum() < 140
-
-
-# --- what is read of the last block
 
 
 def check_logits_of_features(network: VisionTransformer, images: Tensor) -> None:
@@ -403,9 +391,6 @@ def test_the_last_block_computes_what_the_head_reads(fields: dict[str, Any], rea
         assert torch.equal(logits, logits_of_features(network, images))
     network.features(images)
     assert results["blocks.2"] == results["norm"] == n
-
-
-# --- number formats
 
 
 def slow(fields: dict[str, Any]) -> Any:
@@ -475,9 +460,6 @@ def test_the_residual_stream_has_the_format_of_the_weights(fields: dict[str, Any
     assert logits.dtype == torch.bfloat16
     logits.float().square().sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
-
-
-# --- patch dropout
 
 
 def watched(network: VisionTransformer) -> list[Tensor]:
@@ -583,9 +565,6 @@ def test_patch_dropout_goes_with_other_sizes_and_empty_batches() -> None:
         assert network(torch.randn(0, 3, 20, 15)).shape == (0, 5)
 
 
-# --- initialisation
-
-
 def test_networks_start_with_xavier_uniform_lecun_normal_and_constant_weights() -> None:
     torch.manual_seed(0)
     config = ViTConfig(
@@ -611,9 +590,6 @@ def test_networks_start_with_xavier_uniform_lecun_normal_and_constant_weights() 
     assert not fresh.head.weight.any() and not fresh.head.bias.any() and not fresh.prefix.cls.any()
     norms = [module for module in fresh.modules() if isinstance(module, nn.LayerNorm)]
     assert len(norms) == 6 and all((norm.weight == 1).all() and not norm.bias.any() for norm in norms)
-
-
-# --- what a config may not say
 
 
 OUT_OF_RANGE = {
