@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.make import keys_of, make_colour_folder, mix_in, targets_of
+from tests.make import keys_of, mix_in, targets_of
 from vitrail.cli import main
 from vitrail.data.formats import folder, idx
 from vitrail.data.pixels.decode import decode, pixel_limit
@@ -442,9 +442,3 @@ def test_commands_without_a_run_have_the_option_too(photos: Path, capsys: pytest
     assert "more than the limit" not in capsys.readouterr().out
     assert main([*arguments, "0"]) == 2
     assert "--max-pixels: 0 " in capsys.readouterr().err
-
-
-def test_a_table_beside_class_folders_is_named(tmp_path: Path) -> None:
-    table = make_colour_folder(tmp_path, images=2) / "labels.csv"
-    table.write_text("path,label\nred/00.png,red\n")
-    assert any(f"name {table} as the data" in note for note in open_data(tmp_path, validation_share=0.0).notes)
