@@ -16,8 +16,10 @@ from vitrail.data.batch import Batch
 from vitrail.data.pipeline import Readers, Stage, TrainingBatches, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Samples, has_soft_targets, mixed, soft_target_of, subset
+from vitrail.data.splits import Splits
 from vitrail.data.targets import SoftTarget
-from vitrail.tasks.classification import ClassificationObjective, balanced_weights
+from vitrail.errors import DataError
+from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
 
 CLASSES = ("ant", "bee", "cat")
 SIZE = Preprocess(image_size=(21, 28))
@@ -88,6 +90,17 @@ def test_evaluation_uses_the_most_likely_class() -> None:
 def whole_batch() -> tuple[Batch, Samples]:
     source = mixture()
     return next(TrainingBatches(source, [Stage(SIZE, 14)], seed=3, readers=Readers(0))), source
+
+
+def test_amounts_of_classes_that_exclude_each_other_have_the_sum_1() -> None:
+    class Halves(Soft):
+        def soft_target(self, index: int) -> SoftTarget:
+            return super().soft_target(index) / 2
+
+    Classification().check_data(Splits(mixture(), None, None))
+    Classification(loss="sigmoid").check_data(Splits(Halves(8), None, None))
+    with pytest.raises(DataError, match=r"sum 0\.5, but loss='softmax'"):
+        Classification().check_data(Splits(Halves(8), None, None))
 
 
 def softmax(rows: Tensor) -> np.ndarray:
