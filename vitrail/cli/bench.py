@@ -115,6 +115,7 @@ COMMAND = Command(
         ("vitrail bench train ViT-B/16 --largest-batch", "Find the largest batch that fits into memory."),
     ),
     options=(Bench,),
+    spelled={"reduction.by": "--reduce-by"},
     essential={
         "Workload": ("image_size", "batch_size", "precision", "compile", "device"),
         "Comparison": ("against", "best", "memory", "scaling", "largest_batch"),

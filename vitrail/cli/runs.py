@@ -101,17 +101,18 @@ def main(call: Call, options: Runs) -> None:
 
 
 def _folders(folder: Path, *, is_json: bool) -> list[Path]:
-    """Return the folders of the runs in a folder, and print a note on deeper ones. Raise `ConfigError` if the folder
+    """Return the folders of the runs in a folder, and print notes on deeper ones. Raise `ConfigError` if the folder
     does not exist or holds no run."""
     if not folder.is_dir():
         raise ConfigError(f"folder={str(folder)!r} is not a folder; give the folder that holds your runs")
-    found = list(find_runs(folder))
-    if deeper := [one for one in find_runs(folder, 2 * DEPTH) if len(one.relative_to(folder).parts) > DEPTH]:
-        print_notes(
-            message_console(is_json),
-            f"not listed: {plural(len(deeper), 'run')} deeper than {DEPTH} levels, such as {deeper[0]}; give a folder "
-            "nearer to them",
-        )
+    found, unsearched = list(find_runs(folder)), list[Path]()
+    deeper = [one for one in find_runs(folder, 2 * DEPTH, unsearched) if one not in found]
+    for places, what in (
+        (deeper, f"not listed: {plural(len(deeper), 'run')} deeper than {DEPTH} levels"),
+        (unsearched, f"not searched: {plural(len(unsearched), 'folder')} deeper than {2 * DEPTH} levels"),
+    ):
+        if places:
+            print_notes(message_console(is_json), f"{what}, such as {places[0]}; give a folder nearer to them")
     if not found:
         raise ConfigError(
             f"folder={str(folder)!r} holds no run: no folder in it, down to {DEPTH} levels, has a run.json"

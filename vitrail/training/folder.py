@@ -350,15 +350,14 @@ class RunSummary:
         return None if found is None else int(found)
 
 
-def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the folders of runs in a folder, in alphabetical order. The folder itself can be a run.
+def find_runs(folder: Path, depth: int = DEPTH, deeper: list[Path] | None = None) -> Iterator[Path]:
+    """Yield the folders of runs in a folder, in alphabetical order. The folder itself can be a run. The folders that
+    are not searched because they are deeper than `depth` levels are appended to `deeper`.
 
     Folders inside a run, hidden folders and folders that cannot be opened hold no runs.
     """
     if (folder / "run.json").is_file():
         yield folder
-        return
-    if depth == 0:
         return
     try:
         inside = sorted(
@@ -369,8 +368,10 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
         )
     except OSError:
         return
-    for path in inside:
-        yield from find_runs(path, depth - 1)
+    if depth == 0 and deeper is not None:
+        deeper += inside
+    for path in inside if depth else ():
+        yield from find_runs(path, depth - 1, deeper)
 
 
 def summarise(folder: Path) -> RunSummary:

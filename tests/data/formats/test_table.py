@@ -99,8 +99,9 @@ def test_an_empty_or_missing_label_is_none(table: Callable[..., Path]) -> None:
     assert source.classes == ("x", "y") and [target for _, target in rows_of(source)] == [(0,), (), (0, 1)]
 
 
-def test_a_field_that_occurs_twice_in_a_line_is_refused(table: Callable[..., Path]) -> None:
-    path = table('{"path": "4.jpg", "label": "x"}', '{"path": "a/1.jpg", "label": "x", "label": "y"}', name="l.jsonl")
+@pytest.mark.parametrize("line", ['"label": "x", "label": "y"', '"more": [{"label": "x", "label": "y"}], "label": "x"'])
+def test_a_field_that_occurs_twice_in_a_line_is_refused(line: str, table: Callable[..., Path]) -> None:
+    path = table('{"path": "4.jpg", "label": "x"}', f'{{"path": "a/1.jpg", {line}}}', name="l.jsonl")
     with pytest.raises(DataError, match=r"l\.jsonl, line 2: .*'label' occurs twice"):
         opened(path)
 
