@@ -145,7 +145,7 @@ KINDS = {
 
 BENCH = {
     "bench": "usage: vitrail bench",
-    "bench training": "'training' is not a measurement; nearest: train",
+    "bench training": "train|infer|load: 'training' is not one of train, infer, load",
     "bench train --precision fp8": "--precision: 'fp8' is not one of",
     "bench train --scaling heads": "--scaling: 'heads' is not one of",
     "bench train ViT-Pico/7 --repetitions 0": "--repetitions: 0 is less than 1",

@@ -178,10 +178,7 @@ class Command:
         about_settings = isinstance(error, ConfigError)
         text = "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
         is_of_recipe = self.has_recipe and given.keys().isdisjoint(("data", "resume", "like"))
-        if is_of_recipe and text.startswith("data '"):
-            first, *rest = text.split("\n")
-            return "\n".join([f"{first}; --data names your own", *rest])
-        return text
+        return re.sub(r"\A(data '.*)", r"\1; --data names your own", text) if is_of_recipe else text
 
     def note(self, text: str) -> str:
         """Return a note with the values that it recommends spelled as options, such as `--image-size 224 224` for

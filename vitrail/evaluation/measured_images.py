@@ -304,10 +304,10 @@ def open_images(
             try:
                 splits = _splits_of(bundle, opened)
             except DataError as error:
-                others = ", or measure all images with --split all" if split == "held-out" else ""
                 raise DataError(
                     f"{opened.whole.title} has no split to measure, and none of its {len(opened.whole.train):,} "
-                    f"training images can be held out; choose data with a validation split{others}"
+                    f"training images can be held out; choose data with a validation split"
+                    f"{', or measure all images with --split all' if split == 'held-out' else ''}"
                 ) from error
     found = _measured(bundle, opened, splits, split, is_common=common is not None)
     found = replace(found, notes=(*notes, *found.notes))
