@@ -188,10 +188,6 @@ def lock(descriptor: int) -> bool:
     return True
 
 
-SECONDS_LEFT = 24 * 3600.0
-"""Age from which the folder of an incomplete file belongs to no process any more."""
-
-
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write, which replaces `path` in one step if the block succeeds. Several processes can
@@ -203,7 +199,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(".vitrail-????????"):
         with suppress(OSError):  # another process deletes it
-            if time.time() - left.stat().st_mtime > SECONDS_LEFT:
+            if time.time() - left.stat().st_mtime > 24 * 3600:
                 shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vitrail-") as folder:
         partial = Path(folder) / path.name

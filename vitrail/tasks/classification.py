@@ -23,9 +23,6 @@ from vitrail.settings import setting
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 from vitrail.weights.answers import OutputKind
 
-SUM_ERROR = 0.01
-"""Largest error of the sum of the probabilities of an image, which can be rounded to bf16."""
-
 Loss = Literal["softmax", "sigmoid"]
 """Loss of classification: softmax for classes that exclude each other, or sigmoid for one yes-or-no question per
 class."""
@@ -73,7 +70,7 @@ class Classification(Task):
         if self.loss == "softmax" and has_soft_targets(splits.train):
             soft = samples_of(splits.train).targets.soft
             sums = np.concatenate([amounts.sum(axis=1) for amounts, _ in soft.blocks] if soft else [np.ones(1)])
-            if (wrong := sums[np.abs(sums - 1) > SUM_ERROR]).size:
+            if (wrong := sums[np.abs(sums - 1) > 0.01]).size:  # they can be rounded to bf16
                 raise DataError(
                     f"the soft target of an image of {splits.title} has amounts with the sum {wrong[0]:g}, but "
                     f"loss={self.loss!r} needs the sum 1; divide the amounts by their sum, or choose loss='sigmoid'"
