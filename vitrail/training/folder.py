@@ -245,10 +245,9 @@ def check_place(folder: Path, config: TrainConfig) -> None:
         check_parent(folder)
         return
     if not config.run.overwrite:
-        raise RunError(
-            f"run folder {str(folder)!r} exists; choose another --run, continue it with --resume "
-            f"{shlex.quote(str(folder))}, or replace it with --overwrite"
-        )
+        further = f", continue it with --resume {shlex.quote(str(folder))}, or replace it with --overwrite"
+        is_run = (folder / "run.json").is_file()
+        raise RunError(f"run folder {str(folder)!r} exists; choose another --run{further if is_run else ''}")
     if not (folder / "run.json").is_file():
         raise RunError(
             f"{str(folder)!r} is not the folder of a run (it has no run.json), so it is not overwritten; choose "
