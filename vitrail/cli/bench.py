@@ -273,11 +273,11 @@ def measure_exported(options: Bench, device: torch.device) -> tuple[str, dict[st
     if network.interface.reads_texts:
         raise ConfigError(f"{path} has a text tower, which takes no images; vitrail export measures such files")
     height, width = network.preprocess.image_size
-    shape = batch_size, height, width, network.preprocess.channels
-    draws = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    draws = np.random.default_rng(0).integers(
+        0, 256, (batch_size, height, width, network.preprocess.channels), dtype=np.uint8
+    )
     images = draws.astype(input_dtype(network.preprocess), copy=False)
-    timer = timed(lambda: network.run(images))
-    times = interleave({"file": timer}, **rounds)["file"]
+    times = interleave({"file": timed(lambda: network.run(images))}, **rounds)["file"]
     found = Spread.of([1e3 * seconds for seconds in times])
     columns = (
         Column("file", lambda row: Path(row["file"]).name),

@@ -111,12 +111,11 @@ def main(call: Call) -> None:
     data = config.student.data
     if "validation_share" in call.options and (note := data.open_whole().share_note(data.validation)):
         log.note(note)
-    again = "Finished rounds stay; give the same command again to continue"
     try:
         with interrupted_by_signals(f"stopped; finished rounds stay in {folder}"):
             rounds = run_rounds(config, folder, log, log.extracting)
     except Stopped as stop:
-        raise Stopped(f"{stop}\n{again}", stop.run) from None
+        raise Stopped(f"{stop}\nFinished rounds stay; give the same command again to continue", stop.run) from None
     console.print(rounds_table(rounds))
     best = max(rounds, key=lambda one: one.metrics["validation_accuracy"])
     console.print(
