@@ -61,7 +61,7 @@ def test_a_folder_in_which_no_run_was_recorded_is_new(left: tuple[str, ...], tmp
     config = RECIPES["demo"]().override(run=str(tmp_path))
     assert new_folder(config) == tmp_path
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(RunError, match="exists; choose another --run"):
+    with pytest.raises(RunError, match=r"exists; choose another --run$"):
         new_folder(config)
     (tmp_path / "mine.txt").unlink()
     with locked(tmp_path), pytest.raises(RunError, match="exists; choose another --run"):

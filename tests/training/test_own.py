@@ -334,7 +334,7 @@ def test_what_a_probe_returns_is_checked(found: Any, rule: str, config: Make) ->
     assert (event["a"], event["b"]) == (0.5, 2.0)
 
 
-@pytest.mark.parametrize("amounts", [[0.5], [1, -1], [float("nan"), 1], [float("inf"), 0], 1.0])
+@pytest.mark.parametrize("amounts", [[0.5], [1, -1], [1.5, 0], [float("nan"), 1], [float("inf"), 0], 1.0])
 def test_soft_targets_that_are_no_amounts_are_refused(amounts: Any, config: Make) -> None:
     soft = changed(has_soft_targets=True, soft_target=lambda self, index: amounts)
     with pytest.raises(DataError, match=r"^soft_target\(\d+\) of Stripes"):

@@ -245,10 +245,9 @@ def check_place(folder: Path, config: TrainConfig) -> None:
         check_parent(folder)
         return
     if not config.run.overwrite:
-        raise RunError(
-            f"run folder {str(folder)!r} exists; choose another --run, continue it with --resume "
-            f"{shlex.quote(str(folder))}, or replace it with --overwrite"
-        )
+        further = f", continue it with --resume {shlex.quote(str(folder))}, or replace it with --overwrite"
+        is_run = (folder / "run.json").is_file()
+        raise RunError(f"run folder {str(folder)!r} exists; choose another --run{further if is_run else ''}")
     if not (folder / "run.json").is_file():
         raise RunError(
             f"{str(folder)!r} is not the folder of a run (it has no run.json), so it is not overwritten; choose "
@@ -350,15 +349,14 @@ class RunSummary:
         return None if found is None else int(found)
 
 
-def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the folders of runs in a folder, in alphabetical order. The folder itself can be a run.
+def find_runs(folder: Path, depth: int = DEPTH, deeper: list[Path] | None = None) -> Iterator[Path]:
+    """Yield the folders of runs in a folder, in alphabetical order. The folder itself can be a run. The folders that
+    are not searched because they are deeper than `depth` levels are appended to `deeper`.
 
     Folders inside a run, hidden folders and folders that cannot be opened hold no runs.
     """
     if (folder / "run.json").is_file():
         yield folder
-        return
-    if depth == 0:
         return
     try:
         inside = sorted(
@@ -369,8 +367,10 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
         )
     except OSError:
         return
-    for path in inside:
-        yield from find_runs(path, depth - 1)
+    if depth == 0 and deeper is not None:
+        deeper += inside
+    for path in inside if depth else ():
+        yield from find_runs(path, depth - 1, deeper)
 
 
 def summarise(folder: Path) -> RunSummary:

@@ -168,6 +168,10 @@ def resume(
     fallen to its end therefore rises again at the first new step.
     """
     started = time.perf_counter() if started is None else started
+    if not isinstance(changes, Mapping):
+        raise ConfigError(
+            f"changes={changes!r:.60} is not a mapping of settings to new values, such as {{'epochs': 20}}"
+        )
     length = {name: changes[name] for name in LENGTHS if changes.get(name) is not None}
     if len(length) > 1:
         given = " and ".join(f"{name}={value}" for name, value in length.items())
