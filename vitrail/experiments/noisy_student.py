@@ -230,10 +230,6 @@ def label_images(
     enough, `BundleError` if predictions are not finite, and `SaveError`.
     """
     facts = check_classifier(teacher)
-    if labelling.pseudo_labels == "hard" and len(set(facts.classes)) < len(facts.classes):
-        raise ConfigError(
-            f"pseudo_labels='hard' writes names of classes, and several classes of {teacher} have one name; choose soft"
-        )
     source = open_pool(pool)
     predicted = _Predicted(source, facts.classes, labelling.confidence, teacher, on_progress)
     outputs = Outputs(load_teacher(teacher, device), batch_size=None, readers=readers, precision=precision)
