@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from types import FunctionType, MethodType
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.shortcuts import is_plain
+from vitrail.settings import typed
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyConfigClass = TypeVar("AnyConfigClass")
@@ -256,8 +257,13 @@ def refuse_assignment(config: type[AnyConfigClass]) -> type[AnyConfigClass]:
 
 
 def check_images(images: Tensor, channels: int) -> None:
-    """Raise `ConfigError` unless images have the shape (b, channels, height, width) and are normalised, which whole
-    numbers cannot be."""
+    """Raise `ConfigError` unless images are a tensor of shape (b, channels, height, width) and are normalised, which
+    whole numbers cannot be."""
+    if not isinstance(images, Tensor):
+        raise ConfigError(
+            f"images is a {type(images).__name__}; give a tensor of shape (b, {channels}, height, width), or images to "
+            "Bundle.predict"
+        )
     if images.ndim != 4 or images.shape[1] != channels:
         raise ConfigError(f"images of shape {tuple(images.shape)} are not of shape (b, {channels}, height, width)")
     if not images.is_floating_point():
@@ -286,19 +292,20 @@ def weights_of(make: Callable[[], nn.Module | None]) -> int:
     return 0 if module is None else sum(weight.numel() for weight in module.parameters())
 
 
-def block_numbers(layers: Sequence[int], count: int, *, field: str = "layers", part: str = "block") -> list[int]:
+def block_numbers(layers: Iterable[int], count: int, *, field: str = "layers", part: str = "block") -> list[int]:
     """Return block numbers that count from 0. Numbers in `layers` may also count backward from -1. `field` and `part`
     name other numbered parts, such as heads.
 
-    Raise `ConfigError` for a block that does not exist.
+    Raise `ConfigError` for anything else than whole numbers, and for a block that does not exist.
     """
-    for layer in layers:
+    numbers = typed(tuple[int, ...], [*layers] if isinstance(layers, Iterable) else layers, field)
+    for layer in numbers:
         if not -count <= layer < count:
             raise ConfigError(
-                f"{field}={tuple(layers)}: {part} {layer} does not exist; choose from 0 to {count - 1}, or from "
+                f"{field}={numbers}: {part} {layer} does not exist; choose from 0 to {count - 1}, or from "
                 f"{-count} to -1, counted from the end"
             )
-    return [layer % count for layer in layers]
+    return [layer % count for layer in numbers]
 
 
 def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) -> AnyModule:
