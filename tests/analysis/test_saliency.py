@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.analysis.networks import images_of, make
 from tests.make import dense_bundle
-from vitrail.analysis.faithfulness import saliency_curves
+from vitrail.analysis.faithfulness import randomised_weights, saliency_curves
 from vitrail.analysis.features import token_norms
 from vitrail.analysis.heads import effective_receptive_field
 from vitrail.analysis.saliency import attention_rollout, class_relevance, relevance, rollout
@@ -144,6 +144,8 @@ def test_maps_are_the_same_in_inference_mode(name: str) -> None:
         np.testing.assert_array_equal(class_relevance(network, images, targets).values, maps.values)
         np.testing.assert_array_equal(effective_receptive_field(network, images).values, reach.values)
         attention_rollout(network, images, targets)
+        if name != "boxes":
+            randomised_weights(network, images[:1], class_relevance)
 
 
 @pytest.mark.usefixtures("types_unchecked")

@@ -171,6 +171,7 @@ class _Hiding:
         return probabilities_of(outputs, self.output) if self.head is None else self.head.scores(outputs).flatten(1)
 
 
+@torch.inference_mode(False)
 def randomised_weights(
     network: nn.Module,
     images: Float[Tensor, "b c h w"],
