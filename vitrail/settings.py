@@ -338,7 +338,7 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     if get_origin(kind) is tuple:
         return tuple(_read(one, each, place) for one, each in zip(_each(inner, value), value, strict=True))
     if inner and isinstance(value, dict):
-        return {name: _read(inner[1], each, f"{place}.{name}") for name, each in value.items()}
+        return {name: typed(inner[1], each, f"{place}.{name}") for name, each in value.items()}
     return kind(value) if kind in (float, Path) else value
 
 

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vitrail.errors import ConfigError
 from vitrail.machine import Precision, autocast, resolve_precision
 from vitrail.models.compiled import compile_copy
 from vitrail.models.linear.dense import Linear
@@ -53,11 +54,14 @@ class Predictor:
     def __init__(self, network: nn.Module, precision: Precision = "float32", *, exact_head: bool = False) -> None:
         """Prepare a network for prediction. The precision "auto" is "bf16" if the processor has matrix units for
         bfloat16. With `exact_head`, the last dense layer computes in float32 in every precision: bfloat16 has eight
-        bits for a number such as a year. Raise `ConfigError` for an unknown precision."""
+        bits for a number such as a year. Raise `ConfigError` for an unknown precision and for weights without
+        values."""
         first = next(itertools.chain(network.parameters(), network.buffers()), None)
         self.device = torch.device("cpu") if first is None else first.device
         """Device of the weights. Images have to be on the same device."""
         raise_problems([problem_of("precision", precision, Precision, {})])
+        if self.device.type == "meta":
+            raise ConfigError("network is on the device meta, so its weights have no values; load them first")
         self.precision: Precision = resolve_precision(precision, self.device)
         """Format of matrix products: "bf16" or "float32"."""
         self.network: Any = shared_copy(network)

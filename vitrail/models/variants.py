@@ -21,7 +21,7 @@ from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 from vitrail.registry import Registry
-from vitrail.settings import bare_names, from_plain, typed_fields
+from vitrail.settings import bare_names, from_plain, typed, typed_fields
 
 AnyConfig = ViTConfig | ResNetConfig
 AnyNetwork = VisionTransformer | ResNet
@@ -124,7 +124,7 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
     `fields` replace fields of the `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for an unknown name or field,
     and for a value of another type.
     """
-    config = _named(name)
+    config = _named(typed(str, name, "name"))
     known = bare_names(type(config))
     for given in fields:
         if given not in known:
