@@ -203,7 +203,7 @@ def test_unknown_variant_names_the_nearest(name: str, message: str) -> None:
 
 @pytest.mark.parametrize("name", [None, 3, b"ViT-S/16", ["ViT-S/16"]], ids=repr)
 def test_a_name_is_a_text(name: Any, types_unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=r"^name=.* is not a text"):
+    with pytest.raises(ConfigError, match=r"^variant=.* is not a text"):
         create(name)
 
 

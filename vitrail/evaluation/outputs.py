@@ -115,7 +115,7 @@ class Answered(NamedTuple):
 @dataclass(eq=False)
 class Outputs:
     """A model with its features and predictions for all samples of a source, and the way in which they are computed.
-    They are computed at first use."""
+    They are computed at first use and kept. After the weights have changed, call `forget`."""
 
     bundle: Bundle
     _: KW_ONLY
@@ -199,7 +199,7 @@ class Outputs:
         return (id(source), existing_layer(self.bundle.network, layer)) in self._stored
 
     def forget(self) -> None:
-        """Free all features and predictions, before other data is evaluated."""
+        """Free all features and predictions, before other data is evaluated or after the weights have changed."""
         self.skipped, self._stored = {}, {}
 
     def features(self, source: Source, layer: Layer = "embedding") -> FeatureSet:

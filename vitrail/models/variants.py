@@ -124,7 +124,7 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
     `fields` replace fields of the `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for an unknown name or field,
     and for a value of another type.
     """
-    config = _named(typed(str, name, "name"))
+    config = _named(name)
     known = bare_names(type(config))
     for given in fields:
         if given not in known:
@@ -163,6 +163,7 @@ def transformer_config(config: AnyConfig | None) -> ViTConfig | None:
 
 def _named(name: str) -> AnyConfig:
     """Return the config of a variant. The image size is a placeholder that the patch size divides."""
+    name = typed(str, name, "variant")
     if match := VIT.fullmatch(name):
         patch = int(match["patch_h"]), int(match["patch_w"] or match["patch_h"])
         return ViTConfig(**_size(match, name)._asdict(), patch_size=patch, image_size=patch)
