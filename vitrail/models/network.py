@@ -453,22 +453,31 @@ def _replaced(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _used_objects(function: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield the objects that a function uses: what it is bound to, its arguments, and the variables around it.
+    """Yield the objects that a function uses: what it is bound to, its arguments with their defaults, the variables
+    around it, and what collections, callable objects and functions of the same file among these use.
 
     The second value is True if a copy of the function has the same object instead of its copy.
     """
-    waiting, seen = [(function, False)], set[int]()
+    waiting, seen = [(function, False)], set[tuple[int, bool]]()
     while waiting:
         one, is_fixed = waiting.pop()
         yield one, is_fixed
-        if id(one) in seen:
+        if (id(one), is_fixed) in seen or isinstance(one, nn.Module | Tensor):
             continue
-        seen.add(id(one))
+        seen.add((id(one), is_fixed))
         if isinstance(one, MethodType):
             waiting += [(one.__self__, is_fixed), (one.__func__, is_fixed)]
         elif isinstance(one, functools.partial):
             waiting += [(part, is_fixed) for part in (one.func, *one.args, *one.keywords.values())]
         elif isinstance(one, FunctionType):
-            names = inspect.getclosurevars(one)
-            around = [value for value in names.globals.values() if not isinstance(value, FunctionType)]
-            waiting += [(value, True) for value in (*names.nonlocals.values(), *around, *vars(one).values())]
+            names, defaults = inspect.getclosurevars(one), (one.__defaults__, one.__kwdefaults__)
+            around = [
+                value
+                for value in names.globals.values()
+                if not isinstance(value, FunctionType | type) or value.__module__ == one.__module__
+            ]
+            waiting += [(value, True) for value in (*names.nonlocals.values(), *around, *vars(one).values(), *defaults)]
+        elif isinstance(one, list | tuple | set | frozenset | dict):
+            waiting += [(value, is_fixed) for value in (one.values() if isinstance(one, dict) else one)]
+        elif callable(one):
+            waiting += [(value, is_fixed) for value in getattr(one, "__dict__", {}).values()]
