@@ -338,6 +338,16 @@ def test_the_default_device_of_pytorch_changes_no_output(bundle: Bundle, tmp_pat
     assert torch.equal(embeddings, bundle.embed(images(2))) and predictions == bundle.predict(images(2))
 
 
+def test_models_that_are_made_in_inference_mode_can_be_trained_and_saved(bundle: Bundle, tmp_path: Path) -> None:
+    bundle.save(tmp_path / "model")
+    with torch.inference_mode():
+        loaded = vitrail.load(tmp_path / "model", device="cpu")
+        made = vitrail.create("ViT-Pico/8", image_size=16, depth=1, width=12)
+    for network in (loaded.network, made):
+        network(torch.zeros(1, network.config.channels, *network.config.image_size)).sum().backward()
+    loaded.save(tmp_path / "again")
+
+
 def test_embeddings_are_what_the_head_sees() -> None:
     bundle, arrays = make_bundle(head_hidden=5), images(4)
     embeddings = bundle.embed(arrays, batch_size=3)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from vitrail.errors import ConfigError, nearest
@@ -145,8 +146,10 @@ def create(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any)
     return build(variant_config(name, image_size=image_size, **fields))
 
 
+@torch.inference_mode(False)
 def build(config: AnyConfig) -> AnyNetwork:
-    """Return the network that a config describes, with random weights."""
+    """Return the network that a config describes, with random weights, which can be trained even if the caller is in
+    inference mode."""
     network_class: Any = ARCHITECTURES[config.architecture][1]
     return network_class(config)
 

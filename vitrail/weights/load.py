@@ -63,6 +63,7 @@ LAYOUTS = Registry[Layout](
 """Layouts of other libraries, in the order in which `load` tries them."""
 
 
+@torch.inference_mode(False)
 def load(
     path: str | Path,
     *,
