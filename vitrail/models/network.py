@@ -413,7 +413,7 @@ def shared_copy(network: AnyModule) -> AnyModule:
         known = type(module).__module__.startswith(("torch.nn.modules.", "vitrail.models."))
         is_simple = is_simple and known
         for method, function in _replaced(module):
-            used = list(_used_objects(function))
+            used = list(_used_objects(function, is_hook=method == "a hook"))
             is_simple = is_simple and not any(id(one) in modules for one, _ in used)
             if any(id(one) in modules and is_fixed for one, is_fixed in used):
                 raise ConfigError(
@@ -452,9 +452,10 @@ def _replaced(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from (("a hook", hook) for hook in value.values())
 
 
-def _used_objects(function: Any) -> Iterator[tuple[Any, bool]]:
+def _used_objects(function: Any, *, is_hook: bool) -> Iterator[tuple[Any, bool]]:
     """Yield the objects that a function uses: what it is bound to, its arguments with their defaults, the variables
-    around it, and what collections, callable objects and functions of the same file among these use.
+    around it, and what collections and functions of the same file among these use. The attributes of a callable object
+    are yielded if it replaces a method. An object that is a hook may hold a network that it does not compute with.
 
     The second value is True if a copy of the function has the same object instead of its copy.
     """
@@ -479,5 +480,5 @@ def _used_objects(function: Any) -> Iterator[tuple[Any, bool]]:
             waiting += [(value, True) for value in (*names.nonlocals.values(), *around, *vars(one).values(), *defaults)]
         elif isinstance(one, list | tuple | set | frozenset | dict):
             waiting += [(value, is_fixed) for value in (one.values() if isinstance(one, dict) else one)]
-        elif callable(one):
-            waiting += [(value, is_fixed) for value in getattr(one, "__dict__", {}).values()]
+        elif callable(one) and not is_fixed and not is_hook:
+            waiting += [(value, False) for value in getattr(one, "__dict__", {}).values()]
