@@ -320,7 +320,7 @@ def _object(cls: Any, values: dict[str, Any], place: str) -> Any:
         raise ConfigError(f"unknown field {unknown[0]!r}; {nearest(unknown[0], _field_names(cls))}")
     for name, item in fields.items():
         if name in values:
-            found[name] = _read(kinds[name], values[name], place + name)
+            found[name] = typed(kinds[name], values[name], place + name)
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{place}{name} is missing, and {cls.__name__} has no default for it")
     return cls(**found)

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from vitrail.errors import ConfigError, nearest
-from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 from vitrail.registry import Registry
-from vitrail.settings import bare_names, from_plain, typed, typed_fields
+from vitrail.settings import bare_names, typed, typed_fields
 
 AnyConfig = ViTConfig | ResNetConfig
 AnyNetwork = VisionTransformer | ResNet
@@ -253,9 +252,6 @@ class ModelConfig:
                 of = self.variant or "a network"
                 raise ConfigError(f"unknown field {name!r} of {of}; {nearest(name, known)}")
         overrides = dict(self.overrides)
-        for name, cls in (("root", RootConfig), ("reduction", TokenReduction)):
-            if isinstance(value := overrides.get(name), dict):  # JSON has lists instead of tuples
-                overrides[name] = from_plain(cls, value)
         for kind in (ResNetConfig, ViTConfig) if self.variant is None else (type(_named(self.variant)),):
             own = {name: value for name, value in overrides.items() if name in bare_names(kind)}
             overrides |= typed_fields(kind, own)

@@ -427,8 +427,6 @@ def read_described(values: Mapping[str, Any], path: Path) -> tuple[AnyConfig, di
     for name, choices in known_values.items():
         if name in values and values[name] not in choices:
             raise BundleError(f"{path}: {name}={values[name]!r} is not one of {', '.join(map(repr, choices))}")
-    if not all(isinstance(name, str) for name in values["classes"]):
-        raise BundleError(f"{path}: classes must be a list of names")
     config = _read_part(ARCHITECTURES[values["architecture"]][0], "config", values, path)
     others = {name: values[name] for name in OPTIONAL if name in values and name != "words"}
     others |= {"classes": tuple(values["classes"]), "preprocess": _read_part(Preprocess, "preprocess", values, path)}
