@@ -462,10 +462,8 @@ def test_numbers_are_cut_taken_and_mixed(tree: Trees) -> None:
 
 
 @pytest.fixture
-def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of two classes with ten images of 34 x 21 or 20 pixels each. The limit on pixels is restored after the
-    test."""
-    monkeypatch.setenv("VITRAIL_MAX_PIXELS", "")
+def photos(tmp_path: Path) -> Path:
+    """A folder of two classes with ten images of 34 x 21 or 20 pixels each."""
     for name in ("red", "blue"):
         (tmp_path / name).mkdir()
         for number in range(10):
