@@ -120,7 +120,7 @@ def test_naive_versions(name: str) -> None:
 @pytest.mark.usefixtures("types_unchecked")
 def test_what_is_refused() -> None:
     attention = torch.full((1, 1, 1, 2, 2), 0.5)
-    with pytest.raises(ConfigError, match=r"discard=1\.0 is not at least 0 and below 1"):
+    with pytest.raises(ConfigError, match=r"discard=1\.0 is not in \[0, 1\)"):
         rollout(attention, discard=1.0)
     with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into"):
         attention_rollout(create("BiT-Pico", image_size=32, num_classes=3), images_of(1))

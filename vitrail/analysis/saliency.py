@@ -16,12 +16,11 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from vitrail.analysis.tracing import BATCH, Kept, Trace, TracePrecision, explainable, traces, transformer_of
-from vitrail.errors import ConfigError
 from vitrail.models.heads import DenseHead
 from vitrail.models.network import Features
 from vitrail.models.tokens import AttentionPool
 from vitrail.models.vit import VisionTransformer
-from vitrail.settings import typed
+from vitrail.settings import problem_of, raise_problems, typed
 
 Fusion = Literal["mean", "max", "min"]
 """Reduction of the weights of all heads to one weight."""
@@ -162,8 +161,7 @@ def relevance(
 
 def _check(fusion: str, discard: float) -> None:
     typed(Fusion, fusion, "fusion")
-    if not 0 <= discard < 1:
-        raise ConfigError(f"discard={discard} is not at least 0 and below 1; it is a fraction of the weights")
+    raise_problems([problem_of("discard", typed(float, discard, "discard"), float, {"least": 0, "below": 1})])
 
 
 def _for_reading(vit: VisionTransformer) -> set[Kept]:

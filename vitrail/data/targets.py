@@ -109,13 +109,11 @@ class Targets:
             rows = SoftRows(((amounts, np.arange(len(names))),), places)
         if kind == "class":
             labels = np.array([-1 if one is None else one for one in found])
-            with np.errstate(invalid="ignore"):
-                indices = labels.astype(np.int64)
-            if len(wrong := labels[indices != labels]):
+            if len(wrong := labels[labels % 1 != 0]):
                 raise DataError(
                     f"label {wrong[0]} is not the index of a class; numbers are targets of the kind numbers"
                 )
-            return Targets(kind, names, indices, soft=rows)
+            return Targets(kind, names, labels.astype(np.int64), soft=rows)
         if kind == "classes":
             several = [class_indices(one) for one in found]
             values = np.fromiter(itertools.chain.from_iterable(several), np.int64)

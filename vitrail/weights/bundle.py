@@ -28,7 +28,7 @@ from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
 from vitrail.models.predictor import Engine, EnginePredictor, Predictor
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
-from vitrail.settings import from_plain, to_plain, typed, typed_fields
+from vitrail.settings import from_plain, problem_of, raise_problems, to_plain, typed, typed_fields
 from vitrail.weights.answers import (
     DENSE,
     OUTPUT_NOUNS,
@@ -537,8 +537,7 @@ def weights_sha256(network: nn.Module) -> str:
 
 def _batches(images: Images, size: int) -> Iterator[Sequence[ImageLike]]:
     images = image_list(images)
-    if size < 1:
-        raise ConfigError(f"batch_size={size} is less than 1")
+    raise_problems([problem_of("batch_size", size, int, {"least": 1})])
     return (images[start : start + size] for start in range(0, len(images), size))
 
 
