@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.make import dense_bundle
 from vitrail.data.objects import Runs
 from vitrail.errors import ConfigError
 from vitrail.weights.answers import Detections, MaskPrediction
@@ -35,6 +36,17 @@ def test_a_turned_photo_is_drawn_upright_and_another_size_is_refused(prediction:
         assert np.array_equal(prediction.drawn(same), drawn)
     with pytest.raises(ConfigError, match=r"20 x 12"):
         prediction.drawn(Image.new("RGB", SIZE, "grey"))
+
+
+@pytest.mark.parametrize("kind", ["pyramid", "patches"])
+def test_outputs_of_boxes_and_masks_need_their_placements(kind: str) -> None:
+    bundle = dense_bundle(kind)
+    images = [np.zeros((20, 12, 3), np.uint8), np.zeros((9, 30, 3), np.uint8)]
+    outputs = bundle.predictor().logits(bundle.inputs([bundle.preprocess.pixels(image) for image in images]))
+    assert len(bundle.answers(outputs, placements=bundle.placements(images))) == 2
+    for wrong in ((), bundle.placements(images[:1])):
+        with pytest.raises(ConfigError, match="placements"):
+            bundle.answers(outputs, placements=wrong)
 
 
 def test_numbers_of_classes_fit_the_classes(types_unchecked: None) -> None:

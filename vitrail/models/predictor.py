@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.errors import ConfigError
 from vitrail.machine import Precision, autocast, resolve_precision
 from vitrail.models.compiled import compile_copy
 from vitrail.models.linear.dense import Linear
@@ -59,9 +58,8 @@ class Predictor:
         first = next(itertools.chain(network.parameters(), network.buffers()), None)
         self.device = torch.device("cpu") if first is None else first.device
         """Device of the weights. Images have to be on the same device."""
-        raise_problems([problem_of("precision", precision, Precision, {})])
-        if self.device.type == "meta":
-            raise ConfigError("network is on the device meta, so its weights have no values; load them first")
+        empty = "network is on the device meta, so its weights have no values" if self.device.type == "meta" else ""
+        raise_problems([problem_of("precision", precision, Precision, {}), empty])
         self.precision: Precision = resolve_precision(precision, self.device)
         """Format of matrix products: "bf16" or "float32"."""
         self.network: Any = shared_copy(network)

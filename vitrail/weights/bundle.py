@@ -319,13 +319,18 @@ class Bundle:
     ) -> Sequence[AnyPrediction]:
         """Return the prediction of each row of the network's outputs, as `predict` does. Models of boxes and masks need
         the `placements` of the images. Raise `BundleError` for outputs that are not finite or have another number than
-        the names, and `ConfigError` for a `top` that is out of range."""
+        the names, and `ConfigError` for a `top` that is out of range and for placements of other images."""
         count = self._count(top)
         outputs = finite(outputs.float().cpu())
         if self.output not in DENSE and outputs.shape[1:] != (len(self.classes),):
             raise BundleError(
                 f"the network has {outputs.shape[1]} outputs, but there are {len(self.classes)} class names; change "
                 "the head with network.with_head(...), and make a new Bundle with a name for each output"
+            )
+        if self.output in DENSE and len(placements) != len(outputs):
+            raise ConfigError(
+                f"placements: {len(placements)} do not fit the outputs of {len(outputs)} images; give what "
+                "`placements(images)` returns"
             )
         if self.output == "numbers":
             return [NumberPrediction(self.classes, tuple(row)) for row in outputs.tolist()]
