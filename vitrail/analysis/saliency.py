@@ -60,7 +60,6 @@ def attention_rollout(
     `fusion` and `discard`, see `rollout`. For the other arguments and the errors, see
     `vitrail.analysis.tracing.trace`.
     """
-    _check(fusion, discard)
     vit, found = transformer_of(network), []
     for piece in traces(
         vit,
@@ -122,7 +121,8 @@ def rollout(
     maps of all layers are multiplied. A row without weights stays 0. Raises `ConfigError` for an unknown fusion and
     for a fraction outside of 0 <= discard < 1.
     """
-    _check(fusion, discard)
+    typed(Fusion, fusion, "fusion")
+    raise_problems([problem_of("discard", typed(float, discard, "discard"), float, {"least": 0, "below": 1})])
     images, _, _, tokens, _ = attention.shape
     joint = torch.eye(tokens, dtype=attention.dtype, device=attention.device).expand(images, -1, -1)
     for weights in attention.unbind(dim=1):
@@ -157,11 +157,6 @@ def relevance(
         both = slopes if form == "gradient" else weights * slopes
         joint = joint + both.clamp(min=0).mean(dim=1) @ joint
     return joint
-
-
-def _check(fusion: str, discard: float) -> None:
-    typed(Fusion, fusion, "fusion")
-    raise_problems([problem_of("discard", typed(float, discard, "discard"), float, {"least": 0, "below": 1})])
 
 
 def _for_reading(vit: VisionTransformer) -> set[Kept]:
