@@ -12,12 +12,13 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import ConfigError, DestinationError, SaveError, VitrailError
+from vitrail.errors import ConfigError, DestinationError, SaveError
 
 
 def expanded(path: str | Path) -> Path:
@@ -190,9 +191,16 @@ def lock(descriptor: int) -> bool:
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write, which replaces `path` in one step if the block succeeds. Several processes can
-    write the same file at the same time. If `path` is a symbolic link, the file that it names is replaced."""
+    write the same file at the same time. If `path` is a symbolic link, the file that it names is replaced.
+
+    What a killed process has left beside the file is deleted when it is a day old.
+    """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(".vitrail-????????"):
+        with suppress(OSError):  # another process deletes it
+            if time.time() - left.stat().st_mtime > 24 * 3600:
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vitrail-") as folder:
         partial = Path(folder) / path.name
         yield partial
@@ -267,20 +275,6 @@ def named_once(pairs: list[tuple[str, Any]], names: Collection[str] | None = Non
         if twice := [name for name in found if found.count(name) > 1]:
             raise ValueError(f"the field {twice[0]!r} occurs twice")
     return fields
-
-
-def check_format(path: Path, number: Any, newest: int, error: type[VitrailError], again: str) -> None:
-    """Raise an error of this class unless the number of a file's format is the newest one. `again` is the advice for an
-    older file."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise error(f"{path} is damaged: format={number!r} is not a whole number above 0")
-    if number < newest:
-        raise error(f"{path} has format {number}, which no release of Vitrail wrote; {again}")
-    if number > newest:
-        raise error(
-            f"{path} has format {number}, but this version of Vitrail reads formats up to {newest}; install a newer "
-            "version to use it"
-        )
 
 
 def sha256(path: Path) -> str:

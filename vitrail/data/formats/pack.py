@@ -151,8 +151,8 @@ def pack(
     Raises `ConfigError` if an argument is invalid or the folder holds other files, `DestinationError` if another
     process writes the folder, `SaveError` if a file cannot be written, and the `DataError` of the source.
     """
-    limited = {"shard_size": shard_size, "max_side": max_side, "workers": workers}
-    raise_problems(problem_of(name, value, int, {"least": 1}) for name, value in limited.items())
+    numbers = {"shard_size": shard_size, "max_side": max_side, "workers": workers}
+    raise_problems(problem_of(name, value, int, {"least": 1}) for name, value in numbers.items())
     sources: dict[str, Source] = {split: source for split, source in splits.sources.items() if len(source)}
     packing = Packing(fingerprint(*sources.values()), shard_size, max_side, JPEG_QUALITY if max_side else None)
     samples = {split: len(source) for split, source in sources.items()}
