@@ -601,7 +601,7 @@ def check_source(source: Any) -> None:
 def check_settings(config: TrainConfig) -> None:
     """Raise `ConfigError` for settings that work only with a network of this package."""
     start = config.start
-    for name, value, used in (
+    settings = (
         ("init", start.init, start.init is not None),
         ("optimizer", config.optimizer.kind, config.optimizer.kind == "muon"),
         ("layer_decay", config.optimizer.layer_decay, config.optimizer.layer_decay < 1),
@@ -611,12 +611,13 @@ def check_settings(config: TrainConfig) -> None:
         ("shard", config.run.shard, config.run.shard != "none"),
         ("checkpoint_activations", True, config.run.checkpoint_activations),
         ("probe", config.run.probe, bool(config.run.probe)),
-    ):
-        if used:
-            raise ConfigError(
-                f"{name}={value!r} cannot be combined with network=...; {name} works only for networks that are "
-                "built from a config"
-            )
+    )
+    raise_problems(
+        f"{name}={value!r} cannot be combined with network=...; {name} works only for networks that are built from a "
+        "config"
+        for name, value, used in settings
+        if used
+    )
 
 
 def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
