@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import importlib
 import io
@@ -105,10 +106,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vitrail ARGUMENTS...` and return its exit code."""
     started = time.perf_counter()
     open_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="surrogateescape")  # prints the bytes of file names that are not UTF-8
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        codecs.register_error("vitrail", bytes_or_escape)
+        sys.stdout.reconfigure(errors="vitrail")
     if not os.environ.get("COLUMNS", "").strip("0"):
         os.environ.pop("COLUMNS", None)  # rich prints nothing in lines of 0 columns
+    try:
+        here = os.getcwd()  # noqa: PTH109 (sys.path has texts)
+    except FileNotFoundError:
+        print("vitrail: the current folder was deleted; change to another one", file=sys.stderr)
+        return UserError.exit_code
+    if arguments is None and here not in sys.path:
+        os.environ.setdefault("PYTHONSAFEPATH", "1")  # no file here stands in for a library in a worker process
     typed = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in typed
     # The C++ messages of processes that lost each other have dozens of stack frames. The next error has the reason.
@@ -252,6 +261,15 @@ def open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
+
+
+def bytes_or_escape(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Return what is printed for a character that the standard output cannot encode: the byte of a file name that is
+    not UTF-8, or the character's escape sequence in Python. It is a handler of errors for `codecs`."""
+    assert isinstance(error, UnicodeEncodeError)
+    character = error.object[error.start]
+    handler = "surrogateescape" if "\udc80" <= character <= "\udcff" else "backslashreplace"
+    return character.encode("ascii", handler), error.start + 1
 
 
 class Output:

@@ -77,8 +77,14 @@ def message_console(is_json: bool) -> Console:
 
 
 def print_json(value: Any, *, ascii_only: bool = True) -> None:
-    """Print a value as a line of JSON. Letters beyond ASCII are escaped, unless `ascii_only` is False."""
-    print(json.dumps(value, ensure_ascii=ascii_only))
+    """Print a value as a line of JSON. Letters beyond ASCII are escaped, unless `ascii_only` is False and the standard
+    output can encode the line, which file names that are not UTF-8 prevent."""
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value)
+    print(text)
 
 
 def print_notes(console: Console, *notes: str) -> None:
