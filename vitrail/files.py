@@ -19,6 +19,9 @@ from typing import Any
 
 from vitrail.errors import ConfigError, DestinationError, SaveError
 
+LONGEST_NAME = 255
+"""Bytes that the name of a file can have on most file systems."""
+
 
 def expanded(path: str | Path) -> Path:
     """Return a path with the home folder in place of ~ at its beginning. If there is no such user, ~ stays."""
@@ -69,6 +72,11 @@ def check_new_folder(
     output: a folder that `recognise` accepts and whose entries all match `names` (shell patterns). Any other folder
     belongs to the user and is never replaced.
     """
+    if len(os.fsencode(replaced_path(path).name)) > LONGEST_NAME:
+        raise DestinationError(
+            f"{path} has a name that is too long for the temporary folders beside it; choose one of at most "
+            f"{LONGEST_NAME - len(replaced_path(Path('x')).name) + 1} bytes"
+        )
     if not path.exists():
         check_parent(path)
         return
