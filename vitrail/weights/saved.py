@@ -114,7 +114,7 @@ def read_folder(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raise `BundleError` for any other content."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
