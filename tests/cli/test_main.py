@@ -187,6 +187,11 @@ def test_a_folder_that_was_deleted_is_named(
     assert "the current folder was deleted" in capsys.readouterr().err
 
 
+def test_a_package_in_an_archive_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.cli.__file__", "vitrail.pyz/vitrail/cli/__init__.py")
+    assert "cannot run from an archive" in cli.refuses("recipes")
+
+
 def test_files_in_the_current_folder_do_not_stand_in_for_modules_in_worker_processes(tmp_path: Path) -> None:
     (tmp_path / "select.py").write_text("raise SystemExit('not the library')")
     code = (

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail import __version__
@@ -112,9 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not os.environ.get("COLUMNS", "").strip("0"):
         os.environ.pop("COLUMNS", None)  # rich prints nothing in lines of 0 columns
     try:
-        here = os.getcwd()  # noqa: PTH109 (sys.path has texts)
+        here = str(Path.cwd())
     except FileNotFoundError:
         print("vitrail: the current folder was deleted; change to another one", file=sys.stderr)
+        return UserError.exit_code
+    if not Path(__file__).is_file():
+        print("vitrail: Vitrail cannot run from an archive: its pages are files; install it with pip", file=sys.stderr)
         return UserError.exit_code
     if arguments is None and here not in sys.path:
         os.environ.setdefault("PYTHONSAFEPATH", "1")  # no file here stands in for a library in a worker process
