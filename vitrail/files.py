@@ -19,9 +19,6 @@ from typing import Any
 
 from vitrail.errors import ConfigError, DestinationError, SaveError
 
-LONGEST_NAME = 255
-"""Bytes that the name of a file can have on most file systems."""
-
 
 def expanded(path: str | Path) -> Path:
     """Return a path with the home folder in place of ~ at its beginning. If there is no such user, ~ stays."""
@@ -72,10 +69,10 @@ def check_new_folder(
     output: a folder that `recognise` accepts and whose entries all match `names` (shell patterns). Any other folder
     belongs to the user and is never replaced.
     """
-    if len(os.fsencode(replaced_path(path).name)) > LONGEST_NAME:
+    if len(os.fsencode(replaced_path(path).name)) > 255:  # on most file systems
+        room = 256 - len(replaced_path(Path("x")).name)
         raise DestinationError(
-            f"{path} has a name that is too long for the temporary folders beside it; choose one of at most "
-            f"{LONGEST_NAME - len(replaced_path(Path('x')).name) + 1} bytes"
+            f"{path} has a name that leaves no room for those of temporary folders; choose one of at most {room} bytes"
         )
     if not path.exists():
         check_parent(path)

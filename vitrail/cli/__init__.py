@@ -112,16 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="vitrail")
     if not os.environ.get("COLUMNS", "").strip("0"):
         os.environ.pop("COLUMNS", None)  # rich prints nothing in lines of 0 columns
-    try:
-        here = str(Path.cwd())
-    except FileNotFoundError:
-        print("vitrail: the current folder was deleted; change to another one", file=sys.stderr)
-        return UserError.exit_code
-    if not Path(__file__).is_file():
-        print("vitrail: Vitrail cannot run from an archive: its pages are files; install it with pip", file=sys.stderr)
-        return UserError.exit_code
-    if arguments is None and here not in sys.path:
-        os.environ.setdefault("PYTHONSAFEPATH", "1")  # no file here stands in for a library in a worker process
     typed = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in typed
     # The C++ messages of processes that lost each other have dozens of stack frames. The next error has the reason.
@@ -129,12 +119,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = [word for word in typed if word != "--debug"]
     with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr, is_error_output=True)):
         try:
+            if not Path(__file__).is_file():
+                raise ConfigError(
+                    "Vitrail cannot run from an archive, because its pages are files; install it with pip"
+                )
+            try:
+                here = str(Path.cwd())
+            except FileNotFoundError:
+                raise ConfigError("the current folder was deleted; change to another one") from None
+            if arguments is None and here not in sys.path:
+                os.environ.setdefault("PYTHONSAFEPATH", "1")  # worker processes take no file here for a library
             code = _main(typed, started, debug)
             sys.stdout.flush()
             return code
         except BrokenPipeError:  # `head` and other readers close a pipe early
             return 0
-        except SaveError as error:  # of the standard output
+        except (ConfigError, SaveError) as error:  # of the folders, and of the standard output
             if debug:
                 raise
             print(f"vitrail: {error}", file=sys.stderr)
@@ -267,10 +267,9 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
 
 
-def bytes_or_escape(error: UnicodeError) -> tuple[str | bytes, int]:
+def bytes_or_escape(error: Any) -> tuple[str | bytes, int]:
     """Return what is printed for a character that the standard output cannot encode: the byte of a file name that is
     not UTF-8, or the character's escape sequence in Python. It is a handler of errors for `codecs`."""
-    assert isinstance(error, UnicodeEncodeError)
     character = error.object[error.start]
     handler = "surrogateescape" if "\udc80" <= character <= "\udcff" else "backslashreplace"
     return character.encode("ascii", handler), error.start + 1

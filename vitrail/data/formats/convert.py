@@ -233,10 +233,6 @@ class YoloWriter(_Writer):
         place.write_text("".join(lines), encoding="utf-8")
 
 
-UNFIT = re.compile("[\0-\x1f\x7f\x85\u2028\u2029\ud800-\udfff\ufffe\uffff]")
-"""Characters in the name of an image that a line of text in UTF-8 or an element of XML cannot hold."""
-
-
 class VocWriter(_Writer):
     """Writes `JPEGImages`, `Annotations` and `ImageSets/Main`."""
 
@@ -247,7 +243,9 @@ class VocWriter(_Writer):
                 f"images of several splits have the same names, which VOC cannot express: {listed(twice, 4)}; rename "
                 "them"
             )
-        if wrong := [stem for stem in stems if UNFIT.search(stem)]:
+        if wrong := [
+            stem for stem in stems if re.search(r"[\0-\x1f\x7f\x85\u2028\u2029\ud800-\udfff\ufffe\uffff]", stem)
+        ]:
             raise DataError(
                 "VOC names each image on a line of text and in XML, which cannot hold the control characters, line "
                 f"breaks or bytes in {listed([*map(repr, wrong)], 4)}; rename these images"
