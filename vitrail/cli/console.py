@@ -294,7 +294,8 @@ class ConsoleDisplay:
             case "end":
                 self.end()
             case "tick":
-                self.tick(step, event["seconds_left"])
+                # A GPU computes several steps ahead, so a run on it has no such events.
+                self._show(step, event["seconds_left"])
             case "step":
                 self.step(step, numbers_of(event) | event["shown"])
             case "evaluation" if "best" in event:
@@ -386,11 +387,6 @@ class ConsoleDisplay:
             f"learning rate {metrics['learning_rate']:.2g}", f"{metrics['memory_bytes'] / 2**30:.1f} GiB of memory",
         ]  # fmt: skip
         self._show(step, metrics.get("seconds_left"), is_last=step == self.steps)
-
-    def tick(self, step: int, seconds_left: float) -> None:
-        """Show the progress after a step without metrics. A GPU computes several steps ahead, so a run on it has no
-        such events."""
-        self._show(step, seconds_left)
 
     def _show(self, step: int, seconds_left: float | None, *, is_last: bool = False) -> None:
         """Update the progress bar, or print a line if the last one is about ten seconds ago."""
