@@ -24,6 +24,7 @@ gc.disable()  # until all modules are imported and all tests are collected, beca
 check_signatures_quickly()  # before the package is imported
 
 from tests.make import make_colour_folder, make_idx_folder, tiny_config  # noqa: E402
+from vitrail.data.pixels.decode import LIMIT_VARIABLE  # noqa: E402
 from vitrail.models.linear.float32 import VARIABLE  # noqa: E402
 from vitrail.training.config import TrainConfig  # noqa: E402
 
@@ -39,6 +40,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup() -> None:
+    os.environ.pop(LIMIT_VARIABLE, None)  # a command of the test before can have set it for its process
     begin_test()
 
 

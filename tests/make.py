@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import resource
+import signal
 import struct
 import tarfile
 import time
@@ -44,6 +47,19 @@ def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Limit the size of files, so that writing fails as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    usual = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, usual)
 
 
 # --- networks

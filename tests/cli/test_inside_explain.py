@@ -214,13 +214,7 @@ def test_names_with_wildcards_and_raw_bytes(
     assert printed.getvalue() == 2 * os.fsencode(f"{words[2]}: {tmp_path}/raw/{raw.replace('png', 'html')}\n")
 
 
-def test_a_name_of_two_classes_and_numbers_that_are_not_finite_are_refused(
-    model: Path, tmp_path: Path, explain: Cli
-) -> None:
-    save_model(tmp_path / "twins", classes=("crane", "bee", "crane"))
-    twins = Cli(explain.capsys, "explain", tmp_path / "twins", *explain.begin[2:])
-    assert "is the name of 2 classes" in twins.refuses("--label", "crane")
-    assert not (tmp_path / "out").exists()
+def test_numbers_that_are_not_finite_are_refused(model: Path, tmp_path: Path, explain: Cli) -> None:
     for name, value, message in (
         ("blocks.1.norm1.weight", float("nan"), "layer 1 of the model has attention that is not finite"),
         ("head.bias", float("inf"), "outputs are not finite"),

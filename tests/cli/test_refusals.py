@@ -249,6 +249,7 @@ TINY = "--width 16 --depth 1 --heads 2 --mlp-width 16 --device cpu"
 TRAIN = {
     "train dmo": "recipe 'dmo' does not exist; nearest: demo, dino, moco; data is named with --data",
     "train photos": "recipe 'photos' does not exist; vitrail recipes lists all; data is named with --data",
+    "train ViT-S/16 --data photos": "'ViT-S/16' does not exist; to train a network, name it with --variant ViT-S/16",
     "train none/photos": "'none/photos' does not exist; to train on data, name it with --data: vitrail train --data ",
     "train 'sites/first site' --epochs 3": "name it with --data: vitrail train --data 'sites/first site'",
     "train 'sites/first site' --help": "name it with --data: vitrail train --data 'sites/first site'",

@@ -94,7 +94,15 @@ def test_zero_shot_accuracy(words: Path, colour_folder: Path, cli: Cli) -> None:
     shown = cli.call("evaluate", words, "--data", colour_folder, "--by", "zeroshot,knn", "--json")
     (found,) = json.loads(shown.out).values()
     assert 0 <= found["zeroshot_accuracy"] <= 1 and "zeroshot_accuracy_low" in found and found["images"] > 0
-    assert "independent" in shown.err
+    assert "independent" in shown.err and "only numbers" not in shown.err
+
+
+def test_a_note_tells_that_numbers_are_no_names(words: Path, tmp_path: Path, cli: Cli) -> None:
+    data = make_colour_folder(tmp_path / "colours")
+    for number, folder in enumerate(sorted(path for path in data.iterdir() if path.is_dir())):
+        folder.rename(data / str(number))
+    shown = cli.call("evaluate", words, "--data", data, "--by", "zeroshot", "--templates", "short", "--json")
+    assert "zeroshot_accuracy" in shown.out and "only numbers" in shown.err
 
 
 @pytest.fixture(scope="module")

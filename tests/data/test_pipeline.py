@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -52,9 +52,8 @@ def training(
     **rows: Any,
 ) -> TrainingBatches:  # fmt: skip
     stages = (Stage(preprocess, batch_size, local=local), *later)
-    return TrainingBatches(
-        source, stages, seed=seed, readers=Readers(threads), ranks=ranks, rows=Rows(**rows), keep=keep
-    )
+    readers = Readers(threads)
+    return TrainingBatches(source, stages, seed=seed, readers=readers, ranks=ranks, rows=Rows(**rows), keep=keep)
 
 
 def samples_of(batches: Iterator[Batch], count: int) -> list[int]:
@@ -75,9 +74,7 @@ def assert_same(left: list[Batch], right: list[Batch]) -> None:
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(count=st.integers(1, 25), batch_size=st.integers(1, 30), seed=st.integers(0, 2**32 - 1))
-def test_every_epoch_is_a_permutation_which_is_the_same_for_every_batch_size(
-    count: int, batch_size: int, seed: int
-) -> None:
+def test_every_epoch_is_a_permutation_and_the_same_for_any_batch_size(count: int, batch_size: int, seed: int) -> None:
     found = samples_of(training(numbered(count), batch_size=batch_size, seed=seed), 60)
     assert found == samples_of(training(numbered(count), batch_size=5, seed=seed), 60)
     for begin in range(0, 60 // count * count, count):
@@ -87,11 +84,8 @@ def test_every_epoch_is_a_permutation_which_is_the_same_for_every_batch_size(
 @pytest.mark.slow
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     source = numbered(16)
-    orders = {
-        tuple(batch.samples.tolist())
-        for seed in range(4)
-        for batch in islice(training(source, batch_size=16, seed=seed), 4)
-    }
+    batches = [batch for seed in range(4) for batch in islice(training(source, batch_size=16, seed=seed), 4)]
+    orders = {tuple(batch.samples.tolist()) for batch in batches}
     assert len(orders) == 16
     assert tuple(range(16)) not in orders
 
@@ -194,15 +188,14 @@ def test_evaluation_sees_every_sample_once_in_order(threads: int | None, count: 
 
 
 def test_a_batch_moves_to_a_device_whole() -> None:
-    source = MemorySource([b"", np.ones((2, 3, 1), np.uint8)], labels=[1, 0])
+    source = MemorySource([b"", np.ones((2, 3, 1), np.uint8)], labels=[(1,), (0,)])
     (batch,) = evaluation_batches(source, SMALL, batch_size=2, readers=Readers(0))
     moved = batch.to(torch.device("meta"))
     kept = ("samples", "epochs", "views")
-    assert {name: getattr(moved, name).device.type for name in FIELDS} == {
-        name: "cpu" if name in kept else "meta" for name in FIELDS
-    }
+    devices = {name: getattr(moved, name).device.type for name in FIELDS}
+    assert devices == {name: "cpu" if name in kept else "meta" for name in FIELDS}
     assert all(getattr(moved, name).shape == getattr(batch, name).shape for name in FIELDS)
-    assert moved.skipped == batch.skipped and len(moved.skipped) == 1
+    assert moved.targets.device.type == "meta" and moved.skipped == batch.skipped and len(moved.skipped) == 1
     assert batch.images.device.type == "cpu"
 
 
@@ -237,22 +230,21 @@ def test_resuming_may_change_the_number_of_ranks() -> None:
     assert sorted(found.tolist()) == sorted(next(whole).samples.tolist())
 
 
-def test_ranks_must_divide_the_batch() -> None:
-    with pytest.raises(ConfigError, match="batch_size=10 is not a multiple of the number of processes \\(4\\)"):
+def test_ranks_must_divide_the_batch_and_a_sample_has_a_view() -> None:
+    with pytest.raises(ConfigError, match=r"batch_size=10 is not a multiple of the number of processes \(4\)"):
         training(numbered(5), batch_size=10, ranks=Launch(0, 4))
+    with pytest.raises(ConfigError, match=r"views=0 is less than 1"):
+        training(numbered(5), views=0)
 
 
 @given(count=st.integers(1, 30), world=st.integers(1, 5), batch_size=st.integers(1, 7))
 @settings(max_examples=12)
 def test_evaluation_reads_every_sample_once_on_any_number_of_ranks(count: int, world: int, batch_size: int) -> None:
-    found = [
-        sample
-        for rank in range(world)
-        for batch in evaluation_batches(
-            numbered(count), SMALL, batch_size=batch_size, readers=Readers(0), ranks=Launch(rank, world)
-        )
-        for sample in batch.samples.tolist()
-    ]
+    options: dict[str, Any] = {"batch_size": batch_size, "readers": Readers(0)}
+    found: list[int] = []
+    for rank in range(world):
+        for batch in evaluation_batches(numbered(count), SMALL, **options, ranks=Launch(rank, world)):
+            found += batch.samples.tolist()
     assert sorted(found) == list(range(count))
 
 
@@ -260,9 +252,8 @@ def test_evaluation_reads_every_sample_once_on_any_number_of_ranks(count: int, w
 def test_a_mixture_is_drawn_in_its_shares_each_part_in_epochs_of_its_own() -> None:
     both = mixed([numbered(10), numbered(100)], [0.75, 0.25])
     batches = training(both, batch_size=40)
-    samples, epochs = (
-        torch.cat(parts) for parts in zip(*((b.samples, b.epochs) for b in islice(batches, 5)), strict=True)
-    )
+    found = [*islice(batches, 5)]
+    samples, epochs = torch.cat([one.samples for one in found]), torch.cat([one.epochs for one in found])
     first = samples < 10
     assert int(first.sum()) == 150 and sorted(set(epochs[first].tolist())) == list(range(15))
     for epoch in range(15):
@@ -273,24 +264,34 @@ def test_a_mixture_is_drawn_in_its_shares_each_part_in_epochs_of_its_own() -> No
     assert torch.equal(next(resumed).samples, samples[160:])
 
 
-def test_several_labels_become_targets() -> None:
-    images = [np.zeros((2, 3, 1), np.uint8)] * 3
-    (batch,) = evaluation_batches(
-        MemorySource(images, labels=[(0, 2), (), (3,)]), SMALL, batch_size=4, readers=Readers(0)
-    )
-    assert batch.targets is not None and batch.targets.tolist() == [[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
-    assert batch.labels.tolist() == [-1, -1, -1] and batch.counted.tolist() == [True, True, True]
-    chunks = batch.chunks(2)
-    assert [chunk.targets.shape for chunk in chunks if chunk.targets is not None] == [(2, 4), (1, 4)]
-    assert batch.to(torch.device("meta")).targets.device.type == "meta"
+NAN = float("nan")
 
 
-def test_what_has_no_image_or_no_label_does_not_count() -> None:
-    images = [np.zeros((2, 3, 1), np.uint8), b"", np.zeros((2, 3, 1), np.uint8)]
-    (batch,) = evaluation_batches(MemorySource(images, labels=[1, 0, None]), SMALL, batch_size=3, readers=Readers(0))
-    assert batch.labels.tolist() == [1, 0, -1] and batch.labels.dtype == torch.int64
-    assert batch.valid.tolist() == [True, False, True]
-    assert batch.targets is None and batch.counted.tolist() == [True, False, False]
+@pytest.mark.parametrize(
+    ("kind", "classes", "known", "labels", "targets", "counted"),
+    [
+        ("class", "abcd", [1, None, 0, 2], [1, -1, 0, 2], None, [True, False, True, False]),
+        ("classes", "abcd", [(0, 2), (), (3,), (1,)], [-1] * 4,
+         [[1, 0, 1, 0], [0] * 4, [0, 0, 0, 1], [0, 1, 0, 0]], [True, True, True, False]),
+        ("numbers", ("age", "size"), [None, (1.5, -2.0), (NAN, 4.0), (7.0, 1e-3)], [-1] * 4,
+         [[NAN] * 2, [1.5, -2.0], [NAN, 4.0], [7.0, 1e-3]], [False, True, True, False]),
+        ("none", (), [None] * 4, [-1] * 4, None, [False] * 4),
+    ],
+)  # fmt: skip
+def test_what_has_no_image_or_no_target_does_not_count(
+    kind: str, classes: Sequence[str], known: list[Any], labels: list[int], targets: Any, counted: list[bool]
+) -> None:
+    images = [*[np.zeros((2, 3, 1), np.uint8)] * 3, b""]
+    source = MemorySource(images, labels=known, classes=tuple(classes))
+    (batch,) = evaluation_batches(source, SMALL, batch_size=5, readers=Readers(0))
+    assert batch.target_kind == kind == next(training(source)).target_kind
+    assert batch.labels.tolist() == labels and batch.labels.dtype == torch.int64
+    assert batch.valid.tolist() == [True, True, True, False] and batch.counted.tolist() == counted
+    assert (batch.targets is None) == (targets is None)
+    for part, rows in zip(batch.chunks(2), (slice(2), slice(2, 4)), strict=True):
+        assert part.target_kind == kind and part.counted.tolist() == counted[rows]
+        if targets is not None:
+            np.testing.assert_array_equal(part.targets, np.array(targets[rows], np.float32))
 
 
 def test_fractions_of_levels_are_kept_for_evaluation_only() -> None:
@@ -350,31 +351,22 @@ def test_a_few_broken_images_are_borne_in_small_folders(images: int, share: floa
     assert skips_allowed(images, share) == allowed
 
 
-def test_numbers_and_unknown_ones_are_batched() -> None:
-    images = [np.zeros((2, 3, 1), np.uint8)] * 4
-    labels = [None, (1.5, -2.0), (float("nan"), 4.0), (7.0, 1e-3)]
-    source = MemorySource(images, labels=labels, classes=("age", "size"))
-    (batch,) = evaluation_batches(source, SMALL, batch_size=4, readers=Readers(0))
-    assert batch.target_kind == "numbers" and batch.labels.tolist() == [-1] * 4 and batch.targets.dtype == torch.float32
-    expected = torch.tensor([[torch.nan] * 2, [1.5, -2.0], [torch.nan, 4.0], [7.0, 1e-3]])
-    assert torch.equal(batch.targets.nan_to_num(99), expected.nan_to_num(99))
-    assert batch.counted.tolist() == [False, True, True, True]
-    assert [part.target_kind for part in batch.chunks(2)] == ["numbers"] * 2
-    assert next(training(source)).target_kind == "numbers"
-
-
-def test_images_without_targets_are_batched() -> None:
-    source = MemorySource([np.zeros((2, 3, 1), np.uint8)] * 2, labels=[None, None], classes=())
-    (batch,) = evaluation_batches(source, SMALL, batch_size=2, readers=Readers(0))
-    assert batch.target_kind == "none" and batch.targets is None and batch.labels.tolist() == [-1, -1]
-    assert batch.counted.tolist() == [False, False] and batch.valid.all()
-
-
 def varied(count: int = 5) -> Source:
     """Colour images of odd sizes, one of which cannot be decoded."""
     random = np.random.default_rng(1)
     images = [random.integers(0, 256, (9 + number, 14 - number, 3), dtype=np.uint8) for number in range(count)]
     return MemorySource([*images[:-1], b""], labels=[(number % 3,) for number in range(count)])
+
+
+def assert_cut(batch: Batch, source: Source, preprocess: Preprocess, area: tuple[float, float]) -> None:
+    """Assert that each row shows the box of its sample, epoch and view, or is black if its image cannot be decoded."""
+    keys = zip(batch.epochs.tolist(), batch.samples.tolist(), batch.views.tolist(), strict=True)
+    for row, (epoch, place, view) in enumerate(keys):
+        image, expected = source[place].image, np.zeros((3, *preprocess.image_size), np.uint8)
+        if batch.valid[row]:
+            box = torchvision_crop(3, epoch, place, *image.shape[:2], area=area, view=view)
+            expected = preprocess.pixels(image, box)
+        assert np.array_equal(batch.images[row].numpy(), expected)
 
 
 @pytest.mark.slow
@@ -395,14 +387,7 @@ def test_views_of_a_sample_are_rows_side_by_side(scaled_decode: bool) -> None:
         assert three.skipped == one.skipped, "a sample is skipped once"
         readable = three.valid[::3]
         assert not (three.images[0::3] == three.images[1::3]).flatten(1).all(1)[readable].any()
-        for row in range(12):
-            if not three.valid[row]:
-                assert not three.images[row].any()
-                continue
-            place, epoch = int(three.samples[row]), int(three.epochs[row])
-            image = source[place].image
-            box = torchvision_crop(3, epoch, place, *image.shape[:2], area=(0.1, 0.9), view=row % 3)
-            assert np.array_equal(three.images[row].numpy(), preprocess.pixels(image, box))
+        assert_cut(three, source, preprocess, (0.1, 0.9))
 
 
 def test_views_without_a_box_are_equal_until_they_are_augmented() -> None:
@@ -411,15 +396,12 @@ def test_views_without_a_box_are_equal_until_they_are_augmented() -> None:
 
 
 @given(size=st.integers(1, 20), views=st.integers(1, 4), count=st.integers(1, 25))
-def test_chunks_are_nearly_equal_parts_in_order_with_all_views_of_their_samples(
-    size: int, views: int, count: int
-) -> None:
+def test_chunks_are_nearly_equal_parts_in_order_with_all_views_of_samples(size: int, views: int, count: int) -> None:
     rows = torch.arange(size * views)
     batch = Batch(rows[:, None, None, None], rows, rows % 3 > 0, rows // views, rows * 7, rows % views)
     chunks = batch.chunks(count)
-    assert [len(chunk) // views for chunk in chunks] == [
-        len(part) for part in rows[:size].tensor_split(min(count, size))
-    ]
+    parts = rows[:size].tensor_split(min(count, size))
+    assert [len(chunk) // views for chunk in chunks] == [*map(len, parts)]
     assert all(chunk.views_per_sample == views and chunk.views[0] == 0 for chunk in chunks)
     for name in FIELDS:
         assert torch.equal(torch.cat([getattr(chunk, name) for chunk in chunks]), getattr(batch, name))
@@ -444,25 +426,13 @@ def test_local_views_have_boxes_and_a_size_of_their_own(scaled_decode: bool, is_
         assert (batch.views_per_sample, local.views_per_sample) == (2, 3)
         for name in ("labels", "valid", "samples", "epochs", "targets"):
             assert torch.equal(getattr(local, name)[::3], getattr(batch, name)[::2]), f"local views have other {name}"
-        for row in range(12):
-            place, epoch = int(local.samples[row]), int(local.epochs[row])
-            if local.valid[row]:
-                image = source[place].image
-                box = torchvision_crop(3, epoch, place, *image.shape[:2], area=(0.1, 0.3), view=2 + row % 3)
-                assert np.array_equal(local.images[row].numpy(), small.pixels(image, box))
-            else:
-                assert not local.images[row].any()
+        assert_cut(local, source, small, (0.1, 0.3))
         parts = batch.chunks(3)
         assert [(len(part), len(part.local or ())) for part in parts] == [(4, 6), (2, 3), (2, 3)]
         for part in parts:
             assert part.local is not None and set(part.samples.tolist()) == set(part.local.samples.tolist())
         doubled = batch.with_images(lambda images: 2 * images)
         assert doubled.local is not None and torch.equal(doubled.local.images, 2 * local.images)
-
-
-def test_no_view_is_no_sample() -> None:
-    with pytest.raises(ConfigError, match=r"views=0 is less than 1"):
-        training(MemorySource([], labels=[]), views=0)
 
 
 class CountingImages(list[Any]):

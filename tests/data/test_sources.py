@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.make import keys_of, mix_in
+from tests.make import keys_of, mix_in, targets_of
 from vitrail.cli import main
 from vitrail.data.formats import folder, idx
 from vitrail.data.pixels.decode import decode, pixel_limit
@@ -25,7 +26,7 @@ Trees = Callable[..., Path]
 
 def names_of(source: Source | None) -> list[str]:
     assert source is not None
-    return [source.classes[source.target(index)] for index in range(len(source))]
+    return [source.classes[target] for target in targets_of(source)]
 
 
 def many(*folders: str, count: int = 40) -> list[str]:
@@ -48,59 +49,52 @@ def test_fractions_that_cannot_be_are_refused(share: Any, tree: Trees, types_unc
         open_data(str(tree(*many("a", "b"))), validation_share=share)
 
 
-def test_data_is_named_by_a_text_or_a_path_that_is_not_empty(tree: Trees, types_unchecked: None) -> None:
-    root = tree(*many("a", "b"))
-    assert keys_of(open_data(root, validation_share=0).train) == keys_of(open_data(str(root), validation_share=0).train)
+def test_data_is_named_by_a_text_or_a_path_that_is_not_empty(
+    tree: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types_unchecked: None
+) -> None:
+    root = tree(*many("a", "b"), name="set[:10%]")  # a path in brackets that exists is a path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for spec in (root, str(root), "~/set[:10%]"):
+        assert keys_of(open_data(spec, validation_share=0).train) == many("a", "b")
     with pytest.raises(DataError, match="data '' names nothing"):  # such as an unset variable of the shell
         open_data("", validation_share=0)
     with pytest.raises(DataError, match="names nothing"):  # nor is it the current folder with a choice of splits
         open_data("?train=a", validation_share=0)
     with pytest.raises(ConfigError, match="data=5 is not a text"):
         open_data(5, validation_share=0)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"data 'x+' cannot be read: File name too long; correct the path"):
+        open_data("x" * 300, validation_share=0)
 
 
 def test_a_share_of_0_leaves_no_validation_split(tree: Trees) -> None:
     splits = open_data(str(tree(*many("a", "b"))), validation_share=0.0)
     assert splits.validation is None and splits.test is None and splits.held_out is None and splits.notes == ()
     assert keys_of(splits.train) == many("a", "b")
-    splits = open_data(str(tree("train/a/1.png", "train/b/1.png", "val/a/3.png", name="val")), validation_share=0.0)
+
+
+def test_held_out_images_have_the_classes_of_training(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png", "val/b/1.png", "test/c/2.png")
+    splits = open_data(str(root), validation_share=0.0)
+    assert splits.validation.classes == splits.test.classes == ("a", "b", "c")
+    assert [*targets_of(splits.validation), *targets_of(splits.test)] == [1, 2, 2]
+    shutil.rmtree(root / "test")
+    splits = open_data(str(root), validation_share=0.0)
     assert splits.held_out == ("validation", splits.validation)
 
 
-def test_other_splits_are_indexed_by_the_training_classes(tree: Trees) -> None:
-    root = tree("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png", "val/b/1.png", "test/c/1.png")
-    splits = open_data(str(root), validation_share=0.0)
-    assert splits.validation.classes == splits.test.classes == ("a", "b", "c")
-    assert [splits.validation.target(0), splits.validation.target(1), splits.test.target(0)] == [1, 2, 2]
-
-
-def test_folders_beside_the_splits_are_left_out_and_noted(tree: Trees) -> None:
-    root = tree("train/a/1.png", "train/b/1.png", "val/a/1.png", "extra/a/1.png", "docs/1.txt", ".git/a/1.png")
-    splits = open_data(str(root), validation_share=0.0)
-    assert splits.notes == (f"{root}: skipped docs, extra, because only train/, val/ and test/ are read",)
-    assert len(splits.train) == 2
-    assert open_data(str(root), validation_share=0.0, unlabelled=True).notes == splits.notes
-
-
 def test_a_task_without_labels_says_which_folders_it_does_not_read_as_splits_or_classes(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"bare has no images \(.*\), neither in it nor in its folders"):
+        open_data(str(tree("one/a.txt", name="bare")), validation_share=0.0, unlabelled=True)
     root = tree("a/1.png", "b/1.png", "test/1.png")
     splits = open_data(str(root), validation_share=0.0, unlabelled=True)
     assert splits.notes == (f"{root}: test is read like a, b, because there is no train/",)
     assert splits.test is None and len(splits.train) == 3 and splits.classes == ("a", "b", "test")
+    check_classes(splits)
     (root / "test/1.png").rename(root / "1.png")
     (root / "test").rmdir()
     splits = open_data(str(root), validation_share=0.0, unlabelled=True)
     assert splits.notes == (f"{root}: the folders a, b are not read as classes, because images lie beside them",)
     assert splits.target_kind == "none" and len(splits.train) == 3
-
-
-def test_archives_beside_class_folders_are_named(tree: Trees) -> None:
-    root = tree("train/a/1.png", "train/b/1.png", "train/c.zip", "train/c.txt", "more.tar.gz")
-    notes = open_data(str(root), validation_share=0.0).notes
-    assert [note for note in notes if "archives" in note] == [
-        f"{root}: skipped more.tar.gz, because archives are not read; unpack the images in them",
-        f"{root / 'train'}: skipped c.zip, because archives are not read; unpack the images in them",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +103,7 @@ def test_archives_beside_class_folders_are_named(tree: Trees) -> None:
         (("train/", "val/a/1.png"), r"train has no class folders; it needs one folder of images for each class"),
         (("train/1.png", "test/1.png"), r"train has images but no class folders; .* add --splits none"),
         (("a/1.png", "b\udcff/1.png"), "unprintable names"),
+        (("a/notes.txt", "b/"), r"has no images \(\.apng, \.avif, .*\.webp\) in its class folders: a, b; add images$"),
     ],
 )
 def test_folders_without_classes_to_learn_are_refused(tree: Trees, paths: tuple[str, ...], message: str) -> None:
@@ -116,31 +111,26 @@ def test_folders_without_classes_to_learn_are_refused(tree: Trees, paths: tuple[
         open_data(str(tree(*paths)), validation_share=0.1)
 
 
-def test_a_class_with_the_name_of_a_split_is_named(tree: Trees) -> None:
-    root = tree("bus/1.png", "car/1.png", "train/1.png")
-    with pytest.raises(DataError, match=r"has train beside bus, car, .* splits or classes; .* --splits none"):
-        open_data(str(root), validation_share=0.1)
-    assert open_data(f"{root}?splits=none", validation_share=0.0).classes == ("bus", "car", "train")
-
-
-def test_a_path_that_the_system_refuses_is_named() -> None:
-    with pytest.raises(DataError, match=r"data 'x+' cannot be read: File name too long; correct the path"):
-        open_data("x" * 300, validation_share=0.1)
-
-
 def test_what_is_harmless_is_a_note(tree: Trees) -> None:
     root = tree(
-        "train/a/1.png", "train/b/1.png", "train/bare/", "val/a/2.png", "val/bare/", "__MACOSX/train/a/._1.png",
-        "train/@eaDir/x.jpg", ".DS_Store",
+        "train/a/1.png", "train/b/1.png", "train/bare/", "train/c.zip", "train/c.txt", "val/a/2.png", "val/bare/",
+        "__MACOSX/train/a/._1.png", "train/@eaDir/x.jpg", ".DS_Store", "extra/a/1.png", "docs/1.txt", ".git/a/1.png",
+        "more.tar.gz",
     )  # fmt: skip
     splits = open_data(str(root), validation_share=0.0)
-    assert splits.classes == ("a", "b") and splits.faults == ()
+    assert splits.classes == ("a", "b") and splits.faults == () and len(splits.train) == 2
+    archives = "because archives are not read; unpack the images in them"
     assert splits.notes == (
+        f"{root}: skipped docs, extra, because only train/, val/ and test/ are read",
+        f"{root}: skipped more.tar.gz, {archives}",
+        f"{root}/train: skipped c.zip, {archives}",
         f"{root}: skipped 1 folder of the system or of other programs: __MACOSX",
         f"{root}/train: skipped 1 class folder without images: bare",
         f"{root}/train: skipped 1 folder of the system or of other programs: @eaDir",
         f"{root}/val: skipped 1 class folder without images: bare",
     )
+    unlabelled = open_data(str(root), validation_share=0.0, unlabelled=True)
+    assert unlabelled.notes[0] == splits.notes[0] and len(unlabelled.train) == 2
 
 
 def test_what_is_a_fault_is_refused_in_one_message(tree: Trees) -> None:
@@ -178,9 +168,7 @@ def test_a_table_with_a_label_only_in_a_held_out_split(tree: Trees) -> None:
     [
         ("Fashion-MNIST", ", and no data set has this name (nearest: fashion-mnist)"),
         ("zzz", ", and no data set has this name (choices: bundled, fashion-mnist, fractals:CLASSES:SAMPLES, "),
-        ("flowers/bundeld", ""),
-        ("./bundeld", ""),
-        ("~no-such-user/flowers", ""),
+        *((spec, "") for spec in ("flowers/bundeld", "./bundeld", "~no-such-user/flowers")),
     ],
 )
 def test_a_path_that_does_not_exist_is_named_with_the_nearest_names(
@@ -201,12 +189,6 @@ def test_a_folder_with_the_name_of_bundled_data_is_noted(
     for spec, is_noted in (("bundled", True), ("./bundled", False), (str(tmp_path / "bundled"), False)):
         found = open_data(spec, validation_share=0.0)
         assert found.classes == ("a", "b") and any("'bundled'" in note for note in found.notes) == is_noted
-
-
-def test_a_tilde_is_the_home_folder(tree: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree("a/1.png", "b/1.png")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert open_data("~/pictures", validation_share=0.0).classes == ("a", "b")
 
 
 def test_a_models_classes_index_the_folders(tree: Trees) -> None:
@@ -241,7 +223,7 @@ def test_numbers_of_idx_files_are_matched_with_classes_of_the_same_name(idx_fold
     root = idx_folder(train=[0, 2, 1])
     splits = open_data(str(root), validation_share=0.0, classes=("1", "10", "2", "0"))
     assert splits.classes == ("1", "10", "2", "0")
-    assert [splits.train.target(index) for index in range(3)] == [3, 2, 0]
+    assert targets_of(splits.train) == [3, 2, 0]
     for classes in (("x", "y", "z"), ("0", "1")):
         with pytest.raises(DataError, match="the labels of IDX files are numbers without names"):
             open_data(str(root), validation_share=0.0, classes=classes)
@@ -254,18 +236,11 @@ def test_bundled_is_ten_classes_and_is_cut() -> None:
     assert splits.notes[0].startswith(f"data 'bundled' has no validation split: {len(splits.validation):,} of its 10,")
     assert set(np.unique(names_of(splits.validation))) == set(idx.FASHION_MNIST)
     assert open_data("bundled", validation_share=0.0, classes=idx.FASHION_MNIST).classes == idx.FASHION_MNIST
-
-
-def test_bundled_for_a_model_of_other_classes_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"data 'bundled' has the classes T-shirt/top, .*, but the model has cat, dog; "
-    ):
+    with pytest.raises(DataError, match=r"'bundled' has the classes T-shirt/top, .*, but the model has cat, dog; "):
         open_data("bundled", validation_share=0.0, classes=("cat", "dog"))
 
 
-def test_fashion_mnist_is_opened_where_it_is_located(
-    idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fashion_mnist_is_opened_where_it_is(idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     root = idx_folder(train=[0, 9, 3], t10k=[5])
     monkeypatch.setattr("vitrail.data.formats.idx.locate_fashion_mnist", lambda: root)
     splits = open_data("fashion-mnist", validation_share=0.0)
@@ -288,23 +263,13 @@ def test_part_of_the_training_images_is_taken_after_the_cut(tree: Trees) -> None
 def test_so_many_of_each_class_are_taken(tree: Trees) -> None:
     splits = open_data(str(tree(*many("a", "b"), *many("c", count=3))), validation_share=0.0, per_class=5)
     names = names_of(splits.train)
-    assert [names.count(name) for name in "abc"] == [5, 5, 3] and splits.notes[-1].startswith(
-        "13 of 83 training images"
-    )
+    assert [names.count(name) for name in "abc"] == [5, 5, 3]
+    assert splits.notes[-1].startswith("13 of 83 training images")
+    assert splits.notes[-1].endswith("; 1 of the 3 classes have fewer than 5")
     both = open_data(str(tree(*many("a", "b"), name="both")) + "[:20]", validation_share=0.0, per_class=2)
     assert len(both.train) == 4 and "fewer" not in both.notes[-1]
-    assert splits.notes[-1].endswith("; 1 of the 3 classes have fewer than 5")
-
-
-def test_classes_that_a_part_lacks_are_counted(tree: Trees) -> None:
-    splits = open_data(str(tree(*many("a", count=60), "b/1.png", "c/1.png")) + "[:3]", validation_share=0.0)
-    assert splits.classes == ("a", "b", "c")
-    assert splits.notes[-1].endswith("; 2 of the 3 classes have no image among them")
-
-
-def test_a_path_in_brackets_that_exists_is_a_path(tree: Trees) -> None:
-    root = tree("a/1.png", "b/1.png", name="set[:10%]")
-    assert len(open_data(str(root), validation_share=0.0).train) == 2
+    few = open_data(str(tree(*many("a", count=60), "b/1.png", "c/1.png", name="few")) + "[:3]", validation_share=0.0)
+    assert few.classes == ("a", "b", "c") and "2 of the 3 classes have no image among them" in few.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -402,7 +367,7 @@ def test_images_without_classes_open_when_none_are_needed(tree: Trees, paths: li
     images = [path for path in paths if not path.startswith("test") and not path.endswith("txt")]
     wanted = sorted(path.removeprefix("train/") for path in images)
     assert keys_of(splits.train) == wanted and splits.classes == () and splits.target_kind == "none"
-    assert [splits.train.target(index) for index in range(len(wanted))] == [None] * len(wanted)
+    assert targets_of(splits.train) == [None] * len(wanted)
     assert splits.train[0].target is None and "skipped 1 file without" in splits.notes[-1]
     assert splits.test is None or (keys_of(splits.test) == ["c.png"] and target_kind(splits.test) == "none")
     with pytest.raises(DataError, match=r"has no labels; classification needs a label for each image: label them, or"):
@@ -426,22 +391,10 @@ def test_images_without_labels_are_mixed_into_labelled_ones_if_none_are_needed(t
     config = DataConfig(spec=str(labelled), mix=(f"0.5:{flat}",), validation_share=0.0)
     own = open_data(str(labelled), validation_share=0.0)
     for splits in (config.open(unlabelled=True), config.cut(own, unlabelled=True)):
-        targets = [splits.train.target(index) for index in range(len(splits.train))]
-        assert targets == [0, 0, 0, 1, 1, 1, None, None] and splits.classes == ("a", "b")
+        assert targets_of(splits.train) == [0, 0, 0, 1, 1, 1, None, None] and splits.classes == ("a", "b")
     for refused in (config.open, lambda: config.cut(own)):
         with pytest.raises(DataError, match="flat has images but no class folders, so its images have no labels"):
             refused()
-
-
-def test_class_folders_keep_their_classes_when_none_are_needed(tree: Trees) -> None:
-    splits = open_data(str(tree(*many("a", "b"))), validation_share=0.0, unlabelled=True)
-    assert splits.classes == ("a", "b") and splits.target_kind == "class"
-    check_classes(splits)
-
-
-def test_a_folder_without_any_image_is_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"pictures2 has no images \(.*\), neither in it nor in its folders"):
-        open_data(str(tree("one/a.txt", name="pictures2")), validation_share=0.0, unlabelled=True)
 
 
 def test_numbers_are_asked_of_data_that_can_have_them(tree: Trees) -> None:
@@ -470,10 +423,8 @@ def test_numbers_are_cut_taken_and_mixed(tree: Trees) -> None:
 
 
 @pytest.fixture
-def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of two classes with ten images of 34 x 21 or 20 pixels each. The limit on pixels is restored after the
-    test."""
-    monkeypatch.setenv("VITRAIL_MAX_PIXELS", "")
+def photos(tmp_path: Path) -> Path:
+    """A folder of two classes with ten images of 34 x 21 or 20 pixels each."""
     for name in ("red", "blue"):
         (tmp_path / name).mkdir()
         for number in range(10):
@@ -488,13 +439,9 @@ def test_the_limit_on_pixels_is_a_setting_of_the_data(photos: Path) -> None:
     with pytest.raises(UndecodableImage, match="--max-pixels"):
         decode(image, 3)
     train = large.open().train
-    assert [decode(train[index].image, 3).shape[1] for index in range(len(train))] == [34] * len(train)
-
-
-def test_without_the_setting_the_limit_stays() -> None:
-    before = pixel_limit()
     DataConfig(spec="bundled").open()
-    assert pixel_limit() == before
+    assert pixel_limit() == 34 * 21, "without the setting the limit stays"
+    assert [decode(train[index].image, 3).shape[1] for index in range(len(train))] == [34] * len(train)
 
 
 def test_commands_without_a_run_have_the_option_too(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

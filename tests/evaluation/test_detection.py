@@ -61,7 +61,7 @@ def by_pycocotools(
             runs = Runs.of(truth.mask(row, (height, width)))
             data["annotations"].append({
                 "id": len(data["annotations"]) + 1, "image_id": number, "category_id": label,
-                "bbox": [left, top, right - left, bottom - top], "area": (right - left) * (bottom - top),
+                "bbox": [left, top, right - left, bottom - top], "area": float(truth.mask(row, (height, width)).sum()),
                 "iscrowd": int(truth.crowd[row]),
                 "segmentation": {"size": [height, width], "counts": runs.counts},
             })  # fmt: skip
@@ -102,6 +102,16 @@ def test_values_are_those_of_pycocotools(seed: int, kind: str) -> None:
     for label, value in enumerate(report.by_class):
         known = classes[:, :, label][classes[:, :, label] > -1]
         assert value == (pytest.approx(known.mean()) if len(known) else None)
+
+
+def test_an_object_without_a_stated_area_has_that_of_its_outline() -> None:
+    """A thin diagonal is small, however large its box is."""
+    corners = np.array([(0, 0), (4, 0), (100, 96), (100, 100), (96, 100), (0, 4)]) / 100
+    truth = Objects.of([0], [(0, 0, 1, 1)], outlines=((corners,),), size=(100, 100))
+    mask = truth.mask(0, (100, 100))
+    found = Detections(("a",), np.array([[0.0, 0, 100, 100]]), np.ones(1), np.zeros(1, np.int64), mask.shape)
+    assert truth.area(0, (100, 100)) == mask.sum() < 32**2
+    assert average_precision([truth], [found], 1, resamples=0).by_size == {"small": 1.0, "medium": None, "large": None}
 
 
 def test_the_threshold_has_the_best_f1_of_all_scores() -> None:

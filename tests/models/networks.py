@@ -14,7 +14,9 @@ from torch import Tensor
 
 from vitrail.models.positions import PositionPlace
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
+from vitrail.models.tokens import pool
 from vitrail.models.variants import AnyConfig, create, variant_config
+from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
 PLACES: list[tuple[str, PositionPlace]] = [
@@ -86,6 +88,10 @@ def small_vit(*, std: float = 0.05, **fields: Any) -> Any:
     return network
 
 
+def autocast(enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
 def assert_uniform(weight: Tensor, fan_in: int, fan_out: int) -> None:
     bound = math.sqrt(6 / (fan_in + fan_out))
     assert 0.99 * bound < weight.abs().max() <= bound
@@ -102,6 +108,14 @@ def assert_lecun(weight: Tensor, noise: float = 0.01) -> None:
     assert (1 - noise) * cut < weight.abs().max() <= cut
     share = (weight.abs() < cut / 2).double().mean().item()  # one deviation of a normal, among those within two
     assert share == pytest.approx(math.erf(1 / math.sqrt(2)) / math.erf(2 / math.sqrt(2)), abs=noise)
+
+
+def logits_of_features(network: VisionTransformer, images: Tensor) -> Tensor:
+    """Return the logits, computed from all tokens of the last block."""
+    x = pool(network.features(images), network.config.pool, network.attention_pool)
+    x = network.norm(x) if network.config.final_norm == "pooled" else x
+    x = x if network.head_hidden is None else torch.tanh(network.head_hidden(x))
+    return x if network.head is None else network.head(x)
 
 
 def with_slow(names: Iterable[str], slow: Collection[str]) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import vitrail
-from tests.models.networks import small_vit
+from tests.models.networks import small_vit as network
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import StochasticDepth
@@ -33,11 +33,6 @@ SIZES = ((35, 21), (14, 49), (28, 28), (7, 21), (35, 21))
 """Heights and widths of images in patches of 7. Networks are made for the first size."""
 
 
-def slow(fields: dict[str, Any]) -> Any:
-    """Mark all but one case of each test as slow, because tracing takes seconds."""
-    return pytest.param(fields, marks=pytest.mark.slow)
-
-
 class Graphs:
     """A compiler backend that counts the graphs. With "aot_eager" it also makes a backward graph."""
 
@@ -55,9 +50,6 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-network = small_vit
 
 
 def step(
@@ -112,13 +104,11 @@ def test_graphs_come_to_an_end_when_sizes_change() -> None:
     assert counts[0] <= 12 and counts[1] == counts[2] == counts[3] <= 16
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [slow({"stochastic_depth": 0.5}), slow({}), slow({"pool": "gap", "registers": 2}), slow({"positions": "rotary-2d"}),
-     slow({"positions": "relative-bias"}), slow({"qk_norm": True, "activation": "swiglu"}),
-     slow({"layer_scale": 0.5, "pool": "map"})],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [
+    {"stochastic_depth": 0.5}, {}, {"pool": "gap", "registers": 2}, {"positions": "rotary-2d"},
+    {"positions": "relative-bias"}, {"qk_norm": True, "activation": "swiglu"}, {"layer_scale": 0.5, "pool": "map"},
+], ids=str)  # fmt: skip
 def test_compiled_and_plain_give_the_same_numbers(fields: dict[str, Any]) -> None:
     plain, made = network(depth=2, **fields), network(depth=2, **fields)
     compile_blocks(made, "on", backend=Graphs("aot_eager"))

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.make import vit_fields
-from tests.models.networks import DROPPED, HYBRIDS, in_turn
+from tests.models.networks import DROPPED, HYBRIDS, in_turn, logits_of_features
 from vitrail.bench.step import OURS, Entry, make_step
 from vitrail.bench.workload import Workload
 from vitrail.models import cost
@@ -34,7 +34,6 @@ from vitrail.models.cost import (
 )
 from vitrail.models.linear.dense import ONEDNN
 from vitrail.models.reduction import TokenReduction
-from vitrail.models.tokens import pool
 from vitrail.models.variants import AnyConfig, build, create, variant_config
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
@@ -52,16 +51,12 @@ def counted(config: AnyConfig, device: str, batch: int = 1, size: tuple[int, int
 
 
 def executed(
-    config: AnyConfig,
-    device: str,
-    batch: int = 1,
-    size: tuple[int, int] | None = None,
-    *,
-    through_features: bool = False,
+    config: AnyConfig, device: str, batch: int = 1, size: tuple[int, int] | None = None, through_features: bool = False
 ) -> int:
-    """Return the FLOPs of the logits. With `features`, they are computed from all features."""
+    """Return the FLOPs of the logits, which are computed from all tokens with `through_features`."""
     with torch.device(device):
-        network, images = build(config).eval(), torch.zeros(batch, config.channels, *(size or config.image_size))
+        network = build(config).eval().requires_grad_(False)
+        images = torch.zeros(batch, config.channels, *(size or config.image_size))
     # the counter has no formula for the CPU's fused attention
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         if through_features and isinstance(network, VisionTransformer):
@@ -69,13 +64,6 @@ def executed(
         else:
             network(images)
     return counter.get_total_flops()
-
-
-def logits_of_features(network: VisionTransformer, images: Tensor) -> None:
-    config = network.config
-    x = pool(network.features(images), config.pool, network.attention_pool)
-    for layer in (network.head_hidden, network.head):
-        x = x if layer is None else layer(x)
 
 
 def trained(config: AnyConfig, size: tuple[int, int] | None = None, blocks: int | None = None) -> int:
@@ -181,9 +169,6 @@ def test_reduced_tokens_cost_what_the_modules_do(fields: dict[str, Any], reducti
     for size in ((224, 160), (96, 96)):
         assert config.inference_flops(size) == executed(config, "meta", size=size) < whole.inference_flops(size)
         assert (config.macs(size), config.training_flops(size)) == (whole.macs(size), whole.training_flops(size))
-
-
-# --- layers
 
 
 @pytest.mark.parametrize(("tokens", "width", "kernel"), [(12, 8, 3), (10, 4, 5), (2, 8, 3), (1, 3, 3)])

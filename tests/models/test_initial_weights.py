@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from vitrail.models.initial_weights import INITIAL_WEIGHTS
 from vitrail.models.variants import create
@@ -56,20 +55,16 @@ DEVIATIONS: dict[str, tuple[float, ...]] = {
 sqrt(6)."""
 
 
-def published(name: Any) -> dict[str, Tensor]:
+@pytest.mark.parametrize("name", INITIAL_WEIGHTS)
+def test_weights_start_as_published(name: Any) -> None:
+    """The tensors of the networks of facebookresearch/mae efb2a80, dino 7c446df and microsoft/unilm 768a3c8 were
+    measured too. The code of moco-v3 c349e6e, deit 7e160fe and dinov2 b8931f7 was read."""
     torch.manual_seed(0)
     network = create(
         "ViT-B/8x12", image_size=(24, 36), width=WIDTH, depth=3, heads=4, mlp_width=MLP, num_classes=50, registers=3,
         initial_weights=name, head_bias=-2.0, layer_scale=0.1,
     )  # fmt: skip
-    return network.state_dict()
-
-
-@pytest.mark.parametrize("name", INITIAL_WEIGHTS)
-def test_weights_start_as_published(name: str) -> None:
-    """The tensors of the networks of facebookresearch/mae efb2a80, dino 7c446df and microsoft/unilm 768a3c8 were
-    measured too. The code of moco-v3 c349e6e, deit 7e160fe and dinov2 b8931f7 was read."""
-    weights = published(name)
+    weights = network.state_dict()
     for tensor, bound, deviation in zip(TENSORS, UNIFORM[name], DEVIATIONS[name], strict=True):
         found = weights[tensor].double()
         deviation = deviation or bound / math.sqrt(3)

@@ -194,14 +194,6 @@ def test_accelerate_trains_as_plain_pytorch_does() -> None:
     assert_same_weights(accelerator.unwrap_model(prepared), by_hand(network(), 2))
 
 
-@pytest.mark.parametrize("fields", [{"positions": "relative-bias"}, {"positions_at": "every-layer"}], ids=str)
-def test_opacus_refuses_positions_that_it_cannot_differentiate(fields: dict[str, Any]) -> None:
-    opacus = pytest.importorskip("opacus")
-    private = opacus.GradSampleModule(network(pool="gap", **fields))
-    with pytest.raises(AttributeError, match="detach"):
-        private(next(iter(batches()))[0])
-
-
 def test_trainer_trains_a_wrapped_network_and_refuses_a_bare_one(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 

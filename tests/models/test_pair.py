@@ -17,16 +17,9 @@ IMAGE = ViTConfig(
     pre_norm=True, patch_bias=False, activation="quick-gelu",
 )  # fmt: skip
 TEXT = TextConfig(
-    vocabulary=30,
-    context=7,
-    width=16,
-    depth=2,
-    heads=2,
-    mlp_width=24,
-    end_token=29,
-    outputs=20,
+    vocabulary=30, context=7, width=16, depth=2, heads=2, mlp_width=24, end_token=29, outputs=20,
     activation="quick-gelu",
-)
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -25,21 +25,10 @@ from vitrail.models.variants import AnyNetwork, create
 PRECISIONS = ("float32", "bf16")
 
 
-vit = small_vit
-
-
 def adapted() -> AnyNetwork:
-    network = vit()
+    network = small_vit()
     add_adapters(network, rank=2, alpha=2.0, names=("query", "up"))
     return randomised(network)
-
-
-def bit() -> AnyNetwork:
-    return randomised(create("BiT-R26x1", num_classes=5, image_size=(35, 21), width=32, depths=(1, 1)))
-
-
-def hybrid() -> AnyNetwork:
-    return randomised(create("Conv+ViT-Pico/8", num_classes=5, image_size=(40, 24), depth=2))
 
 
 class Foreign(nn.Module):
@@ -74,11 +63,11 @@ def randomised(network: Any) -> Any:
 
 
 MAKE: dict[str, Callable[[], Any]] = {
-    "transformer": lambda: vit(dropout=0.3, stochastic_depth=0.5),
-    "pooled": lambda: vit(pool="map", qk_norm=True, positions="relative-bias", activation="swiglu"),
+    "transformer": lambda: small_vit(dropout=0.3, stochastic_depth=0.5),
+    "pooled": lambda: small_vit(pool="map", qk_norm=True, positions="relative-bias", activation="swiglu"),
     "adapted": adapted,
-    "hybrid": hybrid,
-    "ResNet": bit,
+    "hybrid": lambda: randomised(create("Conv+ViT-Pico/8", num_classes=5, image_size=(40, 24), depth=2)),
+    "ResNet": lambda: randomised(create("BiT-R26x1", num_classes=5, image_size=(35, 21), width=32, depths=(1, 1))),
     "foreign": lambda: randomised(Foreign()),
     "foreign with freeze": lambda: randomised(WithFreeze()),
 }
@@ -123,7 +112,7 @@ def test_results_are_the_networks_own_and_the_network_stays_as_it_is(name: str, 
 
 
 def test_embeddings_and_features_too() -> None:
-    network = vit(registers=2).eval()
+    network = small_vit(registers=2).eval()
     images, predictor = images_of(network), Predictor(network)
     with torch.no_grad():
         assert torch.equal(predictor.embed(images), network.embed(images))
@@ -134,7 +123,7 @@ def test_embeddings_and_features_too() -> None:
 
 
 def test_float32_shares_every_weight() -> None:
-    network = vit()
+    network = small_vit()
     own = {id(tensor) for tensor in network.parameters()}
     predictor = Predictor(network)
     assert {id(tensor) for tensor in predictor.network.parameters()} == own
@@ -145,7 +134,7 @@ def test_float32_shares_every_weight() -> None:
 
 
 def test_weights_are_converted_once() -> None:
-    network = vit()
+    network = small_vit()
     images, predictor = images_of(network), Predictor(network, "bf16")
     expected = predictor(images)
     with torch.no_grad():
@@ -182,7 +171,7 @@ def test_threads_predict_with_one_network_in_two_precisions(name: str) -> None:
 
 
 def test_a_hook_of_the_network_is_called_and_a_later_one_is_not() -> None:
-    network, seen = vit().eval(), []
+    network, seen = small_vit().eval(), []
     network.get_submodule("patches").register_forward_hook(lambda *_: seen.append("before"))
     predictor = Predictor(network)
     network.get_submodule("patches").register_forward_hook(lambda *_: seen.append("after"))
@@ -204,7 +193,7 @@ def in_a_partial(network: Any) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("change", [bound, in_a_partial])
 def test_replaced_methods_predict_as_in_the_network_itself(change: Callable[[Any], None], precision: Any) -> None:
-    network = vit(dropout=0.5).train()
+    network = small_vit(dropout=0.5).train()
     plain = directly(network, images_of(network), precision)
     change(network)
     images = images_of(network)
@@ -218,7 +207,7 @@ def test_replaced_methods_predict_as_in_the_network_itself(change: Callable[[Any
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("change", [weight_norm, spectral_norm, partial(prune, name="weight", amount=0.5)])
 def test_weights_that_every_call_makes_are_not_converted(change: Callable[[Any], Any], precision: Any) -> None:
-    network = vit().train()
+    network = small_vit().train()
     change(network.get_submodule("blocks.0.mlp.up"))
     images = images_of(network)
     assert torch.equal(Predictor(network, precision)(images), directly(network, images, precision))
@@ -240,7 +229,7 @@ def hook_with_a_module(network: Any) -> None:
 
 @pytest.mark.parametrize("change", [closure, closure_of_a_method, hook_with_a_module])
 def test_functions_that_would_use_the_original_are_refused(change: Callable[[Any], None]) -> None:
-    network = vit(dropout=0.5)
+    network = small_vit(dropout=0.5)
     change(network)
     with pytest.raises(ConfigError, match=r"^blocks\.\d: .* uses a module of the network.*MethodType"):
         Predictor(network)

@@ -122,12 +122,6 @@ def test_tokens_are_those_of_the_naive_implementation(fields: dict[str, Any], re
     assert lengths == wanted
 
 
-def with_reduction(network: VisionTransformer, reduction: TokenReduction) -> VisionTransformer:
-    other = VisionTransformer(replace(network.config, reduction=reduction)).to(next(network.parameters()).dtype).eval()
-    other.load_state_dict(network.state_dict())
-    return other
-
-
 @pytest.mark.parametrize("by", ["merge", "prune"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_an_answer_does_not_depend_on_the_other_images(by: Any, precision: Any) -> None:
@@ -143,7 +137,8 @@ def test_an_answer_does_not_depend_on_the_other_images(by: Any, precision: Any) 
 
 def test_training_and_all_tokens_are_as_without_a_reduction() -> None:
     network = randomised(small_config(depth=3, image_size=(24, 40)))
-    reduced = with_reduction(network, TokenReduction(tokens=9))
+    reduced = VisionTransformer(replace(network.config, reduction=TokenReduction(tokens=9)))
+    reduced.load_state_dict(network.state_dict())
     images = torch.randn(2, network.config.channels, 24, 40)
     assert torch.equal(network.train()(images), reduced.train()(images))
     network.eval()

@@ -54,14 +54,7 @@ def standardised(weight: Tensor, eps: tuple[float, WeightEps]) -> Tensor:
 
 
 def group_norm(x: Tensor, norm: nn.GroupNorm, groups: int = 32) -> Tensor:
-    b, c, h, w = x.shape
-    parts = x.reshape(b, groups, -1)
-    centred = parts - parts.mean(-1, keepdim=True)
-    parts = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    return parts.view(b, c, h, w) * norm.weight[:, None, None] + norm.bias[:, None, None]
-
-
-# --- convolutions
+    return F.group_norm(x, groups, norm.weight, norm.bias, norm.eps)
 
 
 @pytest.mark.parametrize(
@@ -76,18 +69,12 @@ def test_filters_are_standardised(eps: tuple[float, WeightEps], kernel: int, str
     layer = StandardisedConv(4, 6, kernel, stride=stride, padding=padding, eps=eps)
     with torch.no_grad():
         layer.weight.mul_(torch.logspace(-4, 1, 6).view(-1, 1, 1, 1)).add_(0.3)
+        layer.weight[0] = 0.3  # equal weights are no division by zero
     x = torch.randn(2, 4, 9, 12)
     expected = F.conv2d(x.double(), standardised(layer.weight, eps), None, stride, padding)
     torch.testing.assert_close(layer(x).double(), expected, atol=2e-2, rtol=1e-3)
     exact = layer.double()
     torch.testing.assert_close(exact(x.double()), expected, atol=1e-8, rtol=1e-8)
-
-
-@pytest.mark.parametrize("eps", [BIT, ROOT])
-def test_a_filter_of_equal_weights_is_no_division_by_zero(eps: tuple[float, WeightEps]) -> None:
-    layer = StandardisedConv(2, 3, 3, eps=eps)
-    nn.init.zeros_(layer.weight)
-    assert not layer(torch.randn(1, 2, 5, 5)).any()
 
 
 def test_frozen_filters_are_standardised_once() -> None:
@@ -100,9 +87,6 @@ def test_frozen_filters_are_standardised_once() -> None:
         frozen.freeze(None)  # standardised filters are not standardised again
         assert torch.equal(frozen(x), expected)
         assert not torch.equal(frozen.weight, layer.weight)
-
-
-# --- padding
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -122,9 +106,6 @@ def test_same_convolution_by_brute_force(kernel: int, stride: int) -> None:
             if 0 <= y < height and 0 <= z < width:
                 expected[0, :, i, j] += weight[:, :, di, dj] @ x[0, :, y, z]
         torch.testing.assert_close(layer(x), expected, atol=1e-6, rtol=1e-6)
-
-
-# --- units
 
 
 UNIT_SHAPES = [(32, 128, 1, (6, 6)), (128, 128, 1, (5, 7)), (128, 128, 2, (5, 7)), (64, 256, 2, (1, 2))]
@@ -177,9 +158,6 @@ def test_basic_unit(before: int, after: int, stride: int, groups: int, size: tup
     torch.testing.assert_close(result, x + y, atol=1e-6, rtol=1e-6)
 
 
-# --- BiT
-
-
 def small_bit(**fields: Any) -> ResNetConfig:
     defaults: dict[str, Any] = {"image_size": (40, 56), "depths": (1, 2), "width": 32, "num_classes": 5}
     return ResNetConfig(**{**defaults, **fields})
@@ -199,7 +177,8 @@ def test_a_resnet_by_its_parts(fields: dict[str, Any], size: tuple[int, int]) ->
     if fields:
         x, cell, kind = F.conv2d(images, stem, None, 1, 1), 4, BasicUnit
     else:
-        x, cell, kind = max_pool_over_zeros(F.conv2d(images, stem, None, 2, 3)), 8, PreActivationUnit
+        x, cell, kind = F.conv2d(images, stem, None, 2, 3), 8, PreActivationUnit
+        x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 2)  # over zeros
     assert [type(unit) for unit in units] == [kind] * 3
     for unit in units:
         x = unit(x)
@@ -222,18 +201,14 @@ def test_a_unit_halves_the_sides_by_a_pool_after_its_first_convolution(size: tup
     x = torch.randn(2, 4, *size, dtype=torch.float64)
     active = group_norm(x, unit.norm1, 1).clamp_min(0)
     y = F.conv2d(active, standardised(unit.conv1.weight, BIT), None, 1, 1)
-    y = torch.stack([part.amax((2, 3)) for part in parts_of(y)], -1).reshape(2, 8, *(-(-side // 2) for side in size))
+    squares = [part.amax((2, 3)) for row in y.split(2, 2) for part in row.split(2, 3)]  # the last ones can be smaller
+    y = torch.stack(squares, -1).reshape(2, 8, *(math.ceil(side / 2) for side in size))
     y = F.conv2d(group_norm(y, unit.norm2, 1).clamp_min(0), standardised(unit.conv2.weight, BIT), None, 1, 1)
     shortcut = F.conv2d(active, standardised(unit.shortcut.weight, BIT), None, 2)
     torch.testing.assert_close(unit(x), shortcut + y, atol=1e-6, rtol=1e-6)
     for make in (lambda: ResNetConfig(pools=True), lambda: RootConfig(pools=True)):
         with pytest.raises(ConfigError, match="pools=True needs the"):
             make()
-
-
-def parts_of(x: Tensor) -> list[Tensor]:
-    """Return the squares of two by two cells of a map, row by row, of which the last ones can be smaller."""
-    return [part for row in x.split(2, 2) for part in row.split(2, 3)]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -264,25 +239,12 @@ def test_a_resnet_learns_above_frozen_stages(unit: ResNetUnit, channels: int, fr
     assert gradient.any() and network.stem.weight.grad is None
 
 
-def max_pool_over_zeros(x: Tensor) -> Tensor:
-    """Return the maximum of 3 x 3 windows with stride 2, on a map with zeros on every side."""
-    b, c, h, w = x.shape
-    framed = x.new_zeros(b, c, h + 2, w + 2)
-    framed[:, :, 1:-1, 1:-1] = x
-    rows, columns = range(0, h, 2), range(0, w, 2)
-    cells = [[framed[:, :, i : i + 3, j : j + 3].amax((2, 3)) for j in columns] for i in rows]
-    return torch.stack([torch.stack(row, -1) for row in cells], -2)
-
-
-SIZES = [(1, 1), (2, 3), (7, 8), (17, 33), (1, 65)]
-
-
 @pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("stages", [0, 1, 3])
 def test_grids_of_a_hybrid_at_any_size(stages: int, stem: Stem) -> None:
     config = RootConfig(depths=(1,) * stages, width=32, stem=stem)
     root = HybridRoot(config, 2)
-    for size in SIZES:
+    for size in ((1, 1), (2, 3), (7, 8), (17, 33), (1, 65)):
         cells = root(torch.zeros(2, 2, *size))
         assert cells.shape == (2, config.out_channels, *(math.ceil(side / config.stride) for side in size))
         assert ViTConfig(root=config, patch_size=(1, 1), image_size=size).grid == tuple(cells.shape[2:])
@@ -318,9 +280,6 @@ def test_a_resnet_starts_with_a_head_of_zeros_and_its_bias() -> None:
             assert (module.weight == 1).all() and not module.bias.any() and module.num_groups == 32
 
 
-# --- the hybrids' root
-
-
 @pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize(("depths", "size"), [((), (32, 48)), ((2, 1), (17, 30)), ((1, 1, 1), (32, 48))])
 def test_a_root_by_its_parts(depths: tuple[int, ...], stem: Stem, size: tuple[int, int]) -> None:
@@ -335,15 +294,9 @@ def test_a_root_by_its_parts(depths: tuple[int, ...], stem: Stem, size: tuple[in
     else:
         x = F.conv2d(_pad_same(images, 7, 2), standardised(root.stem.weight, ROOT), None, 2)
         x = group_norm(x, root.norm).clamp_min(0)
-        b, c, h, w = x.shape
-        top, left = (max((math.ceil(side / 2) - 1) * 2 + 3 - side, 0) // 2 for side in (h, w))
-        framed = x.new_full((b, c, h + 4, w + 4), -math.inf)
-        framed[:, :, top : top + h, left : left + w] = x
-        rows = [
-            torch.stack([framed[:, :, i : i + 3, j : j + 3].amax((2, 3)) for j in range(0, w, 2)], -1)
-            for i in range(0, h, 2)
-        ]
-        x = torch.stack(rows, -2)
+        needed = [(math.ceil(side / 2) - 1) * 2 + 3 - side for side in x.shape[2:]]
+        (top, below), (left, right) = ((max(one, 0) // 2, max(one, 0) - max(one, 0) // 2) for one in needed)
+        x = F.max_pool2d(F.pad(x, (left, right, top, below), value=-math.inf), 3, 2)
     for number, stage in enumerate(root.stages):
         assert len(stage) == depths[number]
         for unit in stage:
@@ -361,9 +314,6 @@ def test_units_of_a_root_start_as_their_shortcuts() -> None:
     assert all((unit.norm1.weight == 1).all() and (unit.norm2.weight == 1).all() for unit in units)
     x = torch.rand(1, 128, 6, 5)
     assert torch.equal(units[1](x), x)
-
-
-# --- configs
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

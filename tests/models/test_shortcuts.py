@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.models.linear.test_dense import Twice
 from tests.models.test_tools import OWN, few, images, network
 from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionContext
@@ -35,27 +36,23 @@ REDUCED = {"merged": TokenReduction(tokens=3), "pruned": TokenReduction(tokens=3
 
 @pytest.fixture(params=["float32", "bf16"])
 def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], Tensor]:
-    """Return a function that computes a network's logits. In bf16, the fused kernels are used on every processor."""
+    """Return a function that computes a network's logits. In bf16, shortcuts are taken on every processor; PyTorch's
+    kernels compute what oneDNN would."""
     is_bf16 = request.param == "bf16"
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(x, weight, None if bias is None else bias.to(torch.bfloat16))
+
     if is_bf16 and not dense.ONEDNN:
-        fuse_everywhere(monkeypatch)
+        monkeypatch.setattr(dense, "ONEDNN", True)
+        monkeypatch.setattr(dense, "_product", product)
 
     def run(module: nn.Module) -> Tensor:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if is_bf16 else nullcontext():
             return module(images(OWN)).float()
 
     return run
-
-
-def fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let PyTorch's kernels compute what oneDNN would, with the same choice of shortcuts."""
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return F.linear(x, weight, None if bias is None else bias.to(torch.bfloat16))
-
-    monkeypatch.setattr(dense, "ONEDNN", True)
-    monkeypatch.setattr(dense, "_product", product)
 
 
 def parts(module: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -116,10 +113,6 @@ def test_dense_layers_of_other_classes_and_formats_take_part(kind: str, compute:
             layer.weight.mul_(2)
         changed = compute(twice)
         assert not torch.equal(changed, expected), f"{name} does not matter"
-
-        class Twice(nn.Module):
-            def forward(self, weight: Tensor) -> Tensor:
-                return 2 * weight
 
         parametrised = copy.deepcopy(made)
         parametrize.register_parametrization(parametrised.get_submodule(name), "weight", Twice())

@@ -37,15 +37,13 @@ IN_GROUPS = ["local", "blocks", "axial", "strided", "fixed", "hashed"]
 def network(kind: str, **fields: Any) -> Any:
     """Return a network of a kind in which every weight matters, in evaluation mode."""
     sizes: dict[str, Any] = {"width": 32, "depth": 2, "heads": 4, "mlp_width": 48, **VIT.get(kind, {}), **fields}
-    if kind == "hybrid":
-        root = RootConfig(depths=(1, 1), width=32)
-        made = vitrail.create("R50+ViT-Pico/16", image_size=OWN, num_classes=5, root=root, patch_size=(1, 1), **sizes)
-    elif kind == "ResNet":
-        made = vitrail.create("BiT-R50x1", image_size=OWN, num_classes=5, width=32, depths=(1, 1))
-    elif kind == "ResNet of basic units":
-        made = vitrail.create("BiT-Pico", image_size=OWN, num_classes=5)
-    else:
-        made = vitrail.create("ViT-Pico/8", image_size=OWN, num_classes=5, **sizes)
+    root = RootConfig(depths=(1, 1), width=32)
+    name, own = {
+        "hybrid": ("R50+ViT-Pico/16", {"root": root, "patch_size": (1, 1), **sizes}),
+        "ResNet": ("BiT-R50x1", {"width": 32, "depths": (1, 1)}),
+        "ResNet of basic units": ("BiT-Pico", {}),
+    }.get(kind, ("ViT-Pico/8", sizes))
+    made = vitrail.create(name, image_size=OWN, num_classes=5, **own)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():

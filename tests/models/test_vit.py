@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.make import randomised, small_config, vit_fields
-from tests.models.networks import PLACES, assert_lecun, assert_uniform
+from tests.models.networks import PLACES, assert_lecun, assert_uniform, logits_of_features
+from tests.models.test_cost import saved
 from vitrail.errors import ConfigError
 from vitrail.models.attention.full import SelfAttention
-from vitrail.models.blocks import Block, Mlp
+from vitrail.models.blocks import Block, LayerScale, Mlp
 from vitrail.models.resnet_config import RootConfig
-from vitrail.models.tokens import pool
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
@@ -29,26 +29,17 @@ from vitrail.models.vit_config import ViTConfig
 def test_checkpointed_activations_change_no_bit() -> None:
     network = randomised(small_config(dropout=0.1, stochastic_depth=0.3, depth=3)).train()
     images = torch.randn(3, network.config.channels, *network.config.image_size)
-    found = []
+    found, kept = [], []
     for flag in (False, True):
         network.checkpoints_activations = flag
+        kept.append(saved(network, images, "float32"))
         network.zero_grad()
         torch.manual_seed(0)
         logits = network(images)
         logits.square().sum().backward()
         found.append([logits.detach(), *(parameter.grad.clone() for parameter in network.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    kept = [0, 0]
-    for flag in (False, True):
-        network.checkpoints_activations = flag
-
-        def keep(tensor: Tensor, flag: bool = flag) -> Tensor:
-            kept[flag] += tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            network(images)
-    assert kept[True] < kept[False] / 3
+    assert kept[1] < kept[0] / 3
 
 
 def equations(
@@ -220,9 +211,6 @@ def pictures(config: ViTConfig, batch: int = 2) -> Tensor:
     return torch.randn(batch, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
 
 
-# --- the equations
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -238,12 +226,7 @@ def pictures(config: ViTConfig, batch: int = 2) -> Tensor:
         {"activation": "swiglu", "layer_scale": 0.1, "qk_norm": True},
         {"qkv_bias": False, "dense_bias": False, "patch_bias": False},
         {"qkv_bias": False, "dense_bias": False, "patch_bias": False, "activation": "swiglu", "qk_norm": True},
-        {
-            "root": RootConfig(depths=(1, 1), width=32),
-            "image_size": (48, 80),
-            "patch_size": (3, 2),
-            "positions": "none",
-        },
+        {"root": RootConfig(depths=(1, 1), width=32), "image_size": (48, 80), "patch_size": (3, 2)},
     ],
 )
 def test_networks_of_every_kind_follow_equations_1_to_4(fields: dict[str, Any]) -> None:
@@ -278,20 +261,11 @@ def test_networks_of_any_shape_follow_the_equations(data: st.DataObject) -> None
     check_equations(randomised(ViTConfig(**data.draw(vit_fields()), norm_eps=1e-1)), 2e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "place", "cover"),
-    [
-        (kind, place, cover)
-        for kind, place in PLACES
-        for cover in (("all", "class", "patches") if kind.startswith("learned") else ("class",))
-    ],
-)
+@pytest.mark.parametrize("cover", ["all", "class", "patches"])
+@pytest.mark.parametrize(("kind", "place"), PLACES)
 def test_positions_of_every_kind_follow_the_equations(kind: str, place: str, cover: str) -> None:
     fields = {"positions": kind, "positions_at": place, "positions_cover": cover, "registers": 2, "width": 24}
     check_equations(randomised(small_config(**fields, norm_eps=1e-3)), 1e-5)
-
-
-# --- shapes, features and heads
 
 
 def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
@@ -312,11 +286,9 @@ def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
         network(images[:, :, :3])
 
 
-# --- dropout and stochastic depth
-
-
-def test_dropout_is_where_the_paper_has_it() -> None:
-    config = small_config(dropout=0.3)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_dropout_is_where_the_paper_has_it(activation: str) -> None:
+    config = small_config(dropout=0.3, activation=activation)
     network, images = randomised(config).train(), pictures(config, batch=8)
     torch.manual_seed(5)
     features = network.features(images)
@@ -362,17 +334,6 @@ def test_both_branches_of_a_block_are_skipped_by_themselves() -> None:
     assert set(added.tolist()) == {0.0, 2.0, 20.0, 22.0}
     for value in (0.0, 2.0, 20.0, 22.0):
         assert 60 < (added == value).sum() < 140
-
-
-# --- what is read of the last block
-
-
-def logits_of_features(network: VisionTransformer, images: Tensor) -> Tensor:
-    """Return the logits, computed from all tokens of the last block."""
-    x = pool(network.features(images), network.config.pool, network.attention_pool)
-    x = network.norm(x) if network.config.final_norm == "pooled" else x
-    x = x if network.head_hidden is None else torch.tanh(network.head_hidden(x))
-    return x if network.head is None else network.head(x)
 
 
 def check_logits_of_features(network: VisionTransformer, images: Tensor) -> None:
@@ -430,9 +391,6 @@ def test_the_last_block_computes_what_the_head_reads(fields: dict[str, Any], rea
         assert torch.equal(logits, logits_of_features(network, images))
     network.features(images)
     assert results["blocks.2"] == results["norm"] == n
-
-
-# --- number formats
 
 
 def slow(fields: dict[str, Any]) -> Any:
@@ -493,18 +451,15 @@ def test_the_residual_stream_has_the_format_of_the_weights(fields: dict[str, Any
     for module in network.modules():
         if isinstance(module, nn.LayerNorm | Block):
             module.register_forward_hook(lambda _, given, result: formats["stream"].append(given[0].dtype))
-        if isinstance(module, SelfAttention | Mlp):
+        if isinstance(module, SelfAttention | Mlp | LayerScale):
             module.register_forward_hook(lambda _, given, result: formats["branches"].append(result.dtype))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = network(images)
     assert len(formats["stream"]) >= 3 * config.depth + 1 and set(formats["stream"]) == {expected}
-    assert len(formats["branches"]) >= 2 * config.depth and set(formats["branches"]) == {torch.bfloat16}
+    assert len(formats["branches"]) >= 4 * config.depth and set(formats["branches"]) == {torch.bfloat16}
     assert logits.dtype == torch.bfloat16
     logits.float().square().sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
-
-
-# --- patch dropout
 
 
 def watched(network: VisionTransformer) -> list[Tensor]:
@@ -610,41 +565,31 @@ def test_patch_dropout_goes_with_other_sizes_and_empty_batches() -> None:
         assert network(torch.randn(0, 3, 20, 15)).shape == (0, 5)
 
 
-# --- initialisation
-
-
 def test_networks_start_with_xavier_uniform_lecun_normal_and_constant_weights() -> None:
     torch.manual_seed(0)
     config = ViTConfig(
         image_size=(64, 64), patch_size=(8, 8), width=96, depth=2, heads=4, mlp_width=1024, num_classes=10,
-        head_hidden=80,
+        head_hidden=80, class_token=True, registers=40, pool="map", layer_scale=0.3,
     )  # fmt: skip
     fresh = VisionTransformer(config).requires_grad_(False)
     for block in fresh.blocks:
         for weight in (*block.attention.qkv.weight.split(96), block.attention.out.weight):
             assert_uniform(weight, 96, 96)
         assert not block.attention.qkv.bias.any() and not block.attention.out.bias.any()
+        assert all((scale.gamma == 0.3).all() for scale in (block.scale1, block.scale2))
     for layer in (fresh.patches.projection, fresh.head_hidden):
         assert_lecun(layer.weight, noise=0.015)
         assert not layer.bias.any()
+    pool, registers = fresh.attention_pool, fresh.prefix.registers
+    for weight in (pool.query.weight, *pool.key_value.weight.chunk(2), pool.out.weight):
+        assert_uniform(weight, 96, 96)
+    assert not any(layer.bias.any() for layer in (pool.query, pool.key_value, pool.out))
+    assert pool.probe.std().item() == pytest.approx(math.sqrt(2 / 97), rel=0.1)
+    assert registers.std().item() == pytest.approx(0.02, rel=0.03) and registers.abs().max() > 0.06
+    assert abs(registers.mean().item()) < 0.001
     assert not fresh.head.weight.any() and not fresh.head.bias.any() and not fresh.prefix.cls.any()
     norms = [module for module in fresh.modules() if isinstance(module, nn.LayerNorm)]
-    assert len(norms) == 5 and all((norm.weight == 1).all() and not norm.bias.any() for norm in norms)
-
-
-@pytest.mark.parametrize("std", [0.02, 96**-0.5, 0.0])
-def test_positions_start_normal_with_the_std_of_the_config(std: float) -> None:
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=(64, 64), patch_size=(8, 8), width=96, depth=1, heads=4, mlp_width=8, position_std=std
-    )
-    embedding = VisionTransformer(config).positions.embedding.detach()
-    assert embedding.shape == (1, 65, 96)
-    assert embedding.std() == pytest.approx(std, rel=0.03) and embedding.mean().abs() <= 0.05 * std
-    assert std == 0 or embedding.abs().max() > 3 * std
-
-
-# --- what a config may not say
+    assert len(norms) == 6 and all((norm.weight == 1).all() and not norm.bias.any() for norm in norms)
 
 
 OUT_OF_RANGE = {

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import vitrail.training.run as run_module
 from tests.make import idx_bytes
-from tests.training.curves import events_of, values_of
-from tests.training.jobs import Finished
+from tests.training.jobs import Finished, Prepare, events_of, model_bytes, values_of
 from vitrail.data.formats.idx import BUNDLED, find_idx, read_idx
 from vitrail.data.pipeline import Stage, TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
@@ -116,30 +116,34 @@ def folder_config(tmp_path: Path) -> Callable[..., TrainConfig]:
     return make
 
 
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> list[TrainState]:
+    """The states of the runs that a test begins, in order."""
+    seen, real = list[TrainState](), run_module.fit
+    monkeypatch.setattr(run_module, "fit", lambda run, state: (seen.append(state), real(run, state)))
+    return seen
+
+
 @pytest.fixture(scope="session")
-def prepare() -> Callable[[TrainConfig], tuple[TrainState, Job]]:
+def prepare() -> Prepare:
     """The state and the job of a config, to take single steps with. The head is random instead of 0, so that
     gradients reach every weight at once."""
 
     def build(config: TrainConfig) -> tuple[TrainState, Job]:
-        splits = config.data.open()
-        preprocess = config.images
+        splits, images = config.data.open(), config.images
         torch.manual_seed(config.run.seed)
-        network = VisionTransformer(
-            config.model.resolve(
-                num_classes=len(splits.classes), image_size=preprocess.image_size, channels=preprocess.channels
-            )
-        )
+        shape = {"image_size": images.image_size, "channels": images.channels}
+        network = VisionTransformer(config.model.resolve(num_classes=len(splits.classes), **shape))
         assert network.head is not None
         torch.nn.init.normal_(network.head.weight, std=0.1)
         objective = config.task.objective(network, splits)
         batches = TrainingBatches(
-            splits.train, [Stage(preprocess, config.run.batch_size)], seed=config.run.seed, readers=config.run.readers
+            splits.train, [Stage(images, config.run.batch_size)], seed=config.run.seed, readers=config.run.readers
         )
         rates = config.optimizer
         average = Average(objective, rates.average, rates.average_start) if rates.average else None
-        optimizer = make_optimizer(objective, rates, config.run.precision)
-        return TrainState(objective, optimizer, batches, average=average), prepare_run(config)
+        state = TrainState(objective, make_optimizer(objective, rates, config.run.precision), batches, average=average)
+        return state, prepare_run(config)
 
     return build
 
@@ -182,7 +186,7 @@ def outcome(flat: Callable[[Any], dict[str, Any]]) -> Callable[[Path], dict[str,
                 [event[name] for name in ("step", "split", "accuracy", "cross_entropy")]
                 for event in events_of(run, "evaluation")
             ],
-            "model": (run / "model" / "model.safetensors").read_bytes(),
+            "model": model_bytes(run),
         }
 
     return collect
@@ -205,13 +209,8 @@ def command() -> Callable[..., subprocess.Popen[str]]:
     """Starts a real `vitrail train` as a process of its own, with one thread."""
 
     def start(*words: str, **options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "vitrail", "train", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            **options,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, "-m", "vitrail", "train", *words], env=environment, **pipes)
 
     return start

@@ -203,11 +203,12 @@ def batches_of(data: Path) -> list[list[int]]:
     return [next(batches).samples.tolist() for _ in range(10)]
 
 
-def with_faults(config: TrainConfig, marked: Sequence[int], fault: str = "loss") -> dict[str, float]:
+def with_faults(config: TrainConfig, marked: Sequence[int], fault: str = "loss", **options: Any) -> dict[str, float]:
     """Train a network that has a fault in the batches with marked samples, and return the metrics."""
     splits = config.data.open()
     plain = config.override(variant=None, width=None, depth=None, heads=None, mlp_width=None)
-    return train(plain, data=replace(splits, train=Marked(splits.train, marked)), network=Fragile(fault)).metrics
+    data = replace(splits, train=Marked(splits.train, marked))
+    return train(plain, data=data, network=Fragile(fault), **options).metrics
 
 
 def gradients(

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tests.listening import Display
-from tests.training.curves import events_of, steps_of
-from tests.training.jobs import Finished, Make
+from tests.training.jobs import Finished, Make, events_of, model_bytes, steps_of
 from vitrail.analysis.tracing import trace
 from vitrail.data.pipeline import default_threads
 from vitrail.errors import ConfigError, NonFiniteLoss
@@ -29,8 +28,9 @@ def test_means_since_the_last_reading() -> None:
     meter = Meter()
     for step, loss in enumerate((1.0, 2.0, 6.0), start=1):
         meter.add(step, {"loss": torch.tensor(loss), "accuracy": torch.tensor(loss / 10)})
-    assert meter.read() == pytest.approx({"loss": 3.0, "accuracy": 0.3})
-    meter.add(4, {"loss": torch.tensor(8.0), "accuracy": torch.tensor(0.5)})
+    meter.add(4, {"accuracy": torch.tensor(0.7), "loss": torch.tensor(7.0)})  # the names decide, and not their order
+    assert meter.read() == pytest.approx({"loss": 4.0, "accuracy": 0.4})
+    meter.add(5, {"loss": torch.tensor(8.0), "accuracy": torch.tensor(0.5)})
     assert meter.read() == {"loss": 8.0, "accuracy": 0.5}
 
 
@@ -84,25 +84,17 @@ def test_steps_are_compared_by_their_cost() -> None:
     assert chosen(1.0, 0.75, 1.0, 0.75, works=(4.0, 1.0, 4.0, 1.0))[::2] == (3, {3: 0.25, 0: 0.75})
 
 
-def weights_of(run: Path) -> bytes:
-    return (run / "model" / "model.safetensors").read_bytes()
-
-
-def shorten(monkeypatch: pytest.MonkeyPatch, **settings: float) -> None:
-    """Let each turn of the trials have one step."""
-    for name, value in {"SECONDS": 0.0, "STEPS": 1, **settings}.items():
-        monkeypatch.setattr(ReaderTrials, name, value)
-
-
 @pytest.mark.slow
 def test_a_run_records_its_choice_and_computes_the_same(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten(monkeypatch, GAIN=2.0)  # so that the usual threads win, whatever the steps took
+    # Each turn of the trials has one step, and the usual threads win, whatever the steps took.
+    for name, value in {"SECONDS": 0.0, "STEPS": 1, "GAIN": 2.0}.items():
+        monkeypatch.setattr(ReaderTrials, name, value)
     display = Display()
     train(small(tmp_path / "auto", threads="auto", steps=14), log=Log(display))
     train(small(tmp_path / "two", threads=2, steps=14))
-    assert weights_of(tmp_path / "auto") == weights_of(tmp_path / "two")
+    assert model_bytes(tmp_path / "auto") == model_bytes(tmp_path / "two")
     (event,) = events_of(tmp_path / "auto", "readers")
     count = default_threads()
     assert (event["step"], event["threads"]) == (12, count) and set(event["seconds_per_step"]) == {"0", str(count)}

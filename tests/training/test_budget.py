@@ -28,14 +28,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.training.jobs import Make
+from tests.training.jobs import Make, Prepare
 from vitrail.bench.step import record
 from vitrail.models.linear.dense import ONEDNN
 from vitrail.models.predictor import Predictor
 from vitrail.training import loop
-from vitrail.training.config import TrainConfig
-from vitrail.training.job import Job
-from vitrail.training.state import TrainState
 
 BUDGET = Path(__file__).with_name("budget.json")
 RENEW = "VITRAIL_RENEW_BUDGET"
@@ -205,9 +202,7 @@ def check(name: str, found: Figures) -> None:
 
 
 @pytest.fixture
-def measure(
-    small: Make, prepare: Callable[[TrainConfig], tuple[TrainState, Job]], tmp_path: Path
-) -> Callable[[str], Figures]:
+def measure(small: Make, prepare: Prepare, tmp_path: Path) -> Callable[[str], Figures]:
     """Counts a workload by its name, the second time that it runs: the first one makes what stays."""
 
     def run(name: str) -> Figures:

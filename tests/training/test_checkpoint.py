@@ -16,13 +16,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import vitrail.training.checkpoint as checkpoint_module
-from tests.listening import Display
-from tests.training.jobs import Make, Outcome
+from tests.training.jobs import AtStep, Make, Outcome, Prepare, crash
 from vitrail.errors import RunError, SaveError
 from vitrail.training.checkpoint import BestModel, Checkpoints
-from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job
 from vitrail.training.log import Log
 from vitrail.training.loop import train_step
@@ -30,23 +29,25 @@ from vitrail.training.run import resume, train
 from vitrail.training.state import Best, TrainState
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
+Moving = tuple[TrainState, Job]
+TensorsOf = Callable[[TrainState], dict[str, Tensor]]
+Saved = Callable[..., dict[str, Tensor]]
+Two = tuple[Path, dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
-def moving(
-    small: Make, prepare: Callable[[TrainConfig], tuple[TrainState, Job]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TrainState, Job]:
+def moving(small: Make, prepare: Prepare, tmp_path_factory: pytest.TempPathFactory) -> Moving:
     return prepare(small(tmp_path_factory.mktemp("moving") / "run", threads=0))
 
 
 @pytest.fixture(scope="module")
-def tensors_of(flat: Callable[..., dict[str, Any]]) -> Callable[[TrainState], dict[str, Any]]:
+def tensors_of(flat: Callable[..., dict[str, Any]]) -> TensorsOf:
     return lambda state: {
         name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)
     }
 
 
-def save_steps(moving: tuple[TrainState, Job], checkpoints: Checkpoints, *steps: int) -> TrainState:
+def save_steps(moving: Moving, checkpoints: Checkpoints, *steps: int) -> TrainState:
     """Take a step before each save under the given step numbers."""
     state, job = moving
     for step in steps:
@@ -58,7 +59,7 @@ def save_steps(moving: tuple[TrainState, Job], checkpoints: Checkpoints, *steps:
 
 
 @pytest.fixture
-def saved(moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any]) -> Callable[..., Any]:
+def saved(moving: Moving, tmp_path: Path, tensors_of: TensorsOf) -> Saved:
     """Save under the given step numbers, and return the tensors of the last save."""
     return lambda *steps, retain=2: tensors_of(
         save_steps(moving, Checkpoints(tmp_path / "checkpoints", retain=retain), *steps)
@@ -66,9 +67,7 @@ def saved(moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[.
 
 
 @pytest.fixture(scope="module")
-def two(
-    moving: tuple[TrainState, Job], tmp_path_factory: pytest.TempPathFactory, tensors_of: Callable[..., Any]
-) -> tuple[Path, dict[str, Any]]:
+def two(moving: Moving, tmp_path_factory: pytest.TempPathFactory, tensors_of: TensorsOf) -> Two:
     """A folder with checkpoints of steps 3 and 4, which tests copy, and the tensors of step 3."""
     checkpoints = Checkpoints(tmp_path_factory.mktemp("two") / "checkpoints")
     tensors = tensors_of(save_steps(moving, checkpoints, 3))
@@ -76,14 +75,8 @@ def two(
     return checkpoints.folder, tensors
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
 def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
-    moving: tuple[TrainState, Job], flat: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    moving: Moving, flat: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = set(flat(moving[0].tensors()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: not torch.cuda.is_initialized())
@@ -93,9 +86,7 @@ def test_the_names_of_the_tensors_do_not_depend_on_the_machine(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("retain", [1, 3])
-def test_the_numerically_newest_are_kept_and_win(
-    retain: int, saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
-) -> None:
+def test_the_numerically_newest_are_kept_and_win(retain: int, saved: Saved, moving: Moving, tmp_path: Path) -> None:
     saved(8, 9, 10, 100, retain=retain)
     checkpoints, kept = Checkpoints(tmp_path / "checkpoints"), [100, 10, 9][:retain]
     assert {path.name for path in checkpoints.folder.iterdir()} == {f"step-{step}" for step in kept}
@@ -103,9 +94,7 @@ def test_the_numerically_newest_are_kept_and_win(
 
 
 @pytest.mark.slow
-def test_the_same_step_can_be_saved_again(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
-) -> None:
+def test_the_same_step_can_be_saved_again(saved: Saved, moving: Moving, tmp_path: Path) -> None:
     saved(4)
     first = (tmp_path / "checkpoints" / "step-4" / "manifest.json").read_bytes()
     saved(4)
@@ -124,7 +113,7 @@ def flip(path: Path, bit: int) -> None:
 @given(bit=st.integers(0, 2**24))
 @settings(max_examples=1, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_flipped_bit_falls_back_to_the_one_before(
-    bit: int, name: str, two: tuple[Path, dict[str, Any]], moving: tuple[TrainState, Job], tmp_path: Path
+    bit: int, name: str, two: Two, moving: Moving, tmp_path: Path
 ) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     if not checkpoints.folder.exists():
@@ -151,9 +140,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES)
 def test_a_missing_or_short_file_falls_back(
-    damage: Callable[[Path], object], problem: str, two: tuple[Path, dict[str, Any]], moving: tuple[TrainState, Job],
-    tmp_path: Path, tensors_of: Callable[..., Any],
-) -> None:  # fmt: skip
+    damage: Callable[[Path], object], problem: str, two: Two, moving: Moving, tmp_path: Path, tensors_of: TensorsOf
+) -> None:
     folder, expected = two
     shutil.copytree(folder, tmp_path / "checkpoints")
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -161,13 +149,11 @@ def test_a_missing_or_short_file_falls_back(
     (note,) = checkpoints.restore(moving[0])
     assert f"step-4 is damaged ({problem}" in note
     assert moving[0].step == 3
-    assert_same(tensors_of(moving[0]), expected)
+    torch.testing.assert_close(tensors_of(moving[0]), expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
-def test_without_a_manifest_it_does_not_exist(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
-) -> None:
+def test_without_a_manifest_it_does_not_exist(saved: Saved, moving: Moving, tmp_path: Path) -> None:
     saved(3, 4)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     (checkpoints.folder / "step-4" / "manifest.json").unlink()
@@ -178,7 +164,7 @@ def test_without_a_manifest_it_does_not_exist(
 
 
 def test_none_whole_is_an_error_that_leaves_the_state_alone(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any]
+    saved: Saved, moving: Moving, tmp_path: Path, tensors_of: TensorsOf
 ) -> None:
     before = saved(3, 4)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -190,14 +176,12 @@ def test_none_whole_is_an_error_that_leaves_the_state_alone(
     assert "step-4 is damaged" in newest and "step-3 is damaged" in older
     assert rule == f"{checkpoints.folder} has no complete checkpoint to resume from"
     assert moving[0].step == 4
-    assert_same(tensors_of(moving[0]), before)
+    torch.testing.assert_close(tensors_of(moving[0]), before, rtol=0, atol=0)
     with pytest.raises(RunError, match="has no complete checkpoint to resume from"):
         Checkpoints(tmp_path / "nowhere").restore(moving[0])
 
 
-def test_an_exception_while_saving_leaves_nothing_behind(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path
-) -> None:
+def test_an_exception_while_saving_leaves_nothing_behind(saved: Saved, moving: Moving, tmp_path: Path) -> None:
     saved(3)
     state = moving[0]
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -212,9 +196,8 @@ def test_an_exception_while_saving_leaves_nothing_behind(
 
 @pytest.mark.slow
 def test_the_background_writes_the_state_of_the_moment(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, tensors_of: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    saved: Saved, moving: Moving, tmp_path: Path, tensors_of: TensorsOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, job = moving
     saved(3)
     real, may_write, complete = checkpoint_module.save, threading.Event(), list[int]()
@@ -235,12 +218,12 @@ def test_the_background_writes_the_state_of_the_moment(
     assert complete == [4] and checkpoints.steps() == [4, 3]
     assert checkpoints.restore(state) == [] and state.step == 4 and state.best.waited == 0
     assert state.skipped == {"bad 3"}
-    assert_same(tensors_of(state), before)
+    torch.testing.assert_close(tensors_of(state), before, rtol=0, atol=0)
     checkpoints.close()
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_save(
-    saved: Callable[..., Any], moving: tuple[TrainState, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Saved, moving: Moving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(3)
     state, checkpoints = moving[0], Checkpoints(tmp_path / "checkpoints", in_background=True)
@@ -285,12 +268,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
     config = tiny(checkpoints=4)
     folder = Path(config.run.folder or "") / "checkpoints"
 
-    class Lock(Display):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 5:
-                lock(folder / "step-3")
-
-    result = train(config, log=Log(Lock()))
+    result = train(config, log=Log(AtStep(5, lambda: lock(folder / "step-3"))))
     assert sorted(path.name for path in folder.iterdir()) == ["step-12", "step-3", "step-9"]
     assert Checkpoints(folder).steps() == [12, 9, 3]
     assert (result.folder / "model" / "model.json").is_file()
@@ -343,28 +321,6 @@ def test_models_to_which_no_checkpoint_refers_are_deleted(tmp_path: Path) -> Non
     assert not list(tmp_path.glob(".best-*"))
 
 
-class CrashAtBest(Display):
-    """Ends the run at the first best result after a step, before anything else is saved."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
-        if result["best"] and step > self.after:
-            raise MemoryError
-
-
-class AtTheBeginning(Display):
-    """Reads the model on the disk when a run is resumed."""
-
-    def __init__(self, model: Path) -> None:
-        self.model, self.found = model, list[int]()
-
-    def say(self, text: str) -> None:
-        if text.startswith("continuing after step"):
-            self.found.append(json.loads((self.model / "model.json").read_text())["provenance"]["step"])
-
-
 @pytest.mark.slow
 def test_a_crash_after_a_new_best_model_leaves_that_of_the_checkpoint(
     small: Make, outcome: Outcome, tmp_path: Path
@@ -372,14 +328,22 @@ def test_a_crash_after_a_new_best_model_leaves_that_of_the_checkpoint(
     fields = {"evaluations": 24, "checkpoints": 8, "learning_rate": 3e-3}
     train(small(tmp_path / "straight", **fields))
     run = tmp_path / "run"
+
+    def crash_at_the_best(event: Mapping[str, Any]) -> None:
+        if event["event"] == "evaluation" and event["best"] and event["step"] > 6:
+            crash()
+
     with pytest.raises(MemoryError):
-        train(small(run, **fields), log=Log(CrashAtBest(6)))
+        train(small(run, **fields), log=Log(crash_at_the_best))
     newest = Checkpoints(run / "checkpoints").steps()[0]
     values = json.loads((run / "checkpoints" / f"step-{newest}" / "state.json").read_text())
-    provenance = json.loads((run / "model" / "model.json").read_text())["provenance"]
-    assert provenance["step"] > newest >= values["best"]["step"] > 0
-    beginning = AtTheBeginning(run / "model")
-    resume(run, log=Log(beginning))
-    assert beginning.found == [values["best"]["step"]]
+
+    def step_of_model() -> int:
+        return json.loads((run / "model" / "model.json").read_text())["provenance"]["step"]
+
+    assert step_of_model() > newest >= values["best"]["step"] > 0
+    found = list[int]()
+    resume(run, log=Log(lambda event: found.append(step_of_model()) if event["event"] == "resumed" else None))
+    assert found == [values["best"]["step"]]
     assert outcome(run) == outcome(tmp_path / "straight")
     assert not list(run.glob(".best-*"))

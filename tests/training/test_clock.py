@@ -13,8 +13,7 @@ import torch
 
 from tests.listening import Display
 from tests.tasks.images import Pictures
-from tests.training.curves import events_of
-from tests.training.jobs import Make, job_of
+from tests.training.jobs import Make, events_of, job_of
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.variants import variant_config
@@ -25,36 +24,23 @@ from vitrail.training.job import Job, Phase
 from vitrail.training.log import Log
 from vitrail.training.run import train
 
-STEPS = 10
 SUMMARY = "seconds", "seconds_to_first_step", "training_seconds", "images_per_second", "waiting_share"
 PHASES = (
     Phase(0, 4, (16, 24), patch_dropout=0.0, batch_size=3, cost=0.5, flops=100),
     Phase(4, 6, (32, 48), patch_dropout=0.0, batch_size=3, flops=200),
 )
 JOB = job_of(
-    TrainConfig(images=Preprocess(image_size=(32, 48)), run=RunConfig(steps=STEPS, batch_size=3, precision="float32")),
+    TrainConfig(images=Preprocess(image_size=(32, 48)), run=RunConfig(steps=10, batch_size=3, precision="float32")),
     images=30,
     phases=PHASES,
 )
 
 
-class Clock:
-    """A clock in place of `time.perf_counter`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def passes(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=clock))
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock in place of `time.perf_counter`."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
@@ -64,21 +50,21 @@ def made(job: Job = JOB, limit: Any = None, step: int = 0) -> Timing:
     return times
 
 
-def test_a_report_counts_steps_without_pauses(clock: Clock) -> None:
+def test_a_report_counts_steps_without_pauses(clock: SimpleNamespace) -> None:
     times = made(limit=SimpleNamespace(flops_per_second=1000.0, check=lambda rate: None))
-    clock.passes(1)
+    clock.now += 1
     with times.waiting():
-        clock.passes(1)
+        clock.now += 1
     assert times.after_step(1, 6, was_taken=True) == (2.0, 0.5)
     with times.pause("evaluation"):
-        clock.passes(50)
-    clock.passes(2)
+        clock.now += 50
+    clock.now += 2
     assert times.after_step(2, 6, was_taken=False) == (2.0, 0.5)  # skipped: its images were read, and no FLOPs counted
     steps, exact, smoothed = times.report(2)
     assert steps == 2
     assert exact == {"images_per_second": 3.0, "waiting_share": 0.25, "limit_fraction": 100 / 4 / 1000}
     assert smoothed["images_per_second"] == 3.0 and smoothed["limit_fraction"] == 0.025
-    clock.passes(1)
+    clock.now += 1
     reported = times.summary()
     assert times.after_step(3, 6, was_taken=True) == (1.0, 0.5)
     assert times.summary()["images_per_second"] == reported["images_per_second"], "speeds are up to the last report"
@@ -87,12 +73,12 @@ def test_a_report_counts_steps_without_pauses(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_time_left_follows_from_the_cost_of_the_steps(device: str, clock: Clock) -> None:
+def test_the_time_left_follows_from_the_cost_of_the_steps(device: str, clock: SimpleNamespace) -> None:
     """On a GPU the time is known after reports only, because it computes several steps ahead."""
     times = made(replace(JOB, device=torch.device(device)))
     assert times.times_each_step == (device == "cpu")
     for step in (1, 2):
-        clock.passes(30)
+        clock.now += 30
         times.after_step(step, 3, was_taken=True)
         assert (times.seconds_left(step) is None) == (device == "cuda" or step == 1)
         _, _, shown = times.report(step)
@@ -100,20 +86,20 @@ def test_the_time_left_follows_from_the_cost_of_the_steps(device: str, clock: Cl
     assert shown["seconds_left"] == pytest.approx(60 * (2 * 0.5 + 6))  # two cheap steps and six of the last phase
 
 
-def test_a_rollback_counts_the_steps_again(clock: Clock) -> None:
+def test_a_rollback_counts_the_steps_again(clock: SimpleNamespace) -> None:
     times = made(step=4)
     for step in (5, 6, 7):
-        clock.passes(1)
+        clock.now += 1
         times.after_step(step, 3, was_taken=True)
-    clock.passes(5)
+    clock.now += 5
     times.go_back(4)
-    clock.passes(2)
+    clock.now += 2
     assert times.after_step(5, 3, was_taken=True) == (2.0, 1.0)
     expected = {"images_per_second": 12 / 10, "waiting_share": 0.0}  # the time of lost steps is training
     assert times.report(5)[:2] == (1, expected)
 
 
-def test_a_run_without_steps_has_no_speed(clock: Clock) -> None:
+def test_a_run_without_steps_has_no_speed(clock: SimpleNamespace) -> None:
     assert made().summary() == {**dict.fromkeys(SUMMARY, 0.0), "seconds": 2.0}
 
 
@@ -144,7 +130,6 @@ def test_the_time_left_counts_steps_and_all_pauses() -> None:
 
 
 LIMIT = 3e12
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -161,7 +146,7 @@ def test_measuring_draws_no_random_number_and_is_short(
 ) -> None:
     monkeypatch.setattr(clock_module, "SECONDS", 0.002)
     before = torch.get_rng_state()
-    assert 1e8 < clock_module.product_limit(precision, CPU) < 1e15
+    assert 1e8 < clock_module.product_limit(precision, torch.device("cpu")) < 1e15
     assert torch.equal(before, torch.get_rng_state())
 
 

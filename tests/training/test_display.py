@@ -38,10 +38,6 @@ class Screen:
     def text(self) -> str:
         return self.file.getvalue()
 
-    @property
-    def lines(self) -> list[str]:
-        return self.text.splitlines()
-
 
 def shown(screen: Screen) -> str:
     display = screen.begin()

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import vitrail.training.loop as loop_module
 from tests.listening import Display
-from tests.training.curves import events_of, steps_of
-from tests.training.jobs import Initial, Make, train_until
+from tests.training.jobs import Initial, Make, crash, events_of, model_bytes, steps_of, train_until
 from vitrail.data.batch import Batch
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, RunError
@@ -115,12 +114,9 @@ def test_patience_is_remembered(initial: Initial, from_model: Make, colour_folde
 def test_a_run_that_ended_early_and_was_killed_in_its_last_measurements_takes_no_further_step(
     initial: Initial, from_model: Make, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*given: object) -> None:
-        raise MemoryError
-
     config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.run.write_examples", fail)
+        patch.setattr("vitrail.training.run.write_examples", crash)
         with pytest.raises(MemoryError):
             train(config)
     result = resume(Path(config.run.folder or ""))
@@ -148,8 +144,7 @@ def test_probes_see_the_model_that_would_be_kept_and_change_nothing(
     settings = {"keep": "last", "dropout": 0.3, **fields}
     result = train(from_model(model, colour_folder, **settings), probes=probes)
     plain = train(from_model(model, colour_folder, run=str(tmp_path / "plain"), **settings))
-    weights = [(each.folder / "model" / "model.safetensors").read_bytes() for each in (result, plain)]
-    assert weights[0] == weights[1]
+    assert model_bytes(result.folder) == model_bytes(plain.folder)
     events = events_of(result.folder, "probe")
     assert [(event["step"], event["name"]) for event in events] == [
         (3, "often"), (5, "sum"), (6, "often"), (9, "often"), (10, "sum"), (12, "sum"), (12, "often"),

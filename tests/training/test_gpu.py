@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrail
-from tests.training.curves import values_of
-from tests.training.jobs import Make
+from tests.training.jobs import Make, values_of
 from vitrail.cli import main
 from vitrail.errors import ConfigError
 from vitrail.machine import has_bf16_matrix_units, pick_device
@@ -79,30 +78,21 @@ def test_a_run_continues_on_the_gpu_what_began_on_the_cpu_and_back(tiny: Make) -
         state.batches.close()
 
 
-@pytest.mark.parametrize("compile", ["on", "graphs"])
+@pytest.mark.parametrize("how", ["on", "graphs"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_compiled_training_follows_the_plain_one(
-    tiny: Make,
-    tmp_path: Path,
-    compile: str,  # noqa: A002
-    accumulation: int,
-) -> None:
+def test_compiled_training_follows_the_plain_one(tiny: Make, tmp_path: Path, how: str, accumulation: int) -> None:
     """Evaluations happen in between, as in every run. There is no dropout, which draws other numbers when compiled."""
     fields = {"device": "cuda", "steps": 12, "accumulation": accumulation, "dropout": 0.0, "stochastic_depth": 0.0}
-    for name in ("off", compile):
+    for name in ("off", how):
         train(tiny(compile=name, run=str(tmp_path / name), **fields))
-    assert losses(tmp_path / compile) == pytest.approx(losses(tmp_path / "off"), rel=1e-3)
-    found, expected = (load(tmp_path / name).network.state_dict() for name in (compile, "off"))
+    assert losses(tmp_path / how) == pytest.approx(losses(tmp_path / "off"), rel=1e-3)
+    found, expected = (load(tmp_path / name).network.state_dict() for name in (how, "off"))
     assert found.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("compile", ["off", "on"])
-def test_float8_trains_or_is_refused(
-    tiny: Make,
-    tmp_path: Path,
-    compile: str,  # noqa: A002
-) -> None:
-    fields = {"device": "cuda", "steps": 40, "compile": compile, "dropout": 0.0, "stochastic_depth": 0.0}
+@pytest.mark.parametrize("how", ["off", "on"])
+def test_float8_trains_or_is_refused(tiny: Make, tmp_path: Path, how: str) -> None:
+    fields = {"device": "cuda", "steps": 40, "compile": how, "dropout": 0.0, "stochastic_depth": 0.0}
     if torch.cuda.get_device_capability() < (8, 9):
         with pytest.raises(ConfigError, match=r"^precision='float8' needs CUDA of compute capability 8\.9 or more"):
             train(tiny(precision="float8", **fields))

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.make import make_colour_folder
-from tests.tasks.images import Pictures
-from tests.training.curves import events_of
-from tests.training.jobs import Initial, Make
-from vitrail.data.source import Sample, truth_of
+from tests.make import MemorySource, make_colour_folder
+from tests.training.jobs import Initial, Make, events_of
+from vitrail.data.source import truth_of
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError
@@ -101,13 +99,8 @@ def test_numbers_start_at_ridge_regression(initial: Initial, from_model: Make, c
 
 
 def test_a_linear_head_needs_labels(initial: Initial, splits: Splits) -> None:
-    class Unlabelled(Pictures):
-        classes, target_kind = splits.classes, "class"
-
-        def __getitem__(self, index: int) -> Sample:
-            return replace(splits.train[index], target=None)
-
     bundle = headed(initial, splits.classes)
+    unlabelled = MemorySource([splits.train[0].image] * 3, labels=[None] * 3, classes=splits.classes)
     with pytest.raises(DataError, match="no training image has a label"):
-        start_head(Outputs(bundle), Splits(Unlabelled(3), None, None), kept=False)
+        start_head(Outputs(bundle), Splits(unlabelled, None, None), kept=False)
     assert not np.any(bundle.network.head.weight.detach().numpy())

@@ -93,9 +93,7 @@ def test_numbers_are_named_by_their_split() -> None:
     assert scalars({"event": "checkpoint", "time": 5.0, "step": 3, "path": "step-3"}) == {}
 
 
-def test_settings_that_do_not_fit(
-    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_do_not_fit(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"track='tensorbord': unknown program 'tensorbord'; .*tensorboard"):
         TrainConfig().override(track="tensorbord")
     for track in ("tensorboard,tensorboard", " , "):
@@ -108,7 +106,7 @@ def test_settings_that_do_not_fit(
 
 
 def test_a_program_without_an_account_is_named_before_the_folder_is_made(
-    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def login() -> None:
         raise OSError("No API key\n configured.")

@@ -11,18 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.jobs import Make
+from tests.training.jobs import Make, Prepare
 from tests.training.test_budget import Calls
 from vitrail.data.batch import Batch
 from vitrail.tasks.regression import RegressionObjective
 from vitrail.tasks.task import LossOutput, Objective
 from vitrail.training import loop
-from vitrail.training.config import TrainConfig
 from vitrail.training.job import Job
 from vitrail.training.loop import train_step
 from vitrail.training.state import TrainState
 
-Prepare = Callable[[TrainConfig], tuple[TrainState, Job]]
 SGD = {
     "optimizer": "sgd", "learning_rate": 1.0, "schedule": "constant", "warmup": 0.0, "momentum": 0.0,
     "weight_decay": 0.0, "dropout": 0.0, "stochastic_depth": 0.0, "label_smoothing": 0.1,
@@ -265,7 +263,7 @@ def test_a_step_of_the_sigmoid_loss_waits_for_no_number_of_the_network(make: Cal
     assert reads.figures.reads == of_one_hot.figures.reads
 
 
-def test_weights_and_optimizer_state_stay_in_float32(small: Make, prepare: Callable, tmp_path: Path) -> None:
+def test_weights_and_optimizer_state_stay_in_float32(small: Make, prepare: Prepare, tmp_path: Path) -> None:
     state, job = prepare(small(tmp_path / "run", precision="bf16"))
     outputs = []
     handle = state.objective.network.blocks[0].mlp.up.register_forward_hook(lambda *given: outputs.append(given[-1]))

@@ -1,4 +1,8 @@
-"""Tests of training on several processes: the same curve, the same files, and an end for all if one of them fails."""
+"""Tests of training on several processes and machines: the same curve, the same files, and an end for all if one fails.
+
+Two network namespaces are two hosts for everything that a network connects. Their processes are started as SLURM starts
+them, without torchrun.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +21,22 @@ import numpy as np
 import pytest
 import torch
 
+from tests.make import wait_for
 from tests.several import in_processes
 from tests.training import ranks
-from tests.training.curves import curve, difference, events_of, same_weights, steps_of, values_of
-from tests.training.jobs import Initial, results_of
+from tests.training.jobs import SMALL, Initial, curve, difference, events_of, results_of, steps_of, values_of
 from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError, SaveError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
 from vitrail.weights.load import load
 
+pytestmark = pytest.mark.slow
+
+Torchrun = Callable[..., "subprocess.Popen[str]"]
 MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("fields", "bound"), [
     (MIXED, 2e-6),
@@ -53,7 +59,6 @@ def test_any_number_of_processes_trains_as_one_does(
     assert names[0] == names[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"accumulation": 3}, {"shard": "full"}], ids=str)
 def test_a_teacher_follows_its_student_on_several_processes(
     three_splits: Path, tmp_path: Path, fields: dict[str, Any]
@@ -82,7 +87,6 @@ CONTRAST: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "invalid", "divisions"), [
     (1, (), [{"accumulation": 20}]),
     (1, (*range(3, 20),), [{"accumulation": 8}]),
@@ -109,7 +113,6 @@ def test_all_images_of_a_batch_are_compared_in_every_division(
                 np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-10 * largest)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "fields", "bound"), [
     (2, {"checkpoint_activations": True, **MIXED}, 2e-6),
     (4, {"clip": 0.01, "dropout": 0.0}, 2e-6),
@@ -134,7 +137,6 @@ def test_sharded_weights_train_as_copies_do_and_resume_on_any_number(
         assert difference(tmp_path / "one", tmp_path / f"on-{after}") < bound
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "machine", "fields"), [
     (4, 2, {"shard": "hybrid", "average": 0.9}),
     (4, 2, {"shard": "hybrid", "task": "masked-patches", "checkpoint_activations": True}),
@@ -159,7 +161,6 @@ def test_tasks_train_alike_on_machines_of_several_processes(
     assert len(one) == 12 and one == pytest.approx(more, abs=2e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "fields"), [
     (3, {"batch_size": 21, "average": 0.8, "probe": "linear,knn", "probe_every": 6, "keep": "best"}),
     (2, {"keep": "last", "pool": "map", "evaluations": 1}),
@@ -185,7 +186,6 @@ def test_sharded_weights_are_evaluated_block_by_block(
     torch.testing.assert_close(*models, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_weights_that_cannot_be_sharded_are_refused(three_splits: Path, tmp_path: Path) -> None:
     for shard, optimizer, message in (
         ("hybrid", "sgd", "shard='hybrid' divides weights among the processes of each machine, but 2 of 2"),
@@ -197,7 +197,6 @@ def test_weights_that_cannot_be_sharded_are_refused(three_splits: Path, tmp_path
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_machines_with_unequal_memory_measure_the_same(
     colour_folder: Path, three_splits: Path, tmp_path: Path, initial: Initial
 ) -> None:
@@ -212,7 +211,6 @@ def test_machines_with_unequal_memory_measure_the_same(
         assert found == pytest.approx(alone, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_a_linear_start_is_that_of_one_process(
     colour_folder: Path, initial: Initial, from_model: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -228,13 +226,11 @@ def test_a_linear_start_is_that_of_one_process(
     assert heads[0] == pytest.approx(heads[1], rel=1e-6)
 
 
-@pytest.mark.slow
 def test_a_long_computation_of_the_first_process_outlasts_the_time_out() -> None:
     computed, seconds = zip(*results_of(3, ranks.busy, 3.0, 9.0), strict=True)
     assert computed == (1.5,) * 3 and max(seconds[1:]) < 1.0, "the others hardly compute meanwhile"
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_the_same_step_and_any_number_resumes(
     three_splits: Path, tmp_path: Path
 ) -> None:
@@ -250,7 +246,6 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_and_any_number_resum
         assert difference(tmp_path / "straight", run) < 2e-6 and steps_of(run, "resumed") == [step]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("shard", "in_background"), [("none", False), ("none", True), ("full", True)])
 def test_resuming_the_same_number_of_processes_changes_no_bit_and_neither_do_checkpoints_in_the_background(
     shard: str, in_background: bool, three_splits: Path, tmp_path: Path
@@ -265,15 +260,14 @@ def test_resuming_the_same_number_of_processes_changes_no_bit_and_neither_do_che
     results_of(2, ranks.resumed, tmp_path / "run")
     assert curve(tmp_path / "straight") == curve(tmp_path / "run")
     assert steps_of(tmp_path / "run", "checkpoint") == [2, 4, 6, 8, 10, 12]
-    states = [
-        [file.read_bytes() for file in sorted((tmp_path / name / "checkpoints" / "step-12").glob("*.distcp"))]
-        for name in ("straight", "run")
-    ]
-    assert states[0] == states[1] and len(states[0]) == (2 if shard == "full" else 1)
-    assert same_weights(*(tmp_path / run / "model" / "model.safetensors" for run in ("straight", "run")))
+    written = []
+    for run in (tmp_path / "straight", tmp_path / "run"):
+        parts = sorted((run / "checkpoints" / "step-12").glob("*.distcp"))
+        assert len(parts) == (2 if shard == "full" else 1)
+        written.append([file.read_bytes() for file in (*parts, run / "model" / "model.safetensors")])
+    assert written[0] == written[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "shard"), [(0, "none"), (2, "none"), (2, "full")])
 def test_a_killed_process_ends_the_others_with_its_name(
     three_splits: Path, tmp_path: Path, rank: int, shard: str
@@ -290,7 +284,6 @@ def test_a_killed_process_ends_the_others_with_its_name(
     results_of(1, ranks.resumed, tmp_path / "run")
 
 
-@pytest.mark.slow
 def test_a_hanging_process_ends_the_others_within_the_time_out(three_splits: Path, tmp_path: Path) -> None:
     config = ranks.config_of(three_splits, tmp_path / "run", process_timeout="4s")
     found = in_processes(2, ranks.hanging, config, 1, 6, 12.0)
@@ -298,7 +291,6 @@ def test_a_hanging_process_ends_the_others_within_the_time_out(three_splits: Pat
     assert str(found[0].error).startswith("process 1 of 2 does not answer, while the others waited for a")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "fields", "left_out"), [
     (2, {"on_non_finite": "skip", "accumulation": 2}, [6]),
     (4, {"on_non_finite": "rollback", "rollback_skips": 2, "average": 0.9}, [5, 6]),
@@ -321,7 +313,6 @@ def test_a_fault_in_one_process_moves_no_weight_of_any(
     assert len(alone) == 12 - len(left_out) and abs(alone - several).max() < 2e-6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "rank", "fields", "error", "message"), [
     (ranks.diverging, 1, {}, NonFiniteLoss, "loss is nan at step 7"),
     (ranks.on_a_full_disk, 0, {}, SaveError, "checkpoints/step-8"),
@@ -339,7 +330,6 @@ def test_a_loss_that_is_not_finite_or_a_full_disk_of_one_process_ends_all(
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("background_checkpoints", [False, True])
 def test_a_process_that_is_killed_in_a_save_of_parts_leaves_the_checkpoint_before(
     background_checkpoints: bool, three_splits: Path, tmp_path: Path
@@ -355,7 +345,6 @@ def test_a_process_that_is_killed_in_a_save_of_parts_leaves_the_checkpoint_befor
     assert difference(tmp_path / "one", tmp_path / "run") < 2e-6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_processes_go_back_together_from_a_damaged_checkpoint(shard: str, three_splits: Path, tmp_path: Path) -> None:
     train(ranks.config_of(three_splits, tmp_path / "straight"))
@@ -369,7 +358,6 @@ def test_processes_go_back_together_from_a_damaged_checkpoint(shard: str, three_
     assert steps_of(run, "resumed") == [4] and difference(tmp_path / "straight", run) < 2e-6
 
 
-@pytest.mark.slow
 def test_a_mistake_is_reported_once_and_leaves_no_files(three_splits: Path, tmp_path: Path) -> None:
     found = in_processes(3, ranks.trained, ranks.config_of(three_splits, tmp_path / "run"))
     assert all(isinstance(one.error, ConfigError) for one in found)
@@ -382,7 +370,6 @@ def test_a_mistake_is_reported_once_and_leaves_no_files(three_splits: Path, tmp_
     assert [one.is_reported for one in found] == [False, True]
 
 
-@pytest.mark.slow
 def test_processes_must_have_the_same_data(three_splits: Path, tmp_path: Path) -> None:
     config = ranks.config_of(Path("data"), tmp_path / "run")
     machines = [tmp_path / name for name in ("one", "two")]
@@ -397,18 +384,14 @@ def test_processes_must_have_the_same_data(three_splits: Path, tmp_path: Path) -
 
 
 @pytest.fixture
-def torchrun(three_splits: Path) -> Callable[..., subprocess.Popen[str]]:
+def torchrun(three_splits: Path) -> Torchrun:
     """Starts `torchrun -m vitrail train` with two processes."""
 
     def start(*words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        fields = (
-            "--data", str(three_splits), "--variant", "ViT-Pico/7", "--image-size", "28", "28", "--width", "16",
-            "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
-            "--threads", "1", "--batch-size", "20", "--evaluations", "2", "--checkpoints", "6",
-        )  # fmt: skip
+        fields = ("--threads", "1", "--batch-size", "20", "--evaluations", "2", "--checkpoints", "6")
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options,
-             "-m", "vitrail", "--", "train", "demo", *fields, *words],
+             "-m", "vitrail", "--", "train", "demo", "--data", str(three_splits), *SMALL, *fields, *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
@@ -417,16 +400,13 @@ def torchrun(three_splits: Path) -> Callable[..., subprocess.Popen[str]]:
 
 def workers(run: Path, launcher: subprocess.Popen[str], step: int) -> list[int]:
     """Return the worker processes of torchrun when the run has a checkpoint of a step."""
-    end = time.monotonic() + 300
-    while not Checkpoints(run / "checkpoints").steps()[-1:] >= [step]:
-        assert launcher.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: launcher.poll() is not None or Checkpoints(run / "checkpoints").steps()[-1:] >= [step], 300)
+    assert launcher.poll() is None
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return [int(child) for child in children if b"vitrail" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.slow
-def test_torchrun_starts_a_run_that_prints_once(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_torchrun_starts_a_run_that_prints_once(torchrun: Torchrun, tmp_path: Path) -> None:
     process = torchrun("--run", str(tmp_path / "run"), "--steps", "12")
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
@@ -434,10 +414,7 @@ def test_torchrun_starts_a_run_that_prints_once(torchrun: Callable[..., subproce
     assert steps_of(tmp_path / "run", "finished") == [12]
 
 
-@pytest.mark.slow
-def test_torchrun_goes_on_after_a_killed_process(
-    torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_torchrun_goes_on_after_a_killed_process(torchrun: Torchrun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = torchrun("--run", str(run), "--steps", "600", options=("--max-restarts", "1"))
     os.kill(workers(run, process, 100)[1], signal.SIGKILL)
@@ -447,8 +424,7 @@ def test_torchrun_goes_on_after_a_killed_process(
     assert events.count("started") == events.count("resumed") == 1 and events[-1] == "finished"
 
 
-@pytest.mark.slow
-def test_a_stop_of_torchrun_saves_the_state(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_stop_of_torchrun_saves_the_state(torchrun: Torchrun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = torchrun("--run", str(run), "--steps", "5000")
     workers(run, process, 833)
@@ -456,3 +432,76 @@ def test_a_stop_of_torchrun_saves_the_state(torchrun: Callable[..., subprocess.P
     _, err = process.communicate(timeout=400)
     assert steps_of(run, "stopped") == Checkpoints(run / "checkpoints").steps()[:1] < [5000], err
     assert err.count("vitrail: stopped at step") == 1
+
+
+HOSTS = {"one": "10.77.31.1", "two": "10.77.31.2"}
+COMMAND = (
+    sys.executable, "-m", "vitrail", "train", "demo", *SMALL, "--threads", "1", "--batch-size", "20",
+    "--checkpoints", "3", "--evaluations", "2", "--optimizer", "sgd", "--learning-rate", "0.05",
+)  # fmt: skip
+
+
+@pytest.fixture
+def hosts() -> Iterator[dict[str, str]]:
+    """Names of two network namespaces by the names of hosts. They are connected by a cable (veth)."""
+    if shutil.which("ip") is None:
+        pytest.skip("ip (package iproute2) is not installed")
+    names = {host: f"vitrail-{host}-{os.getpid()}" for host in HOSTS}
+    ends = [f"vt{os.getpid() % 10**6}{host[0]}" for host in HOSTS]
+    made = ip("netns", "add", names["one"])
+    if made.returncode:
+        pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
+    try:
+        ip("netns", "add", names["two"]).check_returncode()
+        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1]).check_returncode()
+        for end, (host, address) in zip(ends, HOSTS.items(), strict=True):
+            ip("link", "set", end, "netns", names[host], "name", "cable").check_returncode()
+            ip("-n", names[host], "addr", "add", f"{address}/24", "dev", "cable").check_returncode()
+            for link in ("cable", "lo"):
+                ip("-n", names[host], "link", "set", link, "up").check_returncode()
+        yield names
+    finally:
+        for name in names.values():
+            ip("netns", "del", name)
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+
+def started(hosts: dict[str, str], *words: str) -> list[subprocess.Popen[str]]:
+    """Start four processes as srun does, two on each host."""
+    found = []
+    for rank in range(4):
+        slurm = {
+            "SLURM_JOB_ID": "31", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2),
+            "SLURM_STEP_NODELIST": ",".join(HOSTS.values()), "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", list(hosts.values())[rank // 2], *COMMAND, *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        found.append(subprocess.Popen(command, env=os.environ | slurm, text=True, **pipes))
+    return found
+
+
+def test_two_machines_of_two_processes_train_as_one_process_does(
+    hosts: dict[str, str], three_splits: Path, tmp_path: Path
+) -> None:
+    words = ("--data", str(three_splits), "--steps", "12")
+    alone = [*COMMAND, *words, "--run", str(tmp_path / "one")]
+    subprocess.run(alone, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    processes = started(hosts, *words, "--run", str(tmp_path / "four"), "--shard", "hybrid")
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outputs
+    assert [bool(output) for output, _ in outputs] == [True, False, False, False], "the first process prints"
+    assert len(curve(tmp_path / "four")) == 12 and difference(tmp_path / "one", tmp_path / "four") < 2e-6
+
+
+def test_an_address_that_cannot_be_reached_is_a_mistake(tmp_path: Path) -> None:
+    lonely = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    command = [*COMMAND, "--run", str(tmp_path / "run"), "--process-timeout", "2s"]
+    ended = subprocess.run(command, env=os.environ | lonely, capture_output=True, text=True)
+    assert ended.returncode == 2 and not (tmp_path / "run").exists()
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("vitrail: MASTER_ADDR=127.0.0.1 MASTER_PORT=1: the 2 processes did not come together within")
+    assert line.endswith("; check the address, and that all of them were started")

@@ -35,7 +35,6 @@ from vitrail.weights.layouts.layout import theirs_of
 from vitrail.weights.load import load
 
 FOLDER = Path(__file__).parents[1] / "golden" / "pipeline"
-SCHEDULE = {"warmup_from_zero": True}
 INDEPENDENT = {"weight_decay_rule": "independent"}
 BV_ADAM = {"kind": "adamw", "learning_rate": 1e-3, "weight_decay": 1e-4, "warmup": "3 steps", **INDEPENDENT}
 BV_ADAFACTOR = {**BV_ADAM, "kind": "adafactor", "beta2": 0.95, "momentum_format": "bfloat16"}
@@ -155,7 +154,7 @@ def test_steps_are_those_of_the_original_code(
     if frozen:
         network.patches.requires_grad_(False)
     torch.testing.assert_close(reference.logits(network), torch.tensor(run["logits_before"]), atol=5e-5, rtol=0)
-    config = OptimizerConfig(**{**SCHEDULE, **RUNS[file, name]})
+    config = OptimizerConfig(warmup_from_zero=True, **RUNS[file, name])
     options = reference.setup.get("config", {})
     sigmoid = options.get("loss") == "sigmoid_xent"
     objective = ClassificationObjective(network, loss="sigmoid" if sigmoid else "softmax")

@@ -17,8 +17,7 @@ import torch
 
 import vitrail.training.checkpoint as checkpoint_module
 from tests.listening import Display
-from tests.training.curves import steps_of
-from tests.training.jobs import CrashAt, Make, Outcome, StopAt, train_until
+from tests.training.jobs import SMALL, AtStep, Make, Outcome, StopAt, crash, steps_of, train_until
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig
@@ -64,22 +63,13 @@ def test_stopping_changes_no_bit(
     {"optimizer": "lars", "momentum_of": "changes", "learning_rate": 0.5}, {"optimizer": "lamb", "average": 0.9},
     {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8},
     {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
+    {"float32_products": "onednn"},  # the environment chooses the other library
 ], ids=str)  # fmt: skip
 def test_stopping_changes_no_bit_of_other_configs(
-    fields: dict[str, Any], small: Make, outcome: Outcome, tmp_path: Path
-) -> None:
-    fields = {**fields, "evaluations": 2, "checkpoints": 1}
-    train(small(tmp_path / "straight", **fields))
-    stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,))
-    assert outcome(stopped) == outcome(tmp_path / "straight")
-
-
-@pytest.mark.slow
-def test_stopping_changes_no_bit_of_a_run_by_onednn(
-    small: Make, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], small: Make, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(float32, "SMALLEST", 1)
-    fields = {"float32_products": "onednn", "evaluations": 2, "checkpoints": 1}  # the environment chooses the other one
+    fields = {**fields, "evaluations": 2, "checkpoints": 1}
     train(small(tmp_path / "straight", **fields))
     stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,))
     assert outcome(stopped) == outcome(tmp_path / "straight")
@@ -170,7 +160,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
 ) -> None:
     run, shown = tmp_path / "run", Display()
     with pytest.raises(MemoryError):
-        train(small(run), log=Log(CrashAt(6)))  # after the evaluation at step 4, which wrote a model
+        train(small(run), log=Log(AtStep(6, crash)))  # after the evaluation at step 4, which wrote a model
     assert (run / "model").is_dir() and not list(run.glob("checkpoints/step-*"))
     resume(run, log=Log(shown))
     assert "the run ended before its first checkpoint, so it starts from the beginning" in shown.notes
@@ -181,12 +171,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
 def test_a_run_that_ended_in_its_last_measurements_is_finished(
     small: Make, straight: dict[str, Any], outcome: Outcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(*given: object) -> None:
-        raise MemoryError
-
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.run.write_examples", fail)
+        patch.setattr("vitrail.training.run.write_examples", crash)
         with pytest.raises(MemoryError):
             train(small(run))
     assert (run / "model").is_dir() and not (run / "examples").exists()
@@ -198,11 +185,7 @@ def test_a_run_that_ended_in_its_last_measurements_is_finished(
     assert steps_of(run, "finished") == [24]
 
 
-SIZES = (
-    "--variant", "ViT-Pico/7", "--image-size", "28", "28",
-    "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
-    "--dropout", "0.2", "--stochastic-depth", "0.3", "--threads", "2", "--batch-size", "20",
-)  # fmt: skip
+RANDOM = (*SMALL, "--dropout", "0.2", "--stochastic-depth", "0.3", "--threads", "2", "--batch-size", "20")
 
 
 @pytest.mark.slow
@@ -211,7 +194,7 @@ def test_kill_9_at_random_moments_changes_no_bit(
     more: tuple[str, ...], three_splits: Path, outcome: Outcome, command: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    options = ("--data", str(three_splits), "--steps", "40", "--checkpoints", "40", "--evaluations", "20", *SIZES)
+    options = ("--data", str(three_splits), "--steps", "40", "--checkpoints", "40", "--evaluations", "20", *RANDOM)
     options += more
     straight = command("demo", *options, "--run", str(tmp_path / "straight"))
     _, errors = straight.communicate(timeout=120)
@@ -287,15 +270,10 @@ def test_kill_9_within_a_save_changes_no_bit(
     outcome: Outcome, tmp_path: Path,
 ) -> None:  # fmt: skip
     run = tmp_path / "run"
-    options = ("--data", str(three_splits), "--run", str(run), "--steps", "24", "--checkpoints", "3", *SIZES)
+    options = ("--data", str(three_splits), "--run", str(run), "--steps", "24", "--checkpoints", "3", *RANDOM)
     options += (*more, "--evaluations", "6", "--keep", "best", "--optimizer", "adamw", "--learning-rate", "0.01")
-    process = subprocess.run(
-        [sys.executable, "-c", KILLER, where, "train", "demo", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words, one_thread = [sys.executable, "-c", KILLER, where, "train", "demo", *options], {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(words, env=os.environ | one_thread, capture_output=True, text=True, timeout=120)
     assert process.returncode == -signal.SIGKILL, process.stderr
     resume(run)
     found = outcome(run)

@@ -16,15 +16,14 @@ from torch import Tensor
 import vitrail.training.run as run_module
 import vitrail.training.state as making_module
 from tests.listening import Display
-from tests.make import make_colour_folder
-from tests.training.curves import events_of, same_weights, steps_of, values_of
-from tests.training.jobs import Finished, Make, Outcome, train_until
+from tests.make import MemorySource, keys_of, make_colour_folder, targets_of
+from tests.training.jobs import Finished, Make, Outcome, events_of, model_bytes, steps_of, train_until, values_of
 from vitrail.data.batch import Batch
+from vitrail.data.source import Sample
 from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.models.compiled import compile_blocks
-from vitrail.tasks.task import Task
 from vitrail.training import loop as loop_module
 from vitrail.training.after_step import Run
 from vitrail.training.folder import read_record
@@ -98,28 +97,22 @@ def test_the_model_on_disk_is_the_one_returned(finished: Finished) -> None:
 class Watching(Display):
     """A display that keeps the measured weights by step, and the result."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, states: list[TrainState]) -> None:
+        self.states = states
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.results: dict[int, tuple[float, float]] = {}
-        real = run_module.fit
-
-        def fit(run: Run, state: TrainState) -> None:
-            self.state = state
-            real(run, state)
-
-        monkeypatch.setattr(run_module, "fit", fit)
 
     def evaluated(self, step: int, result: Mapping[str, Any], training: Mapping[str, float]) -> None:
-        self.weights[step] = {k: v.clone() for k, v in self.state.objective.network.state_dict().items()}
+        self.weights[step] = {k: v.clone() for k, v in self.states[-1].objective.network.state_dict().items()}
         self.results[step] = result["accuracy"], -result["cross_entropy"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["best", "last"])
 def test_the_weights_that_were_asked_for_are_kept(
-    keep: str, small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep: str, small: Make, tmp_path: Path, states: list[TrainState]
 ) -> None:
-    watching = Watching(monkeypatch)
+    watching = Watching(states)
     result = train(small(tmp_path / "run", keep=keep, learning_rate=0.03, schedule="constant"), log=Log(watching))
     best = max(watching.results, key=lambda step: watching.results[step])
     assert best != 24, "the best and the last weights must differ for this test to tell"
@@ -129,31 +122,23 @@ def test_the_weights_that_were_asked_for_are_kept(
     assert result.metrics["validation_accuracy"] == watching.results[step][0]
 
 
-class Noting:
-    """A source that records which samples were read, and when."""
+class Noting(MemorySource):
+    """A source that records when samples were read."""
 
-    def __init__(self, source: Any, log: list[tuple[str, str]], name: str) -> None:
-        self.source, self.log, self.name = source, log, name
-        self.classes = source.classes
+    def __init__(self, source: Any, log: list[str], name: str) -> None:
+        images = [source[index].image for index in range(len(source))]
+        super().__init__(images, labels=targets_of(source), keys=keys_of(source), classes=source.classes)
+        self.log, self.name = log, name
 
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Any:
-        self.log.append((self.name, self.source.key(index)))
-        return self.source[index]
-
-    def key(self, index: int) -> str:
-        return self.source.key(index)
-
-    def target(self, index: int) -> int | None:
-        return self.source.target(index)
+    def __getitem__(self, index: int) -> Sample:
+        self.log.append(self.name)
+        return super().__getitem__(index)
 
 
 def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
     tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log: list[tuple[str, str]] = []
+    log: list[str] = []
     config = tiny(steps=24, flip=False)
     splits = config.data.open()
     noting = Splits(*(Noting(getattr(splits, name), log, name) for name in ("train", "validation", "test")))
@@ -164,14 +149,13 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
     def fit(run: Run, state: TrainState) -> None:
         state.objective.register_forward_pre_hook(lambda module, inputs: trained.append(inputs[0]))
         real(run, state)
-        log.append(("event", "trained"))
+        log.append("trained")
 
     monkeypatch.setattr(run_module, "fit", fit)
     train(config, data=opened)
     assert splits.validation is not None
-    cut = {splits.validation.key(index) for index in range(len(splits.validation))}
-    indices = torch.cat([batch.samples for batch in trained]).tolist()
-    keys = [splits.train.key(index) for index in indices]
+    cut, of_train = {*keys_of(splits.validation)}, keys_of(splits.train)
+    keys = [of_train[index] for batch in trained for index in batch.samples.tolist()]
     assert len(keys) == 24 * 16 and len(set(keys)) == 179, "two epochs see every training image"
     assert len(cut) == 21 and not cut & set(keys)
     held_out = {splits.validation[index].image.tobytes() for index in range(21)}  # type: ignore[union-attr]
@@ -179,9 +163,8 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
     as_bytes = ((pixels * 0.353 + 0.286) * 255).round().byte().permute(0, 2, 3, 1).numpy()
     assert not held_out & {image.tobytes() for image in as_bytes}
     assert {splits.train[index].image.tobytes() for index in range(179)} & {image.tobytes() for image in as_bytes}
-    before, after = log[: log.index(("event", "trained"))], log[log.index(("event", "trained")) :]
-    assert {name for name, _ in before} == {"train", "validation"}
-    assert {name for name, _ in after} >= {"validation", "test"}
+    before, after = log[: log.index("trained")], log[log.index("trained") :]
+    assert {*before} == {"train", "validation"} and {*after} >= {"validation", "test"}
 
 
 def test_the_test_split_has_no_say_in_the_model(tiny: Make, tmp_path: Path) -> None:
@@ -192,14 +175,13 @@ def test_the_test_split_has_no_say_in_the_model(tiny: Make, tmp_path: Path) -> N
     second = train(tiny(run=str(tmp_path / "second"), steps=4, evaluations=1))
     assert first.metrics["test_accuracy"] != second.metrics["test_accuracy"]
     assert first.metrics["validation_accuracy"] == second.metrics["validation_accuracy"]
-    assert same_weights(*(result.folder / "model" / "model.safetensors" for result in (first, second)))
+    assert model_bytes(first.folder) == model_bytes(second.folder)
 
 
 @pytest.mark.slow
 def test_the_seed_decides(small: Make, tmp_path: Path) -> None:
     def model(name: str, seed: int) -> bytes:
-        folder = train(small(tmp_path / name, seed=seed, steps=3, evaluations=1, checkpoints=1)).folder
-        return (folder / "model" / "model.safetensors").read_bytes()
+        return model_bytes(train(small(tmp_path / name, seed=seed, steps=3, evaluations=1, checkpoints=1)).folder)
 
     assert model("a", 1) == model("b", 1) != model("c", 2)
 
@@ -235,7 +217,7 @@ def test_runs_that_choose_leave_the_test_split_alone(tiny: Make, tmp_path: Path)
     assert set(second.metrics) == {"validation_accuracy"} and "test_accuracy" in first.metrics
     assert {event["split"] for event in events_of(second.folder, "evaluation")} == {"validation"}
     assert {example.path.name for example in second.examples} != {example.path.name for example in first.examples}
-    assert same_weights(*(result.folder / "model" / "model.safetensors" for result in (first, second)))
+    assert model_bytes(first.folder) == model_bytes(second.folder)
 
 
 @pytest.mark.slow
@@ -337,13 +319,10 @@ def test_broken_images_of_held_out_splits_are_named_once(folder_config: Make, tm
 
 
 def test_a_file_that_vanishes_is_named(folder_config: Make, colour_folder: Path) -> None:
-    class Vanish(Display):
-        def begin(self, step: int, steps: int, task: Task) -> None:
-            (colour_folder / "red" / "00.png").unlink()
-
     config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.0)
+    vanish = Log(lambda event: (colour_folder / "red" / "00.png").unlink() if event["event"] == "started" else None)
     with pytest.raises(DataError, match=r"^1 training images cannot be decoded, .*red/00\.png: No such file"):
-        train(config, log=Log(Vanish()))
+        train(config, log=vanish)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.make import make_bundle
-from tests.training.jobs import CrashAt, Initial, Make, Outcome, train_until
+from tests.training.jobs import AtStep, Initial, Make, Outcome, crash, train_until
 from vitrail.errors import ConfigError, RunError
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.detection import Detection
@@ -45,20 +45,21 @@ def test_a_run_says_if_its_model_learned_from_the_validation_images(
 
 
 @pytest.mark.parametrize(
-    ("classes", "names", "new_head", "kept", "note"),
+    ("classes", "names", "fields", "kept", "note"),
     [
-        (COLOURS, COLOURS, False, True, "is kept, because its outputs are the same"),
-        (COLOURS, COLOURS, True, False, "the new head has 3 classes; its weights start at zero"),
-        (("0", "1", "2"), ("0", "1", "2"), False, False, "because the classes have numbers instead of names"),
-        (("1", "2", "3"), ("1", "2", "3"), False, True, "is kept, because its outputs are the same"),
-        (("blue", "red", "green"), COLOURS, False, False, "the new head has 3 classes"),
+        (COLOURS, COLOURS, {}, True, "is kept, because its outputs are the same"),
+        (COLOURS, COLOURS, {"new_head": True}, False, "the new head has 3 classes; its weights start at zero"),
+        (COLOURS, COLOURS, {"linear_head": True}, True, "linear"),
+        (("0", "1", "2"), ("0", "1", "2"), {}, False, "because the classes have numbers instead of names"),
+        (("1", "2", "3"), ("1", "2", "3"), {}, True, "is kept, because its outputs are the same"),
+        (("blue", "red", "green"), COLOURS, {}, False, "the new head has 3 classes"),
     ],
 )
 def test_a_head_is_kept_for_named_classes_alone(
-    initial: Initial, classes: tuple[str, ...], names: tuple[str, ...], new_head: bool, kept: bool, note: str
+    initial: Initial, classes: tuple[str, ...], names: tuple[str, ...], fields: dict[str, bool], kept: bool, note: str
 ) -> None:
     bundle = load(initial(classes=classes), device="cpu")
-    start = StartConfig(init="given", new_head=new_head)
+    start = StartConfig(init="given", **fields)
     network, found, notes = network_from(bundle, start, bundle.preprocess, {}, Classification(), names)
     assert found == kept and note in notes[-1]
     assert bool(network.state_dict()["head.weight"].any()) == kept
@@ -81,13 +82,6 @@ def test_another_pooling_keeps_the_tokens_of_the_model(initial: Initial, fields:
     features = bundle.network.features(images)
     expected = features.cls if pool == "cls" else features.patches.mean(1)
     torch.testing.assert_close(network.embed(images), expected)
-
-
-def test_a_linear_head_is_said_to_replace_that_of_the_model(initial: Initial) -> None:
-    bundle = load(initial(classes=COLOURS), device="cpu")
-    start = StartConfig(init="given", linear_head=True)
-    _, _, notes = network_from(bundle, start, bundle.preprocess, {}, Classification(), COLOURS)
-    assert "linear" in notes[-1] and "kept" not in notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +243,7 @@ def test_before_the_first_checkpoint_the_model_is_needed_again(
     shutil.copytree(initial(), model)
     straight = train(from_model(model, colour_folder, run=str(tmp_path / "straight"), lora_rank=2))
     with pytest.raises(MemoryError):
-        train(from_model(model, colour_folder, lora_rank=2), log=Log(CrashAt(2)))
+        train(from_model(model, colour_folder, lora_rank=2), log=Log(AtStep(2, crash)))
     begins = f"run {run} ended before its first checkpoint, so it starts from model '{model}' again, "
     hidden = model.rename(tmp_path / "hidden")
     with pytest.raises(RunError) as caught:
@@ -274,10 +268,8 @@ def test_adapters_are_merged_into_what_is_saved(
     result = train(config)
     before, after = load(initial()).network.state_dict(), load(result.folder).network.state_dict()
     assert after.keys() == before.keys()
-    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])} - {
-        "head.weight",
-        "head.bias",
-    }
+    inside = [name for name in before if not name.startswith("head")]
+    changed = {name for name in inside if not torch.equal(after[name], before[name])}
     assert changed == {f"blocks.{n}.{part}.weight" for n in range(3) for part in ("attention.qkv", "mlp.up")}
     for name in changed:
         if name.endswith("qkv.weight"):

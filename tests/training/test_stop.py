@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.training.curves import steps_of
-from tests.training.jobs import Make
+from tests.make import wait_for
+from tests.training.jobs import SMALL, Make, events_of, steps_of
 from vitrail.errors import Interrupted, Stopped
 from vitrail.training.folder import read_record
 from vitrail.training.log import Log, read_journal
@@ -113,20 +114,16 @@ def test_a_terminal_that_closes_does_not_end_the_process_before_it_saves(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_finished_model_is_measured(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.run.write_examples", lambda *_: signal.raise_signal(signal.SIGTERM))
-        with pytest.raises(Stopped) as caught:
-            train(tiny(steps=2))
-    assert steps_of(caught.value.run, "stopped") == [2]
-    assert resume(caught.value.run).summary["steps"] == 2
+@pytest.mark.parametrize("moment", ["the last checkpoint", "the last measurements"])
+def test_a_signal_after_the_last_step_is_not_lost(moment: str, tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def signalling(event: Any) -> None:
+        if event["event"] == "checkpoint" and moment == "the last checkpoint":
+            signal.raise_signal(signal.SIGTERM)
 
-
-@pytest.mark.slow
-def test_a_signal_after_the_last_step_is_not_lost(tiny: Make) -> None:
-    log = Log(lambda event: event["event"] == "checkpoint" and signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Stopped) as caught:
-        train(tiny(steps=2, checkpoints=1), log=log)
+    with monkeypatch.context() as patch, pytest.raises(Stopped) as caught:
+        if moment == "the last measurements":
+            patch.setattr("vitrail.training.run.write_examples", lambda *_: signal.raise_signal(signal.SIGTERM))
+        train(tiny(steps=2, checkpoints=1), log=Log(signalling))
     assert steps_of(caught.value.run, "stopped") == [2]
     assert resume(caught.value.run).summary["steps"] == 2
 
@@ -140,20 +137,12 @@ def test_a_run_works_outside_the_main_thread(tiny: Make) -> None:
     assert len(results) == 1 and (results[0].folder / "model" / "model.json").is_file()
 
 
-def await_event(process: subprocess.Popen[str], journal: Path, event: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if journal.exists() and any(item["event"] == event for item in read_journal(journal)):
-            return
+def await_event(process: subprocess.Popen[str], run: Path, event: str) -> None:
+    def has_happened() -> bool:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    raise AssertionError(f"no event {event!r} within {seconds} s")
+        return (run / "journal.jsonl").exists() and bool(events_of(run, event))
 
-
-SIZES = (
-    "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
-    "--threads", "2",
-)  # fmt: skip
+    wait_for(has_happened, 60)
 
 
 @pytest.mark.slow
@@ -162,9 +151,9 @@ def test_a_signal_saves_and_says_how_to_go_on(
     number: signal.Signals, tmp_path: Path, three_splits: Path, command: Command
 ) -> None:
     run = tmp_path / "my run"
-    options = ("--data", str(three_splits), "--run", str(run), "--steps", "100000", "--batch-size", "20")
-    process = command("demo", *options, *SIZES, "--checkpoints", "1", "--evaluations", "1", "--warmup", "0.5")
-    await_event(process, run / "journal.jsonl", "step")
+    options = (*SMALL, "--data", str(three_splits), "--run", str(run), "--steps", "100000", "--batch-size", "20")
+    process = command("demo", *options, "--checkpoints", "1", "--evaluations", "1", "--warmup", "0.5")
+    await_event(process, run, "step")
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
@@ -181,7 +170,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, command: Command) -> None:
     run = tmp_path / "run"
     options = ("--run", str(run), "--steps", "10", "--batch-size", "4000", "--accumulation", "400")
     process = command("demo", *options, "--variant", "ViT-S/8", "--device", "cpu", "--precision", "float32")
-    await_event(process, run / "journal.jsonl", "started")
+    await_event(process, run, "started")
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
     time.sleep(1)

@@ -381,7 +381,7 @@ def test_a_damaged_file_is_refused(
     ("name", "value", "message"),
     [
         ("classes", "abc", r"classes must be a list, not 'abc'"),
-        ("classes", ["a", 1, "c"], r"classes must be a list of names"),
+        ("classes", ["a", 1, "c"], r"must be a list of names"),
         ("classes", ["a", "b"], r"there are 2 class names, but the network has 3 outputs"),
         ("format", 3, r"has format 3, written by a newer version of Vitrail; this version reads formats up to 2"),
         ("format", "1", r"format='1' is not the number of a format"),

@@ -554,3 +554,21 @@ def test_loading_takes_no_more_memory_than_the_file(kind: str, tmp_path: Path) -
     print(f"{kind}: file {size / 1e9:.3f} GB, peak {peak / 1e9:.3f} GB, {peak / size:.3f} of it")
     assert total == pytest.approx(expected, rel=1e-3)
     assert peak <= 1.3 * size
+
+
+def test_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Two classes of ImageNet are called "crane", also in published models."""
+    bundle = replace(random_bundle(square_config(num_classes=4)), classes=("crane", "bee", "crane", "crane (2)"))
+    bundle.save(tmp_path / "ours")
+    LAYOUTS["huggingface"].write(bundle, tmp_path / "theirs")
+    for folder in ("ours", "theirs"):
+        read = load(tmp_path / folder, device="cpu")
+        assert read.classes == ("crane", "bee", "crane (2)", "crane (2) (3)")
+        assert any("crane (2)" in note for note in read.notes)
+
+
+def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:
+    LAYOUTS["huggingface"].write(random_bundle(square_config()), tmp_path / "model")
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    with pytest.raises(BundleError, match="adapter_config"):
+        load(tmp_path / "model", device="cpu")

@@ -112,7 +112,7 @@ def test_weights_inside_a_checkpoint(wrap: Callable[[dict[str, torch.Tensor]], A
         assert_read(open_tensors(file), TENSORS)
 
 
-@pytest.mark.parametrize("average", ["model_ema", "state_dict_ema", "teacher", "swa_model"])
+@pytest.mark.parametrize("average", ["model_ema", "state_dict_ema", "teacher", "swa_model", "EMA", "avg-model"])
 def test_the_average_goes_before_the_trained_weights(average: str, tmp_path: Path) -> None:
     trained = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     torch.save({"model": trained, average: TENSORS}, tmp_path / "x.pth")
@@ -120,6 +120,23 @@ def test_the_average_goes_before_the_trained_weights(average: str, tmp_path: Pat
     assert_read(file, TENSORS)
     (note,) = file.notes
     assert f"{average}.*" in note and "model.*" in note
+
+
+@pytest.mark.parametrize(
+    ("beside", "place"),
+    [
+        ({"ema": {"decay": 0.9, "shadow_params": [*TENSORS.values()]}}, "ema.shadow_params.*"),
+        ({"callbacks": {"EMACallback": {"weights": TENSORS}}}, "callbacks.EMACallback.weights"),
+        ({"best": TENSORS}, "best"),
+        ({f"best {name}": TENSORS[name] for name in TENSORS}, "the top level"),
+        ({"optimizer": {"state": [*TENSORS.values()]}, "scale": torch.tensor(1.0)}, ""),
+    ],
+)
+def test_a_copy_of_the_weights_that_is_not_read_is_named(beside: dict[str, Any], place: str, tmp_path: Path) -> None:
+    torch.save({"model": TENSORS, **beside}, tmp_path / "x.pth")
+    file = open_tensors(tmp_path / "x.pth")
+    assert_read(file, TENSORS)
+    assert [f"under {place} are not read" in note for note in file.notes] == [True] * bool(place)
 
 
 @pytest.mark.parametrize(

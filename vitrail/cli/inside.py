@@ -149,8 +149,6 @@ def _target(options: Explain, bundle: Bundle) -> int | None:
     if options.label not in bundle.classes:
         choices = nearest(options.label, bundle.classes) if bundle.classes else "it has no head"
         raise ConfigError(f"label={options.label!r} is not a class of this model; {choices}")
-    if (count := bundle.classes.count(options.label)) > 1:
-        raise ConfigError(f"label={options.label!r} is the name of {count} classes of this model; choose another one")
     return bundle.classes.index(options.label)
 
 

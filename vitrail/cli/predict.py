@@ -186,7 +186,8 @@ def main(call: Call, options: Predict) -> int:
         places = {Path(each.path).parent for each in given}
         if any(place.resolve().is_relative_to(path.resolve()) for place in places):
             raise DestinationError(f"{path} holds images that are predicted; choose another folder for {flag(option)}")
-    top = _top(options, bundle)
+    top = options.top or (None if options.json else TOP)  # None: all classes
+    top = None if top is None or bundle.output not in CLASSES else min(top, max(len(bundle.classes), 1))
     chosen: list[str] = []
     bundle = with_engine(bundle, options.engine, precision=options.precision, images=len(pictures), note=chosen.append)
     colour = colour_note(_some_images(pictures), bundle.preprocess.channels)
@@ -295,12 +296,6 @@ def _check_names(option: str, pictures: Sequence[Picture]) -> None:
         )
 
 
-def _top(options: Predict, bundle: Bundle) -> int | None:
-    """Return the number of classes to rank, or None for all classes and for other outputs."""
-    top = options.top or (None if options.json else TOP)
-    return None if top is None or bundle.output not in CLASSES else min(top, max(len(bundle.classes), 1))
-
-
 def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:
     """Yield notes about values that the model does not have."""
     if options.top is not None and options.top > len(bundle.classes):
@@ -384,11 +379,11 @@ def _results(options: Predict, bundle: Bundle, pictures: Sequence[Picture], top:
         part = pictures[start : start + size]
         read = [_read(picture) for picture in part]
         images = [image for image in read if not isinstance(image, UndecodableImage)]
-        found: Iterator[AnyPrediction | UndecodableImage]
-        if options.tiles:
-            found = (predict_tiles(bundle, image, precision=options.precision) for image in images)
-        else:
-            found = iter(bundle.predict(images, top=top, precision=options.precision, undecodable="return"))
+        found: Iterator[AnyPrediction | UndecodableImage] = (
+            (predict_tiles(bundle, image, precision=options.precision) for image in images)
+            if options.tiles
+            else iter(bundle.predict(images, top=top, precision=options.precision, undecodable="return"))
+        )
         for picture, image in zip(part, read, strict=True):
             result = image if isinstance(image, UndecodableImage) else next(found)
             if isinstance(result, UndecodableImage) and picture.path not in str(result):

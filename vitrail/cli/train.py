@@ -32,7 +32,7 @@ from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.files import expanded
-from vitrail.models.variants import ModelConfig, override_fields
+from vitrail.models.variants import ModelConfig, is_variant, override_fields
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import RECIPES, PaperRecipe
@@ -150,7 +150,10 @@ def _data_like(run: Path, config: TrainConfig, log: Log) -> OpenedData | None:
 
 
 def _instead_of(name: str, has_data: bool) -> str:
-    """Return the advice for an unknown recipe: the nearest recipes, or --data if the name can be that of data."""
+    """Return the advice for an unknown recipe: the nearest recipes, or --variant or --data if the name can be that of
+    a network or of data."""
+    if is_variant(name):
+        return f"to train a network, name it with --variant {name}"
     is_data = expanded(name).exists() or ":" in name or "/" in name
     if is_data and not has_data:
         return f"to train on data, name it with --data: vitrail train --data {shlex.quote(name)}"

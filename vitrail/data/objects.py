@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,7 +95,7 @@ class Objects:
     crowd: Bool[np.ndarray, " n"]
     """True for a box around many objects that were not separated. It is neither learned nor counted as missed."""
     areas: Float64[np.ndarray, " n"]
-    """Area of each object as a fraction of the image. NaN if it was not stated: it is then that of the box."""
+    """Stated area of each object as a fraction of the image. It is NaN if none was stated: use `area`."""
     outlines: tuple[Outline | None, ...] = ()
     """The outline of each object, or () if no object of the data has one."""
     size: tuple[int, int] = (0, 0)
@@ -129,6 +130,15 @@ class Objects:
             f"its boxes are of an image of {self.size[1]} x {self.size[0]} pixels (width x height){turned}, and it "
             f"has {size[1]} x {size[0]}; correct the annotation"
         )
+
+    def area(self, row: int, size: tuple[int, int]) -> float:
+        """Return the area of an object in pixels of an image of a height and width, as COCO states it: that of the
+        outline, or without an outline that of the box."""
+        if not math.isnan(self.areas[row]):
+            return float(self.areas[row] * math.prod(size))
+        if self.outlines and self.outlines[row] is not None:
+            return float(self.mask(row, size).sum())
+        return float((self.boxes[row, 2:] - self.boxes[row, :2]).prod() * math.prod(size))
 
     def mask(self, row: int, size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
         """Return the mask of an object in an image of a height and width. Without an outline it is the box."""

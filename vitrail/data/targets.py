@@ -587,7 +587,8 @@ def number(
         _must_fit(f"the {split} split of {title}", other, f"the {first} split", train)
     own = train.targets.names
     if train.form == "numbers with names":
-        own = _distinct(title, own)
+        own = distinct_names(map(class_name, own))
+        check_names(title, own)
         labels = {split: one._replace(targets=replace(one.targets, names=own)) for split, one in labels.items()}
     by_number = train.form == "numbers" and known is None
     classes = known or (_numbered_classes(title, own) if by_number else own)
@@ -643,14 +644,12 @@ def _must_fit(title: str, one: LabelColumn, other_title: str, other: LabelColumn
         raise DataError(f"{title} and {other_title} state different classes: {difference}")
 
 
-def _distinct(title: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    seen: set[str] = set()
-    result = []
-    for place, name in enumerate(map(class_name, names)):
-        result.append(f"{name} ({place})" if name in seen else name)
-        seen.add(name)
-    check_names(title, result)
-    return tuple(result)
+def distinct_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names of classes without a repetition: the class index is appended to a name that an earlier class has."""
+    found: dict[str, None] = {}
+    for place, name in enumerate(names):
+        found[f"{name} ({place})" if name in found else name] = None
+    return tuple(found)
 
 
 class MissingColumn(DataError):

@@ -214,12 +214,11 @@ def _datasets(
     for number, (truth, one) in enumerate(zip(truths, found, strict=True), start=1):
         size, scale = one.size, np.tile(one.size[::-1], 2).astype(np.float64)
         boxes = _corners_and_sides(truth.boxes * scale)
-        areas = np.where(np.isnan(truth.areas), boxes[:, 2] * boxes[:, 3], truth.areas * size[0] * size[1])
-        rows = zip(truth.labels.tolist(), boxes.tolist(), areas.tolist(), truth.crowd.tolist(), strict=True)
-        for row, (label, box, area, crowd) in enumerate(rows):
+        rows = zip(truth.labels.tolist(), boxes.tolist(), truth.crowd.tolist(), strict=True)
+        for row, (label, box, crowd) in enumerate(rows):
             item: dict[str, Any] = {
                 "id": len(annotations) + 1, "image_id": number, "category_id": label + 1, "bbox": box,
-                "area": area, "iscrowd": int(crowd),
+                "area": truth.area(row, size), "iscrowd": int(crowd),
             }  # fmt: skip
             if of_masks:
                 runs = Runs.of(truth.mask(row, size))

@@ -19,7 +19,7 @@ from vitrail.evaluation.evaluators import COUNTS, Bootstrapped
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.metrics.intervals import interval_or_wilson, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
-from vitrail.weights.zero_shot import read_templates, zero_shot
+from vitrail.weights.zero_shot import NUMBER, read_templates, zero_shot
 
 KS = (1, 5, 10)
 
@@ -156,6 +156,11 @@ class ByZeroShot(Bootstrapped):
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics of `ByAccuracy`, such as `zeroshot_accuracy`. Raise the errors of `check`."""
         self.check(outputs, train, held_out)
+        if all(map(NUMBER.fullmatch, held_out.classes)):
+            outputs.note(
+                f"zeroshot: the names of the classes are only numbers, such as {held_out.classes[0]!r}, so texts with "
+                "them do not say what the images show; name the classes in words"
+            )
         bundle = zero_shot(outputs.bundle, held_out.classes, templates=self.templates, readable=True)
         for note in bundle.notes[len(outputs.bundle.notes) :]:
             outputs.note(note)

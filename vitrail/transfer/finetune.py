@@ -55,7 +55,7 @@ from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.trials import RESULTS, Tried, choose_rate, read_tried, search_settings, trials_folder
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.zero_shot import readable_name, zero_shot
+from vitrail.weights.zero_shot import NUMBER, readable_name, zero_shot
 
 Protocol = Literal["rule", "paper", "bit"]
 
@@ -234,7 +234,7 @@ def starting_from_words(bundle: Bundle, data: OpenedData) -> Bundle:
     are numbers, stay as they are."""
     names, kind = data.whole.classes, data.whole.target_kind
     texts = {readable_name(name).lower() for name in names}
-    is_named = 1 < len(names) == len(texts) and not all(name.isdigit() for name in names)
+    is_named = 1 < len(names) == len(texts) and not all(map(NUMBER.fullmatch, names))
     if bundle.words is None or bundle.classes or kind not in ("class", "classes") or not is_named:
         return bundle
     if not isinstance(config := bundle.network.config, ViTConfig) or config.head_hidden:

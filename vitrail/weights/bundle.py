@@ -422,15 +422,9 @@ def read_described(values: Mapping[str, Any], path: Path) -> tuple[AnyConfig, di
 
     Raise `BundleError`, with the path of the file, for values that this version of Vitrail does not know.
     """
-    known_values = {
-        "architecture": tuple(ARCHITECTURES), "output": get_args(OutputKind), "precision": get_args(Precision),
-    }  # fmt: skip
-    for name, choices in known_values.items():
-        if name in values and values[name] not in choices:
-            raise BundleError(f"{path}: {name}={values[name]!r} is not one of {', '.join(map(repr, choices))}")
-    if not all(isinstance(name, str) for name in values["classes"]):
-        raise BundleError(f"{path}: classes must be a list of names")
-    config = _read_part(ARCHITECTURES[values["architecture"]][0], "config", values, path)
+    if (architecture := values["architecture"]) not in ARCHITECTURES:
+        raise BundleError(f"{path}: architecture={architecture!r} is not one of {', '.join(map(repr, ARCHITECTURES))}")
+    config = _read_part(ARCHITECTURES[architecture][0], "config", values, path)
     others = {name: values[name] for name in OPTIONAL if name in values and name != "words"}
     others |= {"classes": tuple(values["classes"]), "preprocess": _read_part(Preprocess, "preprocess", values, path)}
     return config, others

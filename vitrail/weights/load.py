@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vitrail.data.targets import distinct_names
 from vitrail.errors import BundleError, ConfigError, listed, nearest
 from vitrail.files import check_new_file, check_new_folder, expanded
 from vitrail.hub import Repository, cached_folder, fetch, from_cache, keep_branch, listing, parse
@@ -126,6 +127,10 @@ def load(
         bundle = _read(source, layout, hints, None if tokenizer is None else expanded(tokenizer))
     if drop_head_hidden and not getattr(bundle.network.config, "head_hidden", 0):
         raise BundleError(f"drop_head_hidden=True does not fit {source}, which has no hidden layer before its head")
+    names = distinct_names(bundle.classes)
+    if renamed := [name for name in names if name not in bundle.classes]:
+        note = f"classes with the name of an earlier one have their numbers in their names: {listed(renamed)}"
+        bundle = replace(bundle, classes=names, notes=(*bundle.notes, note))
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
     preprocess = replace(bundle.preprocess, **colours)
     if preprocess != bundle.preprocess:
@@ -216,7 +221,7 @@ def _read(path: Path, name: str | None, hints: Hints, tokenizer: Path | None) ->
         network, words = network.image, Words.of(network, description.tokenizer)
     elif tokenizer is not None:
         raise BundleError(f"tokenizer={str(tokenizer)!r}: {checkpoint.tensors.path} has no text tower; leave it out")
-    check_heads(hints, network.config, checkpoint.tensors.path)
+    check_heads(hints, network.config, path)
     notes = (*checkpoint.tensors.notes, *description.notes)
     classes = description.classes
     if classes is None:
@@ -265,6 +270,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if not path.is_dir():
         return Checkpoint(open_tensors(path))
+    if (path / "adapter_config.json").is_file():
+        raise BundleError(
+            f"{path} holds an adapter of PEFT (adapter_config.json), which is not applied; merge it into the model "
+            "(merge_and_unload), and save that in a folder of its own"
+        )
     newer = _json(path / "processor_config.json").get("image_processor")  # transformers 5 prefers it
     if not isinstance(newer, dict | None):
         raise BundleError(f"{path / 'processor_config.json'}: image_processor={newer!r:.60} must be an object")
@@ -302,7 +312,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 PREFIXES = ("hf:", "hf-hub:")
 DESCRIPTIONS = (
     "config.json", "preprocessor_config.json", "processor_config.json", "open_clip_config.json",
-    "tokenizer_config.json",
+    "tokenizer_config.json", "adapter_config.json",
 )  # fmt: skip
 TOKENIZERS = (("spiece.model",), ("tokenizer.json",), ("vocab.json", "merges.txt"))
 """Files of a tokenizer of texts, in order of preference."""

@@ -80,10 +80,9 @@ def write_folder(
 ) -> None:
     """Write the folder over an earlier version of it, with the weights in the number format `stored`. `further` are the
     contents of more files of the model by their names. Other files in the folder stay. Raise `SaveError`."""
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    for name, tensor in weights.items():
-        if tensor.dtype != torch.bfloat16:  # no other format is read
-            weights[name] = tensor.float()
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    # No other format than float32 and bfloat16 is read.
+    weights = {name: tensor if tensor.dtype == torch.bfloat16 else tensor.float() for name, tensor in kept.items()}
     places = [tensor.untyped_storage().data_ptr() for tensor in weights.values()]
     # The format stores each tensor once, so tensors that modules share are copied.
     weights = {

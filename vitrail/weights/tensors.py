@@ -15,7 +15,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitrail.errors import BundleError
+from vitrail.errors import BundleError, listed
 from vitrail.files import replacing_file, saving
 from vitrail.weights.saved import save_safetensors, write_error
 
@@ -35,7 +35,7 @@ WRAPPERS = (
     "timm_model",
 )  # fmt: skip
 """Keys of checkpoints and first parts of tensor names under which training scripts and wrappers store the weights."""
-AVERAGED = re.compile(r"(^|_)(ema|swa|teacher|averaged?|shadow)(_|$)")
+AVERAGED = re.compile(r"(^|[_-])(ema|swa|teacher|averaged?|avg|shadow)([_-]|$)", re.I)
 """Pattern of such keys and parts for an average of the weights over the training steps."""
 TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that PyTorch's wrappers add anywhere in a tensor name."""
@@ -143,8 +143,14 @@ def save_tensors(
                 with partial.open("wb") as file:
                     np.savez(file, **arrays)
             else:
-                with partial.open("wb") as file:
-                    torch.save({name: _alone(tensor) for name, tensor in tensors.items()}, file)
+                with partial.open("wb") as file:  # of a view, `torch.save` would write the whole storage
+                    torch.save(
+                        {
+                            name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+                            for name, tensor in tensors.items()
+                        },
+                        file,
+                    )
         except RuntimeError as error:  # torch.save reports a full disk with this exception
             partial.unlink(missing_ok=True)
             raise write_error(path, tensors, error) from error
@@ -222,7 +228,10 @@ def _open_torch(path: Path) -> TensorFile:
             f"{path} is damaged or contains {objects}; it is not loaded, because unpickling could run code. Save the "
             "state dict alone, best as .safetensors"
         ) from None
-    tensors = _tensors(content)
+    places = dict(_places(content))
+    named = [place for place in places if all(map(_wrapper, place))]
+    inner = [place for place in named if not any(place == other[: len(place)] != other for other in named)]
+    tensors = {name: tensor for place in inner for name, tensor in places[place].items()}
     if not tensors:
         raise BundleError(f"{path} holds no named tensors, neither at its top level nor under {', '.join(WRAPPERS)}")
     for name, tensor in tensors.items():
@@ -230,7 +239,36 @@ def _open_torch(path: Path) -> TensorFile:
             kind = "without values (on the device meta)" if tensor.is_meta else f"of the layout {tensor.layout}"
             raise BundleError(f"{path}: {name} is a tensor {kind}; save plain dense tensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row])
+    read = [_sizes(places[place]) for place in inner]
+    copies = [
+        ".".join(place) or "the top level"
+        for place, found in places.items()
+        if place not in inner and _sizes(found) in read and not any("optim" in part for part in place)
+    ]
+    notes = (
+        (f"tensors of the same shapes under {listed(copies)} are not read; to use them, save them alone",)
+        if copies
+        else ()
+    )
+    return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row], notes=notes)
+
+
+def _places(content: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
+    """Yield the places of a checkpoint, at any depth, that hold floating-point tensors, with these tensors. The names
+    of the tensors begin with their place. The place of a list ends with "*"."""
+    if isinstance(content, list | tuple):
+        content, place = {str(number): item for number, item in enumerate(content)}, (*place, "*")
+    found = {}
+    for key, item in content.items() if isinstance(content, Mapping) else ():
+        if isinstance(item, Tensor) and item.is_floating_point():
+            found[".".join((*place, str(key)))] = item
+        yield from _places(item, (*place, str(key)))
+    if found:
+        yield place, found
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> list[torch.Size]:
+    return sorted(tensor.shape for tensor in tensors.values())
 
 
 def _is_torchscript(path: Path) -> bool:
@@ -264,20 +302,6 @@ OPENERS: dict[str, Callable[[Path], TensorFile]] = {
     ".npz": _open_npz, ".safetensors": _open_safetensors, ".index.json": _open_index,
     **dict.fromkeys((".pth", ".pt", ".bin", ".ckpt", ".pth.tar"), _open_torch),
 }  # fmt: skip
-
-
-def _tensors(content: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Return the floating-point tensors of a state dict, or of the state dicts in a training script's checkpoint. A
-    state dict inside another object has the object's key before the names of its tensors."""
-    if not isinstance(content, Mapping):
-        return {}
-    wrapped = [key for key, item in content.items() if isinstance(item, Mapping) and _wrapper(str(key))]
-    tensors: dict[str, Tensor] = {}
-    for key in wrapped:
-        tensors |= _tensors(content[key], f"{prefix}{key}.")
-    if tensors:
-        return tensors
-    return {f"{prefix}{n}": t for n, t in content.items() if isinstance(t, Tensor) and t.is_floating_point()}
 
 
 def _wrapper(part: str) -> bool:
@@ -316,11 +340,6 @@ def _unwrapped(file: TensorFile) -> TensorFile:
         averaged, f"the file has trained weights ({rest}*) and their average over the steps ({average}*); the average "
         "is used",
     )  # fmt: skip
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a copy of the tensor if it is a view, because `torch.save` writes the whole storage of a view."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def first_line(error: BaseException) -> str:

@@ -28,6 +28,9 @@ from vitrail.weights.words import TextEmbeddings, Words
 PLACE = "{}"
 """Place of the name of a class in a template."""
 
+NUMBER = re.compile(r"\d+|n\d{8}")
+"""Pattern of names of classes that say nothing in a text: numbers, and ids of WordNet."""
+
 USUAL_TEMPLATES = ("a photo of a {}.",)
 """Templates that are used unless others are chosen."""
 

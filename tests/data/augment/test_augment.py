@@ -1,4 +1,4 @@
-"""Tests of batch augmentation: flips, shifts and erased boxes against plain references, and presets.
+"""Tests of batch augmentation: flips, shifts and erased boxes against plain references, mixup, CutMix, and presets.
 
 Each sample is changed independently of the other samples.
 """
@@ -17,8 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitrail.data.augment import operations
-from vitrail.data.augment.draws import Slot, erased_box, keyed_uniform, tensorflow_crop, torchvision_crop
-from vitrail.data.augment.settings import Augment
+from vitrail.data.augment.draws import (
+    Slot,
+    erased_box,
+    keyed_uniform,
+    symmetric_beta,
+    tensorflow_crop,
+    torchvision_crop,
+)
+from vitrail.data.augment.settings import Augment, cut_boxes, mix, mixup_shares
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
@@ -43,9 +50,8 @@ def longs(*values: int) -> Tensor:
 
 
 def batch(count: int, height: int = 5, width: int = 7, channels: int = 3) -> torch.Tensor:
-    return torch.randint(
-        0, 256, (count, channels, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(4)
-    )
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
 
 
 def make_batch(images: Tensor, epochs: Tensor, samples: Tensor) -> Batch:
@@ -56,14 +62,10 @@ def change(augment: Augment, images: Tensor, *, seed: int, epochs: Tensor, sampl
     return augment(make_batch(images, epochs, samples), seed=seed, classes=4).images
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    epoch=st.integers(0, 500),
-    first=st.integers(0, 10**6),
-    size=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
-    flip=st.booleans(),
-    shift=st.integers(0, 12),
-)
+sizes = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 500), st.integers(0, 10**6), sizes, st.booleans(), st.integers(0, 12))
 def test_images_equal_the_reference(
     seed: int, epoch: int, first: int, size: tuple[int, int, int], flip: bool, shift: int
 ) -> None:
@@ -71,9 +73,8 @@ def test_images_equal_the_reference(
     images = batch(4, height, width, channels)
     before = images.clone()
     samples = [first + number for number in range(4)]
-    found = change(
-        Augment(flip=flip, shift=shift), images, seed=seed, epochs=longs(*[epoch] * 4), samples=longs(*samples)
-    )
+    augment, epochs = Augment(flip=flip, shift=shift), longs(*[epoch] * 4)
+    found = change(augment, images, seed=seed, epochs=epochs, samples=longs(*samples))
     assert found.dtype == torch.uint8 and found.shape == images.shape
     for image, sample, result in zip(before.numpy(), samples, found.numpy(), strict=True):
         numbers = reference_uniform(seed, epoch, sample, 3)
@@ -288,28 +289,23 @@ def test_boxes_follow_the_rule() -> None:
         assert crop(1, 2, 50, 40, view=1) == rule(3, 1, 2, 50, 40, area=(0.2, 0.9), view=1)
 
 
-def test_pytorch_scales_boxes_if_it_differs_from_pillow_by_one_level() -> None:
+def test_boxes_are_scaled_by_pytorch_if_it_differs_by_one_level_and_original_ones_without_antialiasing() -> None:
     images = Preprocess(image_size=(7, 9), resize="crop", scaled_decode=True)
-    cut = Augment(crop_area=(0.1, 1.0))
+    cut, original = Augment(crop_area=(0.1, 1.0)), Augment(preset="augreg-none")
     assert cut.training_preprocess(images) == replace(images, resampler="torch")
+    with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
+        original.training_preprocess(images)
     plain = replace(images, scaled_decode=False)
     for fields in ({"interpolation": "bicubic"}, {"antialias": False}, {"resampler": "tensorflow"}):
         assert cut.training_preprocess(replace(plain, **fields)) == replace(plain, **fields)
-    original = Augment(preset="augreg-none")
     assert original.training_preprocess(replace(plain, resampler="torch")) == original.training_preprocess(plain)
+    area = replace(plain, interpolation="area")
+    assert original.training_preprocess(area) == replace(area, interpolation="bilinear", antialias=False)
+    for other in (Augment(), cut, replace(original, crop_area=(1.0, 1.0))):
+        assert other.training_preprocess(area) == area
 
 
-def test_the_original_crop_is_scaled_without_antialiasing() -> None:
-    images = Preprocess(image_size=(7, 9), interpolation="area", resize="crop")
-    original = Augment(preset="augreg-none")
-    assert original.training_preprocess(images) == replace(images, interpolation="bilinear", antialias=False)
-    for other in (Augment(), Augment(crop_area=(0.2, 1.0)), replace(original, crop_area=(1.0, 1.0))):
-        assert other.training_preprocess(images) == images
-    with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
-        original.training_preprocess(Preprocess(image_size=(7, 9), scaled_decode=True))
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"preset": "heavy"}, "preset='heavy' is not one of 'none', 'light1', 'light2', "),
     ({"crop_rule": "inception"}, "crop_rule='inception' is not one of 'torchvision', 'tensorflow'"),
     ({"erase": 1.5}, "erase=1.5 is not in [0, 1]"),
@@ -325,13 +321,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"blur": (0.5, 1.5)}, "blur=1.5 is not in [0, 1]"),
     ({"blur_sigma": (2.0, 0.1)}, "blur_sigma=(2.0, 0.1) is not two numbers, the smaller first"),
     ({"shift": -2, "erase": -1.0}, "shift=-2 is not in [0, 32768]; 0 means none\nerase=-1.0 is not in [0, 1]"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "message"), BAD, ids=[message for _, message in BAD])
-def test_a_value_out_of_range_is_named_with_its_rule(
-    fields: dict[str, Any], message: str, types_unchecked: None
-) -> None:
+])  # fmt: skip
+def test_a_bad_value_is_named_with_its_rule(fields: dict[str, Any], message: str, types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         Augment(**fields)
 
@@ -379,9 +370,8 @@ def test_a_box_is_cut_out_of_scaled_images() -> None:
     assert corners.tolist() == [[top, left] for top in range(3) for left in range(4)]
     assert np.abs(counts - count / 12).max() < 4 * np.sqrt(count / 12)
     part = slice(7, 8)
-    alone = augment(
-        make_batch(data.images[part], data.epochs[part], samples[part]), seed=5, preprocess=Preprocess(image_size=size)
-    )
+    alone = make_batch(data.images[part], data.epochs[part], samples[part])
+    alone = augment(alone, seed=5, preprocess=preprocess)
     assert np.array_equal(alone.images[0, 0], changed[7])
 
 
@@ -393,3 +383,165 @@ def test_images_are_scaled_to_the_larger_size_for_training_alone() -> None:
         Augment(crop_from=(7, 5)).training_preprocess(images)
     with pytest.raises(ConfigError, match=r"crop_from=.* and crop_area=.* choose what is seen"):
         Augment(crop_from=(7, 9), crop_area=(0.5, 1.0))
+
+
+CLASSES = 5
+
+
+def mixable(count: int, *, size: tuple[int, int, int] = (3, 11, 17), **fields: Any) -> Batch:
+    generator, samples = torch.Generator().manual_seed(count), torch.arange(count)
+    images = torch.randint(0, 256, (count, *size), dtype=torch.uint8, generator=generator)
+    return replace(make_batch(images, 0 * samples, samples), **{"labels": samples % CLASSES, **fields})
+
+
+def draws_of(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((count, 5)).astype(np.float32)
+
+
+@given(count=st.integers(1, 9), alpha=st.sampled_from([0.1, 0.2, 1.0, 4.0]), seed=st.integers(0, 999))
+def test_mixup_is_linear_in_images_and_targets(count: int, alpha: float, seed: int) -> None:
+    batch, draws = mixable(count), draws_of(count, seed)
+    mixed = mix(batch, draws, mixup=alpha, cutmix=0.0, classes=CLASSES)
+    assert mixed.images.dtype == torch.uint8 and mixed.targets is not None
+    share = symmetric_beta(draws[:, 1:3], alpha)
+    for n in range(count):
+        own, partner = batch.images[n].double(), batch.images[(n + 1) % count].double()
+        keep = max(share[n], 1 - share[n])
+        expected = keep * own + (1 - keep) * partner
+        assert (mixed.images[n] - expected).abs().max() < 0.5 + 255 / 2**16  # rounding of the pixel and of the fraction
+        target = np.zeros(CLASSES)
+        target[n % CLASSES] += keep
+        target[(n + 1) % count % CLASSES] += 1 - keep
+        np.testing.assert_allclose(mixed.targets[n].numpy(), target, atol=2**-16)
+        assert mixed.targets[n, n % CLASSES] >= 0.5, "the image itself has the larger share"
+
+
+def test_pixels_and_targets_of_mixup_agree_exactly() -> None:
+    """One image is black and one is white, so a pixel shows the fraction, which is also the target."""
+    images = torch.zeros(200, 1, 2, 3, dtype=torch.uint8)
+    images[::2] = 255
+    batch = mixable(200, images=images, labels=torch.arange(200) % 2)
+    mixed = mix(batch, draws_of(200), mixup=1.0, cutmix=0.0, classes=2)
+    white = mixed.targets[:, 0].double()
+    assert torch.equal(mixed.images[:, 0, 0, 0], (255 * white + 0.5).floor().to(torch.uint8))
+    assert torch.equal(white * 2**16, (white * 2**16).round()), "shares are whole parts of 65536"
+
+
+@given(samples=st.integers(1, 6), views=st.integers(1, 2), cutmix=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 99))
+def test_one_mixup_weight_per_batch(samples: int, views: int, cutmix: float, seed: int) -> None:
+    """The weight is the one that the first row alone would get. It does not change rows with CutMix."""
+    count = samples * views
+    batch = mixable(count, views=torch.arange(count) % views)
+    draws = draws_of(count, seed)
+    shared = draws.copy()
+    shared[:, 1:3] = np.where(draws[:, :1] < (0.5 if cutmix else 0), draws[:, 1:3], draws[:1, 1:3])
+    alone = mix(batch, shared, mixup=0.4, cutmix=cutmix, classes=CLASSES, mixup_per="sample")
+    together = mix(batch, draws, mixup=0.4, cutmix=cutmix, classes=CLASSES, mixup_per="batch")
+    assert torch.equal(alone.images, together.images) and torch.equal(alone.targets, together.targets)
+
+
+@given(
+    samples=st.integers(1, 6), views=st.integers(1, 2), sizes=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_timms_rule_has_one_weight_and_one_box_for_the_reversed_batch(
+    samples: int, views: int, sizes: tuple[int, int], seed: int
+) -> None:
+    """The reference follows the equations of `Mixup` in pytorch-image-models with mode "batch"."""
+    count = samples * views
+    batch = mixable(count, size=(3, *sizes), views=torch.arange(count) % views)
+    draws = draws_of(count, seed)
+    share = float(symmetric_beta(draws[:1, 1:3], 1.0 if draws[0, 0] < 0.5 else 0.8)[0])
+    mixed = mix(batch, draws, mixup=0.8, cutmix=1.0, classes=CLASSES, mixup_per="timm-batch")
+    images = batch.images.double()
+    other = images.view(samples, views, 3, *sizes).flip(0).reshape(images.shape)
+    expected = share * images + (1 - share) * other
+    if draws[0, 0] < 0.5:
+        spans = []
+        for side, draw in zip(sizes, draws[0, 3:], strict=True):
+            half, centre = int(side * (1 - share) ** 0.5) // 2, int(draw * side)
+            spans.append(slice(max(centre - half, 0), min(centre + half, side)))
+        expected = images.clone()
+        expected[:, :, spans[0], spans[1]] = other[:, :, spans[0], spans[1]]
+        area = (spans[0].stop - spans[0].start) * (spans[1].stop - spans[1].start)
+        share = 1 - area / (sizes[0] * sizes[1])
+    assert mixed.images.dtype == torch.float32 and mixed.targets is not None
+    torch.testing.assert_close(mixed.images.double(), expected, rtol=0, atol=1e-4)
+    labels = torch.nn.functional.one_hot(batch.labels, CLASSES).double()
+    partners = labels.view(samples, views, CLASSES).flip(0).reshape(labels.shape)
+    torch.testing.assert_close(mixed.targets.double(), share * labels + (1 - share) * partners, rtol=0, atol=1e-6)
+
+
+@given(
+    count=st.integers(1, 9), size=st.tuples(st.sampled_from([1, 3]), st.integers(1, 33), st.integers(1, 33)),
+    alpha=st.sampled_from([0.2, 1.0, 4.0]), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_cutmix_pastes_a_box_whose_area_counts(count: int, size: tuple[int, int, int], alpha: float, seed: int) -> None:
+    batch, draws = mixable(count, size=size, labels=torch.arange(count)), draws_of(count, seed)
+    mixed = mix(batch, draws, mixup=0.0, cutmix=alpha, classes=count)
+    rows, columns = cut_boxes(draws[:, 1:], alpha, *size[1:])
+    lengths = (np.sqrt(1 - symmetric_beta(draws[:, 1:3], alpha))[:, None] * size[1:]).astype(int)
+    for n in range(count):
+        expected = batch.images[n].clone()
+        for inside, centre, length, side in zip((rows[n], columns[n]), draws[n, 3:], lengths[n], size[1:], strict=True):
+            first = int(centre * np.float32(side)) - length // 2
+            assert np.flatnonzero(inside).tolist() == list(range(max(0, first), min(side, first + length)))
+        box = np.ix_(np.flatnonzero(rows[n]), np.flatnonzero(columns[n]))
+        partner = (n + 1) % count
+        for channel in range(size[0]):
+            expected[channel].numpy()[box] = batch.images[partner, channel].numpy()[box]
+        assert torch.equal(mixed.images[n], expected)
+        area = np.float32(rows[n].sum() * columns[n].sum())
+        if count > 1:
+            assert mixed.targets[n, n] == 1 - area / np.float32(size[1] * size[2])
+            assert mixed.targets[n, partner] == 1 - mixed.targets[n, n]
+        else:
+            assert mixed.targets.tolist() == [[1]], "it is its own partner"
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(1.0, 0.0), (0.0, 1.0)])
+def test_nobody_is_mixed_with_a_sample_that_does_not_count(mixup: float, cutmix: float) -> None:
+    labels = torch.tensor([0, 1, 2, -1, 4, 0])
+    valid = torch.tensor([True, False, True, True, True, True])
+    batch = mixable(6, labels=labels, valid=valid)
+    mixed = mix(batch, draws_of(6), mixup=mixup, cutmix=cutmix, classes=CLASSES)
+    assert mixed.valid.tolist() == mixed.counted.tolist() == [True, False, True, False, True, True]
+    for n in (0, 2):  # before the two
+        assert torch.equal(mixed.images[n], batch.images[n])
+        assert mixed.targets[n].tolist() == torch.nn.functional.one_hot(labels[n], CLASSES).tolist()
+    assert not torch.equal(mixed.images[4], batch.images[4]) and 0 < mixed.targets[4, 0] < 1
+
+
+def whole_parts(shares: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.rint(shares * 2**16)).float() / 2**16
+
+
+def test_given_targets_are_mixed_instead_of_labels() -> None:
+    several = (torch.rand(7, 3, generator=torch.Generator().manual_seed(0)) < 0.5).float()
+    batch, draws = mixable(7, labels=torch.full((7,), -1), targets=several), draws_of(7)
+    mixed = mix(batch, draws, mixup=1.0, cutmix=0.0, classes=0)
+    kept = whole_parts(mixup_shares(draws[:, 1:3], 1.0))[:, None]
+    torch.testing.assert_close(mixed.targets, several * kept + several.roll(-1, 0) * (1 - kept))
+    assert mixed.valid.all()
+
+
+def test_mixup_blends_numbers_and_spreads_nothing_unknown() -> None:
+    unknown = float("nan")
+    targets = torch.tensor([[1.0, 10.0], [3.0, unknown], [unknown, unknown], [5.0, 50.0]])
+    batch = mixable(4, targets=targets, target_kind="numbers", labels=torch.full((4,), -1))
+    assert batch.counted.tolist() == [True, True, False, True]
+    draws = draws_of(4)
+    mixed = mix(batch, draws, mixup=0.4, cutmix=0.0, classes=0)
+    share = whole_parts(mixup_shares(draws[:, 1:3], 0.4))
+    assert mixed.targets[0, 0] == 1.0 * share[0] + 3.0 * (1 - share[0]) and mixed.targets[0, 1].isnan()
+    assert mixed.targets[1, 0] == 3.0 and mixed.targets[1, 1].isnan(), "its partner has nothing to give"
+    assert torch.equal(mixed.targets[3], targets[3] * share[3] + targets[0] * (1 - share[3]))
+    assert mixed.valid.tolist() == [True, True, False, True] and torch.equal(mixed.images[1], batch.images[1])
+
+
+def test_mixing_without_the_number_of_classes_and_cutmix_of_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="need the number of classes"):
+        mix(mixable(3), draws_of(3), mixup=0.5, cutmix=0.0, classes=0)
+    batch = mixable(2, targets=torch.ones(2, 1), target_kind="numbers")
+    with pytest.raises(ConfigError, match=r"cutmix=1\.0 pastes a part of another image"):
+        mix(batch, draws_of(2), mixup=0.0, cutmix=1.0, classes=0)

@@ -156,16 +156,3 @@ def test_bad_specs_are_refused_with_value_rule_and_example(spec: str, rule: str)
         open_fractals(spec)
     message = str(caught.value)
     assert repr(spec) in message and rule in message and "fractals:1000:100" in message
-
-
-@given(parts=st.lists(st.one_of(st.integers(-3, 2**34).map(str), st.text(max_size=6)), max_size=6))
-def test_any_spec_is_opened_or_refused(parts: list[str]) -> None:
-    spec = ":".join(["fractals", *parts])
-    try:
-        source = open_fractals(spec)
-    except DataError as error:
-        assert repr(spec) in str(error)
-    else:
-        assert 2 <= source.count <= len(source) <= MOST and [int(part) for part in parts][:2] == [
-            source.count, source.samples,
-        ]  # fmt: skip

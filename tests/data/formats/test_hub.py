@@ -114,11 +114,7 @@ def test_a_revision(hub: Hub) -> None:
 @pytest.mark.parametrize(
     ("config", "train", "test"),
     [
-        (
-            "config_name: c\n  data_files:\n  - split: train\n    path: a/*\n  - split: test\n    path: b/2.parquet",
-            "a",
-            "b",
-        ),
+        ("config_name: c\n  data_files:\n  - split: train\n    path: a/*\n  - split: test\n    path: b/*", "a", "b"),
         ("config_name: c\n  data_files:\n    train: b/**\n    test: ['a/1.parquet', 'a/2.*']", "b", "a"),
         ("config_name: c\n  data_files:\n  - split: train\n    path: ['a/[1-2].parquet', '**/1.parquet']", "a1b", ""),
         ("config_name: c\n  data_files: 'a/?.parquet'", "a", ""),
@@ -175,13 +171,10 @@ def test_missing_shards_are_named(hub: Hub) -> None:
     hub.add(NAME, {name: parquet([0, 1]) for name in (*names, "data/test-00000-of-00001.parquet")})
     expected = "2 of 4 files data/train-*. The first missing file is data/train-00001-of-*"
     assert open_hub_data(SPEC, None).notes[0] == f"data {SPEC!r} has only {expected}"
-
-
-def test_shards_that_are_numbered_from_one_are_not_missed() -> None:
-    names = [f"x/train-{number}-of-3.parquet" for number in (1, 2, 3)]
-    assert not [*missing_shards(names)]
-    assert [*missing_shards(names[1:])] == ["2 of 3 files x/train-*. The first missing file is x/train-1-of-*"]
-    assert [*missing_shards(names[:2])] == ["2 of 3 files x/train-*. The first missing file is x/train-0-of-*"]
+    from_one = [f"x/train-{number}-of-3.parquet" for number in (1, 2, 3)]
+    assert not [*missing_shards(from_one)]
+    assert [*missing_shards(from_one[1:])] == ["2 of 3 files x/train-*. The first missing file is x/train-1-of-*"]
+    assert [*missing_shards(from_one[:2])] == ["2 of 3 files x/train-*. The first missing file is x/train-0-of-*"]
 
 
 def test_patterns_of_a_readme(hub: Hub) -> None:
@@ -220,9 +213,8 @@ def test_without_parquet_the_conversion_is_read(hub: Hub, monkeypatch: pytest.Mo
     hub.add(NAME, {"data.zip": b"zip", "README.md": card("config_name: c\n  data_files: data.zip")})
     expected = "has no .parquet files (it holds: README.md, data.zip), and the hub's own conversion is not available"
     assert expected in message(SPEC)
-    hub.repositories[NAME].commit(
-        {"default/partial-train/0000.parquet": parquet([0, 1]), "default/test/0000.parquet": parquet([1])}, CONVERTED
-    )
+    converted = {"default/partial-train/0000.parquet": parquet([0, 1]), "default/test/0000.parquet": parquet([1])}
+    hub.repositories[NAME].commit(converted, CONVERTED)
     splits = open_hub_data(SPEC, None)
     assert keys_of(splits.train) == [f"default/partial-train/0000.parquet:{row}" for row in range(2)]
     assert splits.notes[0] == f"data {SPEC!r}: the hub has converted only the first part of train"
@@ -276,9 +268,7 @@ def test_a_cache_on_a_disk_without_links(hub: Hub) -> None:
 
 
 @pytest.mark.slow
-def test_a_download_that_breaks_off_leaves_the_old_commit_for_use_offline(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_breaks_off_leaves_the_old_commit_for_later(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(NAME, {"train-0.parquet": parquet([0])})
     open_hub_data(SPEC, None)
     hub.add(NAME, {"train-0.parquet": parquet([0, 1]), "train-1.parquet": parquet([0, 1, 1])})
@@ -345,9 +335,7 @@ from vitrail.data.source import fingerprint
 from vitrail.data.formats.hub import open_hub_data
 print(fingerprint(open_hub_data({SPEC!r}, None).train))
 """
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", script], **options) for _ in range(2)]
     answers = [process.communicate() for process in processes]
     assert len({out for out, _ in answers}) == 1 and answers[0][0], answers

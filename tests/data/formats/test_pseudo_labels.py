@@ -1,4 +1,4 @@
-"""Tests of pseudo labels as a data set: the files, the samples, the pool that they refer to, and damage."""
+"""Tests of pseudo labels: their choice, the files, the samples, the pool that they refer to, and damage."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from tests.make import mix_in
-from vitrail.data.formats.pseudo_labels import (
-    ClassCounts,
-    LabelledRows,
-    Pool,
-    PseudoLabelInfo,
-    open_pool,
-    write_pseudo_labels,
-)
+from tests.make import keys_of, mix_in, targets_of
+from vitrail.data.formats import pseudo_labels
+from vitrail.data.formats.pseudo_labels import ClassCounts, Pool, balanced_copies, is_confident, open_pool
 from vitrail.data.source import fingerprint, has_soft_targets, shared_images, soft_target_of
 from vitrail.data.sources import open_data
 from vitrail.data.splits import absolute_spec
@@ -39,11 +35,11 @@ def labels(colour_folder: Path, tmp_path: Path) -> Callable[..., str]:
         pool = Pool(spec=str(colour_folder))
         source = open_pool(pool)
         probabilities = np.array([[0.9, 0.1], [0.25, 0.75], [0.4, 0.6], [0.875, 0.125]], np.float32)
-        rows = LabelledRows(
+        rows = pseudo_labels.LabelledRows(
             np.array([0, 7, 20, 35]), probabilities.argmax(1), probabilities.max(1), np.array([1, 3, 1, 1]),
             probabilities if kind == "soft" else None,
         )  # fmt: skip
-        info = PseudoLabelInfo(
+        info = pseudo_labels.PseudoLabelInfo(
             pool=pool, fingerprint=fingerprint(source), teacher="runs/teacher", teacher_sha256="ab", labels=kind,
             confidence=0.6, balance=True, images_per_class=None, seed=0, images=36, unreadable=0,
             counts=(
@@ -52,7 +48,7 @@ def labels(colour_folder: Path, tmp_path: Path) -> Callable[..., str]:
             ),
         )  # fmt: skip
         folder = tmp_path / "labels"
-        write_pseudo_labels(folder, dataclasses.replace(info, **changes), rows, source)
+        pseudo_labels.write_pseudo_labels(folder, dataclasses.replace(info, **changes), rows, source)
         return str(folder)
 
     return write
@@ -63,25 +59,26 @@ def test_labels_are_a_data_set(labels: Callable[..., str], colour_folder: Path) 
     source: Any = splits.train
     assert has_soft_targets(source) and splits.validation is None and splits.test is None
     assert source.classes == CLASSES and len(source) == 6 and splits.target_kind == "class"
-    assert [source.target(index) for index in range(6)] == [0, 1, 1, 1, 1, 0]
-    keys = [source.key(index) for index in range(6)]
+    assert targets_of(source) == [0, 1, 1, 1, 1, 0]
+    keys = keys_of(source)
     assert keys[1:4] == ["blue/07.png", "copy 2/blue/07.png", "copy 3/blue/07.png"] and keys[5] == "red/11.png"
     assert source[2].image == (colour_folder / "blue" / "07.png").read_bytes()
     assert has_soft_targets(source)
     np.testing.assert_array_equal(soft_target_of(source, 3), np.array([0.25, 0.75], np.float32))
     assert source.stamp(2) == source.stamp(1) and source.origin(2) == source.origin(1)
     check_source(source)
+    pool = open_data(str(colour_folder), validation_share=0.0).train
+    assert shared_images(source, pool) == [0, 7, 20, 35], "held-out images are found among labelled ones"
+    with pytest.raises(DataError, match="has no columns of numbers, but numbers=age"):
+        open_data(labels(), validation_share=0.0, numbers=("age",))
 
 
 def test_classes_of_one_name_are_no_changed_labels(labels: Callable[..., str]) -> None:
-    counts = [
-        ClassCounts(label="crane", predicted=predicted, confident=2, different=2, chosen=chosen)
-        for predicted, chosen in ((9, 2), (27, 4))
-    ]
-    folder = labels(counts=tuple(counts))
+    crane: dict[str, Any] = {"label": "crane", "confident": 2, "different": 2}
+    folder = labels(counts=(ClassCounts(**crane, predicted=9, chosen=2), ClassCounts(**crane, predicted=27, chosen=4)))
     for classes in (None, ("crane", "crane")):
         source: Any = open_data(folder, validation_share=0.0, classes=classes).train
-        assert [source.target(index) for index in range(6)] == [0, 1, 1, 1, 1, 0]
+        assert targets_of(source) == [0, 1, 1, 1, 1, 0]
         np.testing.assert_array_equal(soft_target_of(source, 0), np.array([0.9, 0.1], np.float32))
 
 
@@ -91,9 +88,7 @@ def test_classes_of_one_name_are_no_changed_labels(labels: Callable[..., str]) -
 )  # fmt: skip
 def test_training_has_no_repetition_of_a_held_out_image(labels: Callable[..., str], choice: dict[str, Any]) -> None:
     splits: Any = open_data(labels(), **choice)
-    held, used = (
-        [source.origin(index) for index in range(len(source))] for source in (splits.validation, splits.train)
-    )
+    held, used = ([part.origin(row) for row in range(len(part))] for part in (splits.validation, splits.train))
     assert held and len(set(held)) == len(held) and not set(held) & set(used)
     assert len(set(held)) + len(set(used)) == 4
     assert len(held) + len(used) == 6 or any("repetition" in note for note in splits.notes)
@@ -138,17 +133,12 @@ def test_the_fingerprint_knows_the_probabilities(labels: Callable[..., str]) -> 
     assert fingerprint(open_data(folder, validation_share=0.0).train) != before
 
 
-def test_held_out_images_are_found_among_labelled_ones(labels: Callable[..., str], colour_folder: Path) -> None:
-    source = open_data(labels(), validation_share=0.0).train
-    assert shared_images(source, open_data(str(colour_folder), validation_share=0.0).train) == [0, 7, 20, 35]
-
-
 def test_the_rest_are_the_images_that_an_amount_leaves_out(colour_folder: Path) -> None:
     cut: dict[str, Any] = {"validation": "train", "validation_share": 0.25}
     own = open_data(f"{colour_folder}[:9]", **cut)
     assert own.validation is not None
     sources = [own.train, own.validation, open_pool(Pool(spec=f"{colour_folder}[:9]", rest=True, **cut))]
-    keys = [{source.key(index) for index in range(len(source))} for source in sources]
+    keys = [{*keys_of(source)} for source in sources]
     assert [len(each) for each in keys] == [9, 9, 18] and len(set.union(*keys)) == 36
     few = open_pool(Pool(spec=str(colour_folder), rest=True, per_class=2, **cut))
     assert len(few) == 27 - 6
@@ -173,12 +163,6 @@ def test_other_images_in_the_pool_are_refused(labels: Callable[..., str], colour
         open_data(folder, validation_share=0.0)
 
 
-def by_confidence(text: str) -> str:
-    """Return the rows of a table sorted by confidence, as a spreadsheet can save them."""
-    header, *rows = text.splitlines()
-    return "\n".join([header, *sorted(rows, key=lambda row: row.split(",")[3])])
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -190,15 +174,13 @@ def by_confidence(text: str) -> str:
         ("labels.csv", lambda text: text.replace(",3\n", ",4\n"), "counts 4 images"),
         ("labels.csv", lambda text: text.replace("red", "rde"), "is damaged: 'rde'; label the images again"),
         ("labels.csv", lambda text: text.replace("35", "x"), "is damaged: invalid literal"),
-        ("labels.csv", by_confidence, r"the positions in labels.csv must rise, below 36"),
+        ("labels.csv", lambda text: text.replace("\n0,", "\n21,"), r"the positions in labels.csv must rise, below 36"),
         ("labels.csv", lambda text: text.replace("35,", "36,"), "must rise, below 36"),
         ("labels.csv", lambda text: text.replace("\n0,", "\n-1,"), "must rise, below 36"),
         ("labels.csv", lambda text: text.replace(",red,", ",blue,", 1), "a changed label has no effect"),
     ],
 )  # fmt: skip
-def test_damaged_files_are_refused(
-    labels: Callable[..., str], name: str, change: Callable[[str], str], message: str
-) -> None:
+def test_damage_is_refused(labels: Callable[..., str], name: str, change: Callable[[str], str], message: str) -> None:
     path = Path(labels()) / name
     path.write_text(change(path.read_bytes().decode().replace("\r", "")))
     with pytest.raises(DataError, match=message):
@@ -215,6 +197,42 @@ def test_missing_or_other_probabilities_are_refused(labels: Callable[..., str]) 
         open_data(str(path.parent), validation_share=0.0)
 
 
-def test_columns_of_numbers_are_refused(labels: Callable[..., str]) -> None:
-    with pytest.raises(DataError, match="has no columns of numbers, but numbers=age"):
-        open_data(labels(), validation_share=0.0, numbers=("age",))
+def test_the_most_likely_class_must_reach_the_threshold() -> None:
+    probabilities = np.array([[0.3, 0.7], [0.5, 0.5], [0.69, 0.31], [1.0, 0.0]], np.float32)
+    assert is_confident(probabilities, 0.7).tolist() == [bool(np.float32(0.7) >= 0.7), False, False, True]
+    assert is_confident(probabilities, 0.5).all() and not is_confident(probabilities, 1.01).any()
+    assert is_confident(np.zeros((0, 2), np.float32), 0.5).tolist() == []
+
+
+def test_large_classes_keep_the_most_confident_and_small_ones_are_repeated() -> None:
+    labels = np.array([0, 0, 0, 0, 1, 1, 3])
+    confidences = np.array([0.5, 0.9, 0.5, 0.8, 0.4, 0.6, 0.7])
+    copies = balanced_copies(labels, confidences, classes=4, per_class=3, seed=1)
+    assert copies[:4].tolist() == [1, 1, 0, 1], "of two equally confident images, the earlier one is kept"
+    assert sorted(copies[4:6].tolist()) == [1, 2] and copies[6] == 3
+    assert balanced_copies(labels, confidences, classes=4, per_class=5)[4:].tolist() in ([3, 2, 5], [2, 3, 5])
+
+
+def test_the_seed_chooses_which_images_are_repeated_once_more() -> None:
+    labels, confidences = np.zeros(50, np.int64), np.ones(50)
+    found = {seed: balanced_copies(labels, confidences, classes=1, per_class=60, seed=seed) for seed in (0, 1)}
+    again = balanced_copies(labels, confidences, classes=1, per_class=60, seed=0)
+    assert np.array_equal(found[0], again) and not np.array_equal(found[0], found[1])
+    assert sorted(np.flatnonzero(found[0] == 2)) != list(range(10)), "not the first ones"
+
+
+@example([], None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 1))), st.one_of(st.none(), st.integers(1, 20)))
+def test_each_class_with_images_gets_its_number(images: list[tuple[int, float]], per_class: int | None) -> None:
+    labels = np.array([label for label, _ in images], np.int64)
+    confidences = np.array([confidence for _, confidence in images])
+    copies = balanced_copies(labels, confidences, classes=5, per_class=per_class, seed=3)
+    assert len(copies) == len(images)
+    wanted = -(-len(images) // 5) if per_class is None else per_class
+    for label in range(5):
+        own = copies[labels == label]
+        assert own.sum() == (wanted if len(own) else 0)
+        if len(own):
+            assert own.max() - own.min() <= 1, "no image is repeated twice more than another one of its class"
+            left, kept = confidences[labels == label][own == 0], confidences[labels == label][own > 0]
+            assert not len(left) or left.max() <= kept.min()

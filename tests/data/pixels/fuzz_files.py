@@ -53,13 +53,9 @@ def seeds() -> dict[str, list[bytes]]:
     exif = Image.Exif()
     exif[0x0112] = 6
     inks = soft.convert("CMYK")
-    jpeg = [
-        (soft, {}),
-        (soft, {"subsampling": 0, "exif": exif}),
-        (grey, {}),
-        (inks, {}),
-        (soft, {"restart_marker_rows": 1}),
-    ]
+    markers = {"restart_marker_rows": 1}
+    jpeg = [(soft, {}), (soft, {"subsampling": 0, "exif": exif}), (grey, {}), (inks, {}), (soft, markers)]
+    gif = [(soft, {}), (soft, {"interlace": 1}), (soft, frames), (palette, {"transparency": 2}), (bits, {})]
     tiff = [
         *((soft, {"compression": name}) for name in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "lzma")),
         *((bits, {"compression": name}) for name in ("group3", "group4", "tiff_ccitt")),
@@ -67,15 +63,12 @@ def seeds() -> dict[str, list[bytes]]:
         (soft, {**frames, "compression": "tiff_lzw"}), (soft.convert("YCbCr"), {}),
         (soft, {"compression": "tiff_lzw", "tiffinfo": {317: 2}}), (soft, {"big_tiff": True}),
     ]  # fmt: skip
-    modern = {
-        "avif": [(image, "AVIF", {"exif": exif}) for image in (soft, clear)] + [(soft, "AVIF", {}), (grey, "AVIF", {})],
-        "heic": [(image, "HEIF", {"exif": exif}) for image in (soft, clear)] + [(soft, "HEIF", {}), (grey, "HEIF", {})],
-    }
+    modern = [(soft, {"exif": exif}), (clear, {"exif": exif}), (soft, {}), (grey, {})]
     return {
         **{
-            kind: [encoded(image, file_format, **options) for image, file_format, options in rows]
-            for kind, rows in modern.items()
-            if rows[0][1] in Image.SAVE
+            kind: [encoded(image, file_format, **options) for image, options in modern]
+            for kind, file_format in (("avif", "AVIF"), ("heic", "HEIF"))
+            if file_format in Image.SAVE
         },
         "jpeg": [encoded(image, "JPEG", **options) for image, options in jpeg],
         "progressive": [encoded(image, "JPEG", progressive=True, **options) for image, options in jpeg],
@@ -86,13 +79,7 @@ def seeds() -> dict[str, list[bytes]]:
         "lossless": [encoded(image, "WEBP", lossless=True) for image in (soft, clear, palette)]
         + [encoded(soft, "WEBP", lossless=True, **frames)],
         "bmp": [encoded(image, "BMP") for image in (soft, clear, bits, grey, palette)] + [run_lengths()],
-        "gif": [
-            encoded(soft, "GIF"),
-            encoded(soft, "GIF", interlace=1),
-            encoded(soft, "GIF", **frames),
-            encoded(palette, "GIF", transparency=2),
-            encoded(bits, "GIF"),
-        ],
+        "gif": [encoded(image, "GIF", **options) for image, options in gif],
         "tiff": [encoded(image, "TIFF", **options) for image, options in tiff],
     }
 

@@ -22,9 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memor
 def check(count: int, *kinds: str) -> None:
     """Run `fuzz_files.py`. A file that takes too much time or memory kills the process."""
     script = Path(__file__).parent / "fuzz_files.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(count), *kinds], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, str(script), str(count), *kinds], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert list(report) == list(kinds)

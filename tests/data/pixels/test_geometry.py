@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -15,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.data.pixels.geometry import Placement, place, place_like_big_vision, scaled_side
-from vitrail.data.pixels.preprocess import FILTERS, Interpolation, Preprocess
+from tests.make import from_pillow, to_pillow
+from vitrail.data.pixels.geometry import Box, Placement, place, place_like_big_vision, scaled_side
+from vitrail.data.pixels.preprocess import Interpolation, Preprocess
 from vitrail.errors import ConfigError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "placements.json").read_text())
@@ -29,10 +29,6 @@ OURS = {"torchvision": "crop", "center": "crop", "squash": "squash", "border": "
 side = st.integers(1, 300)
 
 
-def picture(height: int, width: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
 @pytest.mark.parametrize("kind", OURS)
 def test_placements_are_those_of_torchvision_and_timm(kind: str) -> None:
     rows = [row for row in GOLDEN if row[0] == kind]
@@ -41,48 +37,6 @@ def test_placements_are_those_of_torchvision_and_timm(kind: str) -> None:
         share = share[0] / share[1] if kind == "torchvision" else share
         found = place(tuple(old), tuple(new), OURS[kind], share)
         assert found == Placement(tuple(old), (0, 0, *old), (height, width), tuple(new), top, left), (old, new)
-
-
-@pytest.mark.parametrize(("size", "edge"), [(224, 256), (224, 232), (238, 242)])
-@pytest.mark.parametrize("old", [(375, 500), (251, 240), (300, 1001)])
-@pytest.mark.parametrize("interpolation", FILTERS)
-def test_pixels_are_those_of_scaling_the_short_side_and_cutting_the_centre(
-    size: int, edge: int, old: tuple[int, int], interpolation: Interpolation
-) -> None:
-    image = picture(*old)
-    scaled = (edge, int(edge * old[1] / old[0])) if old[0] <= old[1] else (int(edge * old[0] / old[1]), edge)
-    resized = image.resize(scaled[::-1], FILTERS[interpolation])
-    top, left = (round((whole - size) / 2) for whole in scaled)
-    expected = np.asarray(resized)[top : top + size, left : left + size]
-    preprocess = Preprocess(image_size=(size, size), resize="crop", crop_share=size / edge, interpolation=interpolation)
-    np.testing.assert_array_equal(preprocess.pixels(np.asarray(image)), expected.transpose(2, 0, 1))
-
-
-@pytest.mark.parametrize("share", [1.0, 0.9, 0.5])
-@pytest.mark.parametrize("new", [(60, 60), (40, 61), (61, 40)])
-@pytest.mark.parametrize("old", [(50, 97), (97, 50), (30, 31), (1, 40)])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_pad_fits_the_image_in_and_fills_around_it(
-    share: float, new: tuple[int, int], old: tuple[int, int], channels: int
-) -> None:
-    image = picture(*old).convert("L" if channels == 1 else "RGB")
-    levels = (7, 80, 200)[:channels]
-    ratio = max(before / math.floor(after / share) for before, after in zip(old, new, strict=True))
-    scaled = [max(1, round(before / ratio)) for before in old]
-    resized = np.asarray(image.resize(scaled[::-1], Image.Resampling.BICUBIC)).reshape(*scaled, channels)
-    border = [max(0, after - whole) for after, whole in zip(new, scaled, strict=True)]
-    canvas = np.empty([whole + add for whole, add in zip(scaled, border, strict=True)] + [channels], np.uint8)
-    canvas[...] = levels
-    begin = [add // 2 for add in border]
-    canvas[begin[0] : begin[0] + scaled[0], begin[1] : begin[1] + scaled[1]] = resized
-    top, left = (round((whole - after) / 2) for whole, after in zip(canvas.shape, new, strict=False))
-    expected = canvas[top : top + new[0], left : left + new[1]]
-    preprocess = Preprocess(
-        image_size=new, channels=channels, resize="pad", crop_share=share, interpolation="bicubic", pad_value=levels
-    )
-    np.testing.assert_array_equal(
-        preprocess.pixels(np.asarray(image).reshape(*old, channels)), expected.transpose(2, 0, 1)
-    )
 
 
 @given(size=st.integers(1, 2000), more=st.integers(0, 2000))
@@ -98,15 +52,48 @@ cases = st.tuples(
 """Random cases: sizes of the image and of the result, resize, crop_share, numbers for a box, and a shift."""
 
 
-def placed(case: tuple[Any, ...]) -> Placement:
-    """Return a placement of an image of odd size, by squashing, cropping, padding or a box, and perhaps moved."""
-    old, new, resize, share, numbers, (down, right) = case
+def framed(case: tuple[Any, ...], **fields: Any) -> tuple[Preprocess, Box | None]:
+    """Return preprocessing of an image of odd size, by squashing, cropping or padding, or the squashing of a box."""
+    old, new, resize, share, numbers, _ = case
     box = None
     if numbers is not None:
         top, left = numbers[0] % old[0], numbers[1] % old[1]
         box = (top, left, 1 + numbers[2] % (old[0] - top), 1 + numbers[3] % (old[1] - left))
-    placement = Preprocess(image_size=new, resize=resize, crop_share=share).placement(old, box)
+    return Preprocess(image_size=new, resize=resize, crop_share=share, **fields), box
+
+
+def placed(case: tuple[Any, ...]) -> Placement:
+    """Return a placement, perhaps moved."""
+    preprocess, box = framed(case)
+    placement, (down, right) = preprocess.placement(case[0], box), case[-1]
     return replace(placement, top=placement.top + down, left=placement.left + right)
+
+
+PILLOW: dict[Interpolation, Image.Resampling] = {
+    "nearest": Image.Resampling.NEAREST, "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC, "area": Image.Resampling.BOX,
+}  # fmt: skip
+
+
+@given(cases, st.sampled_from([1, 3]), st.sampled_from([*PILLOW]))
+def test_pixels_are_pillows_where_the_placement_says_and_padding_lies_around_them(
+    case: tuple[Any, ...], channels: int, interpolation: Interpolation
+) -> None:
+    old, new, levels = case[0], case[1], (7, 80, 200)[:channels]
+    preprocess, box = framed(case, channels=channels, interpolation=interpolation, pad_value=levels)
+    placement = preprocess.placement(old, box)
+    if box is not None:
+        assert placement == Placement(old, box, new, new, 0, 0)
+    image = np.random.default_rng(sum(old)).integers(0, 256, (*old, channels), dtype=np.uint8)
+    top, left, height, width = placement.box
+    part = to_pillow(image[top : top + height, left : left + width].transpose(2, 0, 1))
+    scaled = from_pillow(part.resize(placement.scaled[::-1], PILLOW[interpolation]))
+    expected = np.broadcast_to(np.array(levels, np.uint8)[:, None, None], (channels, *new)).copy()
+    for row, column in np.ndindex(*new):
+        y, x = row + placement.top, column + placement.left
+        if 0 <= y < placement.scaled[0] and 0 <= x < placement.scaled[1]:
+            expected[:, row, column] = scaled[:, y, x]
+    np.testing.assert_array_equal(preprocess.pixels(image, box), expected)
 
 
 def forwards(placement: Placement, axis: int, at: Fraction) -> Fraction:
@@ -201,30 +188,6 @@ def test_cells_of_the_result_are_put_back_onto_the_image(case: tuple[Any, ...], 
                 if step <= 1:
                     clamped = min(max(part[axis], Fraction(1, 2)), count - Fraction(1, 2))  # beyond the outer centres
                     assert abs(places[1 - axis, y, x] - float(clamped) * placement.size[axis] / count) < 1e-9
-
-
-@pytest.mark.parametrize("box", [None, (1, 2, 9, 7), (3, 0, 10, 16), (12, 15, 1, 1)])
-@pytest.mark.parametrize("resize", ["squash", "crop", "pad"])
-@pytest.mark.parametrize("new", [(13, 16), (5, 7), (26, 33), (9, 30)])
-def test_pixels_are_where_the_placement_says(
-    box: tuple[int, int, int, int] | None, resize: str, new: tuple[int, int]
-) -> None:
-    """The pixels of an image encode their coordinates. The image is decoded and scaled like a network's input."""
-    y, x = np.mgrid[:13, :16].astype(np.uint8)
-    picture = np.stack([y, x, np.full_like(x, 1)], axis=2)
-    preprocess = Preprocess(image_size=new, resize=resize, crop_share=0.8, interpolation="nearest", pad_value=(0,))
-    found = preprocess.pixels(picture, box).astype(int)
-    placement = preprocess.placement((13, 16), box)
-    expected = placement.mask(picture.transpose(2, 0, 1), fill=0).astype(int)
-    difference = np.abs(found - expected)
-    assert (difference[2] == 0).all(), "padding lies where it should"
-    for axis in (0, 1):
-        begin, part, whole = (placement.top, placement.left)[axis], placement.box[2 + axis], placement.scaled[axis]
-        tie = np.array([(2 * (at + begin) + 1) * part % (2 * whole) == 0 for at in range(new[axis])])
-        wrong = difference[axis].any(axis=1 - axis)
-        assert (
-            not (wrong & ~tie).any() and difference[axis].max() <= 1
-        )  # Pillow's sums may fall to either side of a tie
 
 
 def test_a_mask_of_another_image_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,6 @@ from torch import Tensor
 from vitrail.models.attention import AttentionPositions
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
-
-__all__ = ["SEEN", "config_of", "dense", "insides", "made_network"]
 
 Place = tuple[int, int]
 Rule = Callable[[Place, Place, Place, int], bool]
@@ -23,23 +22,17 @@ def starts(place: int, side: int, window: int) -> int:
     return max(0, min(place - window // 2, side - window))
 
 
-def in_window(window: int) -> Rule:
-    def sees(query: Place, key: Place, grid: Place, block: int) -> bool:
-        return all(
-            starts(q, side, window) <= k < starts(q, side, window) + window
-            for q, k, side in zip(query, key, grid, strict=True)
-        )
-
-    return sees
+def in_window(query: Place, key: Place, grid: Place, block: int, window: int) -> bool:
+    firsts = [starts(place, side, window) for place, side in zip(query, grid, strict=True)]
+    return all(first <= k < first + window for first, k in zip(firsts, key, strict=True))
 
 
-def in_block(sizes: tuple[int, ...], shift: int = 0, halo: int = 0) -> Rule:
-    def sees(query: Place, key: Place, grid: Place, block: int) -> bool:
-        size, moved = sizes[block % len(sizes)], shift if block % 2 else 0
-        firsts = [(q + moved) // size * size - moved for q in query]
-        return all(first - halo <= k < first + size + halo for first, k in zip(firsts, key, strict=True))
-
-    return sees
+def in_block(
+    query: Place, key: Place, grid: Place, block: int, sizes: tuple[int, ...], shift: int = 0, halo: int = 0
+) -> bool:
+    size, moved = sizes[block % len(sizes)], shift if block % 2 else 0
+    firsts = [(q + moved) // size * size - moved for q in query]
+    return all(first - halo <= k < first + size + halo for first, k in zip(firsts, key, strict=True))
 
 
 def along_axis(query: Place, key: Place, grid: Place, block: int) -> bool:
@@ -50,35 +43,29 @@ def number(place: Place, grid: Place) -> int:
     return place[0] * grid[1] + place[1]
 
 
-def strided(block: int = 0) -> Rule:
-    def sees(query: Place, key: Place, grid: Place, _: int) -> bool:
-        away, stride = abs(number(query, grid) - number(key, grid)), block or grid[1]
-        return away <= stride or away % stride == 0
-
-    return sees
+def strided(query: Place, key: Place, grid: Place, block: int, stride: int = 0) -> bool:
+    away, stride = abs(number(query, grid) - number(key, grid)), stride or grid[1]
+    return away <= stride or away % stride == 0
 
 
-def fixed(block: int = 0, summary: int = 1) -> Rule:
-    def sees(query: Place, key: Place, grid: Place, _: int) -> bool:
-        i, j, length = number(query, grid), number(key, grid), block or grid[1]
-        return i // length == j // length or j % length >= length - summary
-
-    return sees
+def fixed(query: Place, key: Place, grid: Place, block: int, length: int = 0, summary: int = 1) -> bool:
+    i, j, length = number(query, grid), number(key, grid), length or grid[1]
+    return i // length == j // length or j % length >= length - summary
 
 
 SEEN: dict[str, Rule] = {
-    "local:window=3": in_window(3),
-    "local:window=4": in_window(4),
-    "local:window=1": in_window(1),
-    "blocks:size=2": in_block((2,)),
-    "blocks:size=3/2:shift=1": in_block((3, 2), 1),
-    "blocks:size=2:halo=1": in_block((2,), 0, 1),
-    "blocks:size=3:shift=2:halo=2": in_block((3,), 2, 2),
+    "local:window=3": partial(in_window, window=3),
+    "local:window=4": partial(in_window, window=4),
+    "local:window=1": partial(in_window, window=1),
+    "blocks:size=2": partial(in_block, sizes=(2,)),
+    "blocks:size=3/2:shift=1": partial(in_block, sizes=(3, 2), shift=1),
+    "blocks:size=2:halo=1": partial(in_block, sizes=(2,), halo=1),
+    "blocks:size=3:shift=2:halo=2": partial(in_block, sizes=(3,), shift=2, halo=2),
     "axial": along_axis,
-    "strided": strided(),
-    "strided:block=3": strided(3),
-    "fixed": fixed(),
-    "fixed:block=3:summary=2": fixed(3, 2),
+    "strided": strided,
+    "strided:block=3": partial(strided, stride=3),
+    "fixed": fixed,
+    "fixed:block=3:summary=2": partial(fixed, length=3, summary=2),
 }
 """Rules of mechanisms with one softmax for each patch, by `ViTConfig.attention`. A grid has at least 4 x 4 patches."""
 

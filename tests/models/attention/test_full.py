@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitrail.errors import ConfigError
-from vitrail.models.attention import ATTENTION, AttentionLayer, AttentionPositions
-from vitrail.models.attention.full import FullAttention, SelfAttention, attend
-from vitrail.models.vit import VisionTransformer
-from vitrail.models.vit_config import ViTConfig
+from vitrail.models.attention import AttentionPositions
+from vitrail.models.attention.full import SelfAttention, attend
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,22 +49,6 @@ def test_bfloat16_survives_large_scores() -> None:
     torch.testing.assert_close(result[0, 0], v[0, 0][chosen[0, 0]], atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("heads", [1, 3, 12])
-def test_self_attention_equals_torchs(heads: int) -> None:
-    torch.manual_seed(0)
-    ours, theirs = SelfAttention(12, heads), nn.MultiheadAttention(12, heads, batch_first=True)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.normal_()
-        theirs.in_proj_weight.copy_(ours.qkv.weight)
-        theirs.in_proj_bias.copy_(ours.qkv.bias)
-        theirs.out_proj.weight.copy_(ours.out.weight)
-        theirs.out_proj.bias.copy_(ours.out.bias)
-    tokens = torch.randn(2, 5, 12)
-    expected, _ = theirs(tokens, tokens, tokens, need_weights=False)
-    torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("fields", [{}, {"qkv_bias": False}, {"qk_norm_eps": 1e-3, "out_bias": False}])
 @pytest.mark.parametrize("kind", ["none", "bias", "rotation", "bias of each image", "rotation of each image"])
 def test_the_first_tokens_alone_take_what_they_take_among_all(fields: dict[str, Any], kind: str) -> None:
@@ -97,13 +76,6 @@ def test_the_first_tokens_alone_take_what_they_take_among_all(fields: dict[str, 
         torch.testing.assert_close(coarse.float(), part, atol=0.03, rtol=0.05)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_attend_on_the_gpu() -> None:
-    q, k, v = (tensor.detach() for tensor in inputs(2, 3, 17, 8))
-    torch.testing.assert_close(attend(q.cuda(), k.cuda(), v.cuda()).cpu(), attend(q, k, v), atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("fields", [{}, {"qk_norm_eps": 1e-6}], ids=str)
 def test_the_fused_kernel_is_given_heads_without_copies(
     fields: dict[str, float], monkeypatch: pytest.MonkeyPatch
@@ -122,45 +94,3 @@ def test_the_fused_kernel_is_given_heads_without_copies(
     assert all(tensor.shape == (2, 3, 7, 8) and tensor.stride(-1) == 1 for tensor in tensors)
     if not fields:
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1, "all are views of one product"
-
-
-# --- kinds
-
-
-class Mean(FullAttention):
-    """Attention without weights, in which every token takes the mean of all tokens."""
-
-    def problems(self) -> list[str]:
-        return [] if self.config.qkv_bias else ["qkv_bias=False: attention='mean' has no queries, keys and values"]
-
-    def build(self) -> AttentionLayer:
-        return MeanLayer()
-
-    def macs(self, tokens: int, read: int) -> int:
-        return 0
-
-
-class MeanLayer(AttentionLayer):
-    def forward(self, tokens: Tensor, positions: Any = None, read: int | None = None) -> Tensor:
-        return tokens.mean(1, keepdim=True).expand(tokens.shape)[:, :read]
-
-    def projections(self) -> Iterator[Any]:
-        yield from ()
-
-    def initialise(self) -> None:
-        pass
-
-
-def test_a_kind_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ATTENTION, "mean", Mean)
-    full, mean = (
-        ViTConfig(image_size=(8, 12), patch_size=(4, 4), width=12, depth=2, heads=3, mlp_width=20, attention=name)
-        for name in ("full", "mean")
-    )
-    network = VisionTransformer(mean).eval()
-    assert network(torch.randn(2, 3, 8, 12)).shape == (2, 1000)
-    assert mean.parameters() == sum(parameter.numel() for parameter in network.parameters())
-    assert full.parameters() - mean.parameters() == 2 * (4 * 12 * 12 + 4 * 12)
-    assert full.macs() - mean.macs() == 2 * (7 * 4 * 12 * 12 + 2 * 7 * 7 * 12)
-    with pytest.raises(ConfigError, match=r"^qkv_bias=False: attention='mean' has no queries, keys and values$"):
-        replace(mean, qkv_bias=False)

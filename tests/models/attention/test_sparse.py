@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.attention.oracle import SEEN, config_of, dense, insides, made_network, pairs_seen
+from tests.models.test_cost import counted, executed, saved_per_image
 from vitrail.errors import ConfigError
 from vitrail.models.cost import activation_bytes
 from vitrail.models.vit import VisionTransformer
@@ -71,16 +70,10 @@ EVERY = [*SEEN, "local:window=3:padding=zero", "axial:sum=on", *LINFORMER, *LSH]
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 0, "class_token": True}], ids=str)
 def test_cost_equals_the_counted_products(attention: str, fields: dict[str, Any]) -> None:
     config = config_of(attention, **fields)
+    assert sum(parameter.numel() for parameter in VisionTransformer(config).parameters()) == config.parameters()
     for size in ((10, 14), (8, 10)):
-        network, images = VisionTransformer(config).eval().requires_grad_(False), torch.zeros(1, 1, *size)
-        assert sum(parameter.numel() for parameter in network.parameters()) == config.parameters()
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-            network(images)
-        assert counter.get_total_flops() == config.inference_flops(size)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-            network.features(images)
-        head = config.num_classes * config.width
-        assert counter.get_total_flops() == 2 * (config.macs(size) - head)
+        assert executed(config, "cpu", size=size) == config.inference_flops(size)
+        assert counted(config, "cpu", size=size) == config.macs(size)
 
 
 @pytest.mark.parametrize("attention", EVERY)
@@ -216,8 +209,6 @@ def test_an_axial_layer_is_two_blocks() -> None:
 )
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_bytes_that_are_kept(attention: str, precision: Any) -> None:
-    from tests.models.test_cost import saved_per_image
-
     config = config_of(attention, width=64, heads=4, mlp_width=128, image_size=(20, 28), pool="gap", class_token=True)
     kept = saved_per_image(config, (20, 28), precision)
     tolerance = 0.1 if attention.startswith("lsh") else 0.05

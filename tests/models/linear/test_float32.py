@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,8 +16,7 @@ from vitrail.models.linear import float32
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.float32 import VARIABLE, float32_products, resolve_float32_products, uses_onednn
 
-AVAILABLE = torch.backends.mkldnn.is_available()
-needs_onednn = pytest.mark.skipif(not AVAILABLE, reason="this build of PyTorch has no oneDNN")
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,13 +31,6 @@ def small_layers() -> Iterator[None]:
 def onednn() -> Iterator[None]:
     with float32_products("onednn"):
         yield
-
-
-def calls(step: Callable[[], object]) -> list[str]:
-    """The names of the operations that a step runs on the CPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        step()
-    return [event.name for event in profile.events()]
 
 
 @needs_onednn
@@ -81,7 +73,9 @@ def test_tensors_of_any_strides(onednn: None) -> None:
 @needs_onednn
 def test_all_three_products_are_onednns(onednn: None) -> None:
     x, layer = torch.randn(9, 6, requires_grad=True), Linear(6, 4)
-    names = calls(lambda: layer(x).sum().backward())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        layer(x).sum().backward()
+    names = [event.name for event in profile.events()]
     assert names.count("mkldnn::_linear_pointwise") == 3 and "aten::mm" not in names
 
 

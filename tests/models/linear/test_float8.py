@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.models.networks import small_vit
+from tests.models.networks import autocast, small_vit
 from vitrail.errors import ConfigError
 from vitrail.machine import resolve_precision
 from vitrail.models.linear.dense import Linear, linear
@@ -30,10 +30,6 @@ def works() -> bool:
 needs_float8 = pytest.mark.skipif(not works(), reason="this CPU build of PyTorch has no products in 8 bits")
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
-
-
-def autocast(enabled: bool = True) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
 def rounded(x: Tensor, format: tuple[torch.dtype, float]) -> Tensor:  # noqa: A002

@@ -15,9 +15,8 @@ from tests.models.test_compiled import Graphs
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import compile_blocks
 from vitrail.models.linear.dense import ONEDNN
-from vitrail.models.linear.lora import LowRank, Projection, add_adapters, check_adapters, merged
+from vitrail.models.linear.lora import LowRank, Projection, add_adapters, merged
 from vitrail.models.predictor import Predictor
-from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 
@@ -158,19 +157,12 @@ def test_adapted_blocks_still_share_a_graph() -> None:
     torch.compiler.reset()
 
 
-CHOICES = "choices: 'query', 'key', 'value', 'out', 'up', 'down'"
-
-
 def test_names_that_match_nothing_are_refused_with_the_choices() -> None:
     network = VisionTransformer(small_config())
     with pytest.raises(ConfigError) as caught:
         add_adapters(network, rank=2, alpha=1.0, names=())
-    assert str(caught.value) == f"lora_on=() names no weight to adapt; {CHOICES}" and not adapters_of(network)
-
-
-def test_a_resnet_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^lora_rank=4: LoRA adapts a transformer's blocks, but a ResNet has none"):
-        check_adapters(ResNetConfig(), 4, ("query",))
+    choices = "choices: 'query', 'key', 'value', 'out', 'up', 'down'"
+    assert str(caught.value) == f"lora_on=() names no weight to adapt; {choices}" and not adapters_of(network)
 
 
 def test_merging_without_adapters_shares_every_tensor() -> None:

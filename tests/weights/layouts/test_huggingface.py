@@ -138,7 +138,7 @@ def test_config_of_a_vit(tmp_path: Path) -> None:
         config = bundle.network.config
         assert (config.norm_eps, config.activation, config.image_size) == (1e-3, "gelu-tanh", (32, 48))
         assert any("image_size=(35, 48) is not a multiple of the patch size" in note for note in bundle.notes)
-    with pytest.raises(BundleError, match=r"heads=8 does not agree with config\.json, which has num_attention_heads=4"):
+    with pytest.raises(BundleError, match=r"heads=8 does not agree with .*, which has 4"):
         load(folder, device="cpu", heads=8)
 
 
@@ -293,8 +293,10 @@ WIDE = {"height": 32, "width": 48}
         ({"rescale_factor": 2 / 255, "image_mean": 1}, {"mean": (0.5,), "std": (0.25,)}, ""),
         ({"size": None, "resample": None, "image_mean": None}, {}, ""),
         ({"crop_size": WIDE}, {}, ""), ({"crop_size": 224, "do_center_crop": False}, {}, ""),
-        ({"resample": None, "image_processor_type": "BitImageProcessor"}, {}, "lacks resample"),
+        ({"resample": None, "image_processor_type": "BitImageProcessor"}, {}, "lacks crop_size, resample"),
         ({"do_flip_channel_order": True}, {}, "do_flip_channel_order=True"),
+        ({"keep_aspect_ratio": True}, {}, "keep_aspect_ratio=True"),
+        ({"rescale_offset": True}, {}, "rescale_offset=True"),
         ({"size": 32}, {"image_size": (32, 32)}, "makes images of (32, 32)"),
         ({"size": 32, "crop_size": 24}, {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75}, "(24, 24)"),
         ({"do_resize": False}, {}, "does not resize images, but here they are squashed"),
@@ -321,6 +323,20 @@ def test_preprocessing(tmp_path: Path, fields: dict[str, Any], expected: dict[st
     np.testing.assert_allclose(bundle.preprocess.std, wanted.std, rtol=1e-6)
     notes = [item for item in bundle.notes if "class names" not in item]
     assert not notes if not note else any(note in item for item in notes), notes
+
+
+def test_defaults_of_another_processor_are_not_taken_for_those_of_dinov2(tmp_path: Path) -> None:
+    """BitImageProcessor scales to 224 pixels and has the colours of CLIP unless its file says otherwise."""
+    folder = reference_folder(tmp_path / "dinov2", "hf_dinov2")
+    full = {
+        "image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 32}, "crop_size": 28, "resample": 3,
+        "image_mean": [0.5], "image_std": [0.5],
+    }  # fmt: skip
+    for lacking in (None, "size", "crop_size", "image_mean"):
+        fields = {name: value for name, value in full.items() if name != lacking}
+        (folder / "preprocessor_config.json").write_text(json.dumps(fields))
+        notes = load(folder, device="cpu").notes
+        assert any(f"lacks {lacking}: " in note for note in notes) == (lacking is not None)
 
 
 def test_preprocessing_of_a_processor(tmp_path: Path) -> None:
@@ -500,9 +516,9 @@ def test_sizes_that_are_not_those_of_the_tensors_are_noted(tmp_path: Path) -> No
     ("name", "shape", "message"),
     [
         ("vit.embeddings.cls_token", (), "missing: embeddings.cls_token"),
-        ("vit.embeddings.position_embeddings", (), "position_embeddings is missing; it must be 3-dimensional"),
-        ("vit.embeddings.position_embeddings", (25, 64), r"has the shape \(25, 64\); it must be 3-dimensional"),
-        ("vit.encoder.layer.0.intermediate.dense.bias", (), "dense.bias is missing; it must be 1-dimensional"),
+        ("vit.embeddings.position_embeddings", (), "lacks the tensor embeddings.position_embeddings"),
+        ("vit.embeddings.position_embeddings", (25, 64), r"misshaped: embeddings.position_embeddings \(25, 64\)"),
+        ("vit.encoder.layer.0.intermediate.dense.bias", (), "lacks the tensor encoder.layer.0.intermediate.dense.bias"),
         ("classifier.weight", (), "missing: classifier.weight"),
     ],
 )

@@ -54,7 +54,7 @@ def pieces() -> bytes:
     return model.getvalue()
 
 
-def save_siglip(folder: Path, *, second: bool = False) -> Any:
+def save_siglip(folder: Path, *, second: bool = False, image_size: int = 24) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     if second:  # the tokenizer of Gemma: merged pieces, with bytes for unknown characters
         table = {name: number for number, name in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"])}
@@ -70,7 +70,7 @@ def save_siglip(folder: Path, *, second: bool = False) -> Any:
     shared = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3}
     config = transformers.SiglipConfig(
         text_config={**shared, "vocab_size": size, "max_position_embeddings": 28, "projection_size": 24},
-        vision_config={**shared, "image_size": 24, "patch_size": 8},
+        vision_config={**shared, "image_size": image_size, "patch_size": 8},
     )
     network = transformers.SiglipModel(config).eval()
     with torch.no_grad():
@@ -137,6 +137,63 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         vitrail.load(tmp_path)
     (tmp_path / "spiece.model").write_bytes(pieces())
     with pytest.raises(BundleError, match="not a token"):
+        vitrail.load(tmp_path)
+
+
+def test_pixels_that_fill_no_patch_are_cut_as_in_the_library(tmp_path: Path) -> None:
+    """SigLIP so400m has patches of 14 pixels and images of 384."""
+    theirs = save_siglip(tmp_path / "theirs", image_size=30)
+    ours = vitrail.load(tmp_path / "theirs", device="cpu")
+    vitrail.convert(tmp_path / "theirs", tmp_path / "back", to="huggingface-siglip")
+    images = torch.randn(2, 3, 30, 30)
+    with torch.inference_mode():
+        expected = theirs.get_image_features(images).pooler_output
+        for model in (ours, vitrail.load(tmp_path / "back", device="cpu")):
+            assert model.preprocess.image_size == (30, 30)
+            assert torch.allclose(model.network.embed(images), expected, atol=1e-5)
+    with pytest.raises(BundleError, match="cut_uneven=True"):  # a file without an image size would be read for 24
+        vitrail.convert(tmp_path / "theirs", tmp_path / "other", to="big-vision-pair")
+
+
+def test_a_note_tells_that_positions_are_resized_to_the_size_of_the_preprocessing(tmp_path: Path) -> None:
+    save_siglip(tmp_path)
+    content = {"size": {"height": 32, "width": 32}, "resample": 3, "image_mean": [0.5], "image_std": [0.5]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    larger = vitrail.load(tmp_path, device="cpu")
+    assert larger.network.config.image_size == (32, 32)
+    assert any("positions are resized" in note for note in larger.notes)
+    assert vitrail.load(tmp_path, device="cpu", image_size=(24, 24)).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("save", "setting"),
+    [
+        (save_siglip, {"padding_side": "left"}), (save_siglip, {"do_lower_case": False}),
+        (save_siglip, {"add_bos_token": True}), (save_siglip, {"add_eos_token": False}),
+        (lambda folder: save_clip(folder, "gelu"), {"truncation_side": "left"}),
+    ],
+)  # fmt: skip
+def test_settings_of_a_tokenizer_that_change_tokens_are_refused(
+    save: Callable[[Path], Any], setting: dict[str, Any], tmp_path: Path
+) -> None:
+    save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **setting}))
+    with pytest.raises(BundleError, match=f"{next(iter(setting))}="):
+        vitrail.load(tmp_path)
+
+
+def test_the_end_of_a_text_is_the_token_that_the_config_names(tmp_path: Path) -> None:
+    """transformers reads the number 2, which older files have, as the largest token."""
+    save_clip(tmp_path, "gelu")
+    content = json.loads((tmp_path / "config.json").read_text())
+    for number, is_read in ((2, True), (17, False)):
+        content["text_config"]["eos_token_id"] = number
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        if is_read:
+            vitrail.load(tmp_path, device="cpu")
+    with pytest.raises(BundleError, match="eos_token_id=17"):
         vitrail.load(tmp_path)
 
 

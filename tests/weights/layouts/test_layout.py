@@ -177,3 +177,10 @@ def test_every_option_with_an_effect_and_without_a_place_is_named() -> None:
     table = {name: rule for name, rule in table.items() if name not in free}  # they have no effect on predictions
     config = ViTConfig(dropout=0.1, stochastic_depth=0.2, patch_dropout=0.3, head_bias=-10.0, position_std=0.5)
     assert carried("theirs", config, {**table, "class_token": only(True)}) == [], "the default follows from others"
+
+
+@pytest.mark.parametrize(("name", "file"), [("google", "x.npz"), ("big-vision", "x.npz"), ("torchvision", "x.pth")])
+def test_a_note_tells_which_preprocessing_is_assumed(name: str, file: str, tmp_path: Path) -> None:
+    LAYOUTS[name].write(random_bundle(square_config(positions_cover="patches")), tmp_path / file)
+    read = load(tmp_path / file, device="cpu", heads=3)
+    assert any("preprocessing" in note and f"mean={read.preprocess.mean}" in note for note in read.notes)

@@ -102,6 +102,26 @@ def test_embeddings_are_those_of_the_same_weights_in_transformers(act: str, tmp_
     assert_written_again(tmp_path, ours)
 
 
+def test_positions_are_resized_as_the_library_does(tmp_path: Path) -> None:
+    network = save_open_clip(tmp_path, "gelu")
+    positions = network.vision_model.embeddings.position_embedding.weight.detach()
+    expected = torch.nn.functional.interpolate(
+        positions[1:].T.reshape(1, -1, 3, 3), (5, 5), mode="bicubic", antialias=True
+    )  # `resize_pos_embed` of open_clip
+    larger = vitrail.load(tmp_path, device="cpu", image_size=(40, 40))
+    found = larger.network.state_dict()["positions.embedding"][0, 1:]
+    assert torch.allclose(found, expected.flatten(2)[0].T, atol=1e-6)
+
+
+def test_pixels_that_fill_no_patch_are_cut(tmp_path: Path) -> None:
+    save_open_clip(tmp_path, "gelu")
+    content = json.loads((tmp_path / "open_clip_config.json").read_text())
+    content["model_cfg"]["vision_cfg"]["image_size"] = 30
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(content))
+    config = vitrail.load(tmp_path, device="cpu").network.config
+    assert (config.image_size, config.grid, config.cut_uneven) == ((30, 30), (3, 3), True)
+
+
 def siglip_renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of transformers' SigLIP under open_clip's names: an image tower of timm, a text tower of its
     own."""

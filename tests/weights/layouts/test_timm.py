@@ -75,6 +75,13 @@ def test_what_does_not_fit_or_changes_nothing_is_left_out(fields: dict[str, Any]
     assert any("label_names" in note for note in bundle.notes) == (fields.get("label_names") is not None)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"labels": list("abcdefg")}, {"pretrained_cfg": {"mean": [0.5], "label_names": list("abcdefg")}}]
+)
+def test_names_of_classes_in_older_places_are_read(fields: dict[str, Any], folder: Callable[..., Path]) -> None:
+    assert load(folder(**fields), device="cpu").classes == tuple("abcdefg")
+
+
 def test_pooling_and_positions_are_those_of_the_config(folder: Callable[..., Path]) -> None:
     path = folder(global_pool="avg", model_args={"img_size": [48, 48]})
     config = load(path, device="cpu", image_size=(32, 48)).network.config
@@ -86,17 +93,20 @@ def test_pooling_and_positions_are_those_of_the_config(folder: Callable[..., Pat
     [
         ({"crop_mode": "center", "crop_pct": 1.0}, {"resize": "crop", "crop_share": 1.0}, ""),
         ({"crop_mode": "squash", "crop_pct": 0.95}, {"resize": "squash", "crop_share": 0.95}, ""),
-        ({"crop_mode": "border"}, {"resize": "pad", "crop_share": 0.9, "pad_value": (128,)}, ""),
+        ({"crop_mode": "border", "mean": [0.5]}, {"resize": "pad", "pad_value": (128,)}, ""),
         (
             {"crop_mode": "border", "mean": [0.485, 0.456, 0.406]},
             {"resize": "pad", "pad_value": (124, 116, 104), "mean": (0.485, 0.456, 0.406)}, "",
         ),
         ({"crop_pct": 1.1}, {"crop_share": 1.0}, "crop_pct=1.1 is not in (0, 1], so 1 is used"),
-        ({"crop_pct": None}, {"crop_share": 0.9}, ""), ({}, {"crop_share": 0.9}, ""),
+        # what a config lacks has the defaults of timm's PretrainedCfg
+        ({"crop_pct": None, "mean": [0.5]}, {"crop_share": 0.875, "mean": (0.5,)}, "lacks std, crop_pct"),
+        ({}, {"crop_share": 0.875, "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}, "lacks mean, std"),
+        ({"test_input_size": [3, 64, 64]}, {"image_size": (32, 48)}, "test_input_size"),
         ({"interpolation": "box"}, {"interpolation": "area"}, ""),
         ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' is not supported"),
         ({"crop_mode": "random"}, {"resize": "crop"}, "crop_mode='random'"),
-        ({"mean": [0.1, 0.2]}, {"mean": (0.5,)}, "mean=[0.1, 0.2]"),
+        ({"mean": [0.1, 0.2]}, {"mean": (0.485, 0.456, 0.406)}, "mean=[0.1, 0.2]"),
     ],
 )  # fmt: skip
 def test_geometry(
@@ -116,7 +126,7 @@ def test_geometry(
 def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_path: Path) -> None:
     bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48]}), device="cpu")
     bundle.preprocess = replace(bundle.preprocess, resize="pad", antialias=False)
-    padded = "pad_value=(255,) (its code uses the mean, (128,))"
+    padded = "pad_value=(255,) (its code uses the mean, (124, 116, 104))"
     assert TIMM.write(bundle, tmp_path / "out")[-2:] == (padded, "antialias=False")
     bundle.preprocess = replace(bundle.preprocess, resize="crop", antialias=True, scaled_decode=True)
     assert TIMM.write(bundle, tmp_path / "out")[-1] == "scaled_decode=True"

@@ -163,13 +163,12 @@ class CocoWriter(_Writer):
         file["images"].append({"id": number, "file_name": path.name, "height": height, "width": width})
         for row, label in enumerate(target.labels.tolist()):
             left, top, right, bottom = (target.boxes[row] * (width, height, width, height)).tolist()
-            area = target.areas[row] * width * height
             one: dict[str, Any] = {
                 "id": len(file["annotations"]) + 1,
                 "image_id": number,
                 "category_id": self.numbers[label],
                 "bbox": [_short(left), _short(top), _short(right - left), _short(bottom - top)],
-                "area": _short((right - left) * (bottom - top) if math.isnan(area) else area),
+                "area": _short(target.area(row, size)),
                 "iscrowd": int(target.crowd[row]),
             }
             outline = target.outlines[row] if target.outlines else None

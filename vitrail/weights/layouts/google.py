@@ -53,6 +53,7 @@ from vitrail.weights.layouts.layout import (
     StoresTexts,
     Table,
     Theirs,
+    assumed_preprocess,
     bare_loss,
     carried,
     config_to_write,
@@ -125,12 +126,13 @@ class Google:
             notes.append("the text tower is not read, because it is neither big_vision's own network nor BERT")
         if config.positions == "sincos-2d" and hints.image_size is None:
             notes.append(f"the file does not contain its image size, so {config.image_size} is assumed")
+        preprocess = default_preprocess(config).with_geometry(self._geometry(checkpoint))
         return Description(
             tensors=tensors,
             config=config,
-            preprocess=default_preprocess(config).with_geometry(self._geometry(checkpoint)),
+            preprocess=preprocess,
             names=self.names(config),
-            notes=tuple(notes),
+            notes=(*notes, assumed_preprocess(preprocess)),
         )
 
     def _geometry(self, checkpoint: Checkpoint) -> Geometry:
@@ -397,12 +399,13 @@ class Bit:
         config = self._config(tensors, hints)
         assumed = f"the file does not contain its image size, so {config.image_size} is assumed"
         preprocess = default_preprocess(config)  # the PyTorch code scales with Pillow
+        preprocess = preprocess.with_geometry("vision_transformer") if self.npz else preprocess
         return Description(
             tensors=tensors,
             config=config,
-            preprocess=preprocess.with_geometry("vision_transformer") if self.npz else preprocess,
+            preprocess=preprocess,
             names=self.names(config),
-            notes=() if hints.image_size else (assumed,),
+            notes=(*(() if hints.image_size else (assumed,)), assumed_preprocess(preprocess)),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -475,6 +478,7 @@ TOKENIZERS = ("tokenizer.json", "vocab.json")
 """Files of tokenizers that big_vision's own text tower reads beside a model of sentencepiece."""
 POOLED = {
     "pool": only("cls", "gap", "map"), "positions_cover": KEPT, "position_resize": own("linear-corners"),
+    "cut_uneven": only(False),
 }  # fmt: skip
 FIXED = {"activation": only("gelu-tanh"), "norm_eps": only(1e-6)}
 """Values of both towers that are fixed in big_vision's code."""
@@ -523,7 +527,7 @@ class BigVisionPair(StoresTexts):
             names=_names(pair, layout),
             classes=(),
             tokenizer=tokenizer,
-            notes=tuple(part.notes),
+            notes=(*part.notes, assumed_preprocess(image.preprocess)),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -585,20 +589,17 @@ def _own_text(tensors: TensorFile, place: Path) -> TextPart:
 def _names(config: PairConfig, layout: Google = BIG_VISION) -> Names:
     image, text = config.image, config.text
     assert isinstance(image, ViTConfig)
-    return {
-        **inside(layout.names(image), "image.", "img/"),
-        **inside(BERT_NAMES if text.post_norm else _text_names(text), "text.", "txt/"),
-        "scale": Theirs(("t",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
-        "bias": Theirs(("b",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
-    }
-
-
-def _text_names(config: TextConfig) -> Names:
-    return {
+    own_text: Names = {
         "embedding.weight": "Embed_0/embedding",
         "positions": Theirs(("pos_embedding",), lambda t: t[0], lambda t: t[None]),
-        **encoder_names(config.heads),
+        **encoder_names(text.heads),
         **dense("projection", "head"),
+    }
+    return {
+        **inside(layout.names(image), "image.", "img/"),
+        **inside(BERT_NAMES if text.post_norm else own_text, "text.", "txt/"),
+        "scale": Theirs(("t",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
+        "bias": Theirs(("b",), lambda t: t.reshape(()), lambda t: t.reshape(1)),
     }
 
 

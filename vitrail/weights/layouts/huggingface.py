@@ -154,15 +154,15 @@ class ConfigFile:
 
 
 def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: Hints, notes: list[str]) -> ViTConfig:
-    width, channels, *patch = _shape(tensors, f"{PATCHES}.weight", 4)
+    width, channels, *patch = tensors.shapes[f"{PATCHES}.weight"]
     depth = settings.get("num_hidden_layers", int, None) or depth_of(tensors, BLOCK)
     activation, mlp_width = _mlp(tensors, settings, family)
     detects, masks = family is YOLOS, family is EOMT
     head = f"{CLASSES}2.bias" if detects else "class_predictor.bias" if masks else "classifier.bias"
     is_dense = detects or masks
-    num_classes = _shape(tensors, head, 1)[0] - is_dense if head in tensors or is_dense else 0
+    num_classes = tensors.shapes[head][0] - is_dense if head in tensors or is_dense else 0
     has_pooler = "pooler.dense.bias" in tensors and not num_classes
-    registers = _shape(tensors, family.registers, 3)[1] if family.registers in tensors else 0
+    registers = tensors.shapes[family.registers][1] if family.registers in tensors else 0
     covered = {"all": 1 + registers, "class": 1, "patches": 0}[family.covered]
     every_layer = detects and settings.get("use_mid_position_embeddings", bool, MIDDLE in tensors)
     if has_pooler and (act := settings.get("pooler_act", str, "tanh")) != "tanh":
@@ -170,8 +170,6 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
     if masks:
         _check_masks(tensors, settings, notes)
     heads = settings.get("num_attention_heads", int, None)
-    if heads is not None and hints.heads not in (None, heads):
-        raise BundleError(f"heads={hints.heads} does not agree with config.json, which has num_attention_heads={heads}")
     return ViTConfig(
         image_size=_image_size(tensors, settings, (patch[0], patch[1]), covered, hints, notes),
         patch_size=(patch[0], patch[1]),
@@ -184,9 +182,9 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
         pool="cls+gap" if family.is_dinov2 and num_classes else "cls",
         registers=registers,
         head_kind=family.head_kind,
-        queries=_shape(tensors, "query.weight", 2)[0] if masks else ViTConfig.queries,
+        queries=tensors.shapes["query.weight"][0] if masks else ViTConfig.queries,
         query_blocks=settings.get("num_blocks", int, 4) if masks else ViTConfig.query_blocks,
-        head_hidden=_shape(tensors, "pooler.dense.bias", 1)[0] if has_pooler else 0,
+        head_hidden=tensors.shapes["pooler.dense.bias"][0] if has_pooler else 0,
         positions_cover=family.covered,
         positions_at="every-layer" if every_layer else None,
         position_resize=family.position_resize,
@@ -202,14 +200,14 @@ def config_of(tensors: TensorFile, settings: ConfigFile, family: Family, hints: 
 def _mlp(tensors: TensorFile, settings: ConfigFile, family: Family) -> tuple[Activation, int]:
     mlp = f"{BLOCK}0.mlp."
     if f"{mlp}gate_proj.bias" in tensors:
-        return "swiglu", _shape(tensors, f"{mlp}gate_proj.bias", 1)[0]
+        return "swiglu", tensors.shapes[f"{mlp}gate_proj.bias"][0]
     if f"{mlp}weights_in.bias" in tensors:
-        return "swiglu", _shape(tensors, f"{mlp}weights_in.bias", 1)[0] // 2
+        return "swiglu", tensors.shapes[f"{mlp}weights_in.bias"][0] // 2
     act = settings.get("hidden_act", str, "gelu")
     if act not in ACTIVATIONS:
         raise BundleError(f"{settings.path}: hidden_act={act!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
     up = f"{mlp}fc1.bias" if family.scales_layers else f"{BLOCK}0.intermediate.dense.bias"
-    return ACTIVATIONS[act], _shape(tensors, up, 1)[0]
+    return ACTIVATIONS[act], tensors.shapes[up][0]
 
 
 def _image_size(
@@ -221,7 +219,7 @@ def _image_size(
     If `config.json` contains a size, that size is used. Otherwise, the hinted size is used if it has the right number
     of patches, and a square if not.
     """
-    places = _shape(tensors, POSITIONS, 3 if covered else 2)[-2] - covered
+    places = tensors.shapes[POSITIONS][-2] - covered
     size = settings.image_size()
     if size is None:
         down, across = file_grid(places, patch, hints, tensors.path)
@@ -239,14 +237,6 @@ def _image_size(
             "patches cover"
         )
     return whole
-
-
-def _shape(tensors: TensorFile, name: str, dimensions: int) -> tuple[int, ...]:
-    shape = tensors.shapes.get(name)
-    if shape is None or len(shape) != dimensions:
-        found = "is missing" if shape is None else f"has the shape {shape}"
-        raise BundleError(f"{tensors.path}: {name} {found}; it must be {dimensions}-dimensional")
-    return shape
 
 
 def classes_of(settings: ConfigFile, num_classes: int, notes: list[str]) -> tuple[str, ...] | None:
@@ -332,27 +322,34 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
         "qkv_bias": config.qkv_bias,
     }
     if family.scales_layers:
-        content["mlp_ratio"] = mlp_ratio(config)
-        content |= {"use_swiglu_ffn": config.activation == "swiglu", "layerscale_value": config.layer_scale}
+        content |= {
+            "mlp_ratio": mlp_ratio(config), "use_swiglu_ffn": config.activation == "swiglu",
+            "layerscale_value": config.layer_scale,
+        }  # fmt: skip
     if family is EOMT:
-        content |= {"num_queries": config.queries, "num_blocks": config.query_blocks, "num_upscale_blocks": 2}
-        content[MASKS_OF] = bundle.output
         del content["attention_probs_dropout_prob"], content["qkv_bias"]
-        content["num_register_tokens"] = config.registers
+        content |= {
+            "num_queries": config.queries, "num_blocks": config.query_blocks, "num_upscale_blocks": 2,
+            MASKS_OF: bundle.output, "num_register_tokens": config.registers,
+        }  # fmt: skip
     elif family.is_dinov2:
         content |= {"drop_path_rate": 0.0, "apply_layernorm": True, "reshape_hidden_states": True}
     else:
         content |= {"intermediate_size": config.mlp_width, "encoder_stride": config.patch_size[0]}
     if family is YOLOS:
-        content |= {"image_size": list(config.image_size), "num_detection_tokens": config.registers}
-        content["use_mid_position_embeddings"] = config.positions_place == "every-layer"
+        content |= {
+            "image_size": list(config.image_size), "num_detection_tokens": config.registers,
+            "use_mid_position_embeddings": config.positions_place == "every-layer",
+        }  # fmt: skip
     elif config.registers:
         content["num_register_tokens"] = config.registers
     if config.head_hidden:
         content |= {"pooler_output_size": config.head_hidden, "pooler_act": "tanh"}
     if config.num_classes:
-        content["id2label"] = {str(number): name for number, name in enumerate(bundle.classes)}
-        content["label2id"] = {name: number for number, name in enumerate(bundle.classes)}
+        content |= {
+            "id2label": {str(number): name for number, name in enumerate(bundle.classes)},
+            "label2id": {name: number for number, name in enumerate(bundle.classes)},
+        }
         if family not in (YOLOS, EOMT) and (
             config.num_classes > 1 or bundle.output != "softmax"
         ):  # the library refuses a softmax of one label
@@ -428,16 +425,13 @@ class HuggingFace:
                 f"there is no config.json: model_type={family.model_type!r}, layer_norm_eps={family.norm_eps} and the "
                 f"exact GELU are assumed"
             )
-        try:
-            config = config_of(tensors, settings, family, hints, notes)
-            images = preprocess_of(checkpoint.preprocessor, config, family.model_type)
-        except ConfigError as error:
-            raise BundleError(f"{tensors.path}: {error}") from None
+        config = config_of(tensors, settings, family, hints, notes)
+        images = preprocess_of(checkpoint.preprocessor, config, family.model_type)
         classes = classes_of(settings, config.num_classes, notes)
         output = output_of(settings, family, config.num_classes, checkpoint.preprocessor, notes)
         size = None
         if hints.image_size is None and checkpoint.preprocessor:
-            size = _preprocessed_size(config, images.size, notes)
+            size = preprocessed_size(config, images.size, notes)
         elif hints.image_size is None and family.is_dinov2:
             size, size_notes = dinov2_size(config)
             notes += size_notes
@@ -471,8 +465,10 @@ class HuggingFace:
         tensors = theirs_of(state, names(config, gate_apart=family is EOMT))
         if family is EOMT:
             tensors = {_eomt_name(name): tensor for name, tensor in tensors.items()}
-            tensors["attn_mask_probs"] = torch.zeros(config.query_blocks)
-            tensors["criterion.empty_weight"] = torch.ones(config.num_classes + 1).index_fill_(0, torch.tensor(-1), 0.1)
+            tensors |= {
+                "attn_mask_probs": torch.zeros(config.query_blocks),
+                "criterion.empty_weight": torch.ones(config.num_classes + 1).index_fill_(0, torch.tensor(-1), 0.1),
+            }
         if family.is_dinov2:
             tensors[MASK] = torch.zeros(1, config.width)
         if config.num_classes and family is not EOMT:
@@ -613,7 +609,7 @@ def _check_masks(tensors: TensorFile, settings: ConfigFile, notes: list[str]) ->
         notes.append("attn_mask_probs is above 0, as in the middle of a training; here queries attend to all patches")
 
 
-def _preprocessed_size(config: ViTConfig, made: tuple[int, int] | None, notes: list[str]) -> tuple[int, int] | None:
+def preprocessed_size(config: ViTConfig, made: tuple[int, int] | None, notes: list[str]) -> tuple[int, int] | None:
     """Return the size of the images that `preprocessor_config.json` makes if the network can be resized to it, and add
     a note. Return None if the network has that size already or cannot take it."""
     own = config.image_size

@@ -23,7 +23,7 @@ from vitrail.models.text import PairConfig, TextConfig
 from vitrail.models.vit_config import Activation, ViTConfig
 from vitrail.registry import optional_module
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.layouts.huggingface import ConfigFile
+from vitrail.weights.layouts.huggingface import ConfigFile, preprocessed_size
 from vitrail.weights.layouts.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layouts.layout import (
     KEPT,
@@ -36,7 +36,6 @@ from vitrail.weights.layouts.layout import (
     Table,
     Theirs,
     carried,
-    check_heads,
     depth_of,
     only,
     own,
@@ -52,6 +51,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }  # fmt: skip
 SPIECE = "spiece.model"
 VISION, TEXT = "vision_model.", "text_model."
+SIDES = {"padding_side": "right", "truncation_side": "right"}
+OF_SIGLIP = {"add_bos_token": False, "add_eos_token": True, "do_lower_case": True}
+"""Settings of a tokenizer with the only values that are supported. Those of SigLIP are not settings of CLIP's."""
 UNUSED = ("vision_model.embeddings.position_ids", "text_model.embeddings.position_ids")
 """Tensors of older files that hold the numbers 0, 1, 2, ..."""
 
@@ -109,17 +111,20 @@ class HuggingFacePair(StoresTexts):
             raise BundleError(f"{settings.path}: model_type={kind!r} is not {family.model_type!r}, as the weights are")
         parts = [replace(settings, content=settings.get(f"{part}_config", dict, {})) for part in ("vision", "text")]
         image = _image_config(tensors, parts[0], family)
-        check_heads(hints, image, "config.json")
         context = tensors.shapes[f"{TEXT}embeddings.position_embedding.weight"][0]
         tokenizer = read_tokenizer(checkpoint.tokenizer_place, context, family)
         text = _text_config(tensors, parts[1], family, tokenizer)
         config = PairConfig(image=image, text=text, bias=0.0 if family is SIGLIP else None)
         assumed = "there is no preprocessor_config.json: the preprocessing of the published models is assumed"
         height, width = image.image_size
-        usual = {"size": {"height": height, "width": width}, "resample": 3, "image_mean": [0.5], "image_std": [0.5]}
-        if family is CLIP:
-            usual = {"size": {"shortest_edge": height}, "crop_size": height, "resample": 3, **CLIP_COLOURS}
+        usual: dict[str, Any] = (
+            {"size": {"shortest_edge": height}, "crop_size": height, "resample": 3, **CLIP_COLOURS}
+            if family is CLIP
+            else {"size": {"height": height, "width": width}, "resample": 3, "image_mean": [0.5], "image_std": [0.5]}
+        )
         read = preprocess_of({**usual, **checkpoint.preprocessor}, image, "vit")
+        notes = [*(() if checkpoint.preprocessor else (assumed,)), *read.notes]
+        size = preprocessed_size(image, read.size, notes) if hints.image_size is None else None
         return Description(
             tensors=tensors,
             config=config,
@@ -128,13 +133,8 @@ class HuggingFacePair(StoresTexts):
             classes=(),
             tokenizer=tokenizer,
             ignored=tuple(name for name in UNUSED if name in tensors),
-            notes=(
-                *(() if checkpoint.preprocessor else (assumed,)),
-                *parts[0].contradictions(image),
-                *parts[1].contradictions(text),
-                *read.notes,
-            ),
-            image_size=read.size if read.size != image.image_size else None,
+            notes=(*notes, *parts[0].contradictions(image), *parts[1].contradictions(text)),
+            image_size=size,
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -143,8 +143,8 @@ class HuggingFacePair(StoresTexts):
         lost = [
             *carried(self.name, config, image_rules(family)),
             *carried(self.name, words.tower.config, text_rules(family)),
+            *carried(self.name, bundle.preprocess, PREPROCESS),
         ]
-        lost += carried(self.name, bundle.preprocess, PREPROCESS)
         preprocessor, lost_preprocess = preprocessor_config(bundle.preprocess, "vit")
         if words.bias is not None:
             state["bias"] = torch.tensor(words.bias)
@@ -254,9 +254,11 @@ def _shared(tensors: TensorFile, settings: ConfigFile, family: PairFamily, prefi
 
 def _image_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily) -> ViTConfig:
     _, channels, *patch = tensors.shapes[f"{VISION}embeddings.patch_embedding.weight"]
+    size = settings.image_size() or (224, 224)
     return ViTConfig(
-        image_size=settings.image_size() or (224, 224),
+        image_size=size,
         patch_size=(patch[0], patch[1]),
+        cut_uneven=any(side % part for side, part in zip(size, patch, strict=True)),  # SigLIP so400m/14
         channels=channels,
         num_classes=0,
         projection=tensors.shapes["visual_projection.weight"][0] if family is CLIP else 0,
@@ -269,6 +271,13 @@ def _image_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily)
 def _text_config(tensors: TensorFile, settings: ConfigFile, family: PairFamily, tokenizer: TextTokenizer) -> TextConfig:
     if settings.get("projection_size", int, None) not in (None, tensors.shapes.get("text_model.head.bias", (None,))[0]):
         raise BundleError(f"{settings.path}: projection_size does not agree with the weights")
+    stated = settings.get("eos_token_id", int, tokenizer.end_token)
+    # transformers reads 2 as the largest token, because older files have this number.
+    if family is CLIP and (tokenizer.vocabulary - 1 if stated == 2 else stated) != tokenizer.end_token:
+        raise BundleError(
+            f"{settings.path}: eos_token_id={stated} is not the token that ends a text in the tokenizer, which is "
+            f"{tokenizer.end_token}"
+        )
     projection = "text_projection.weight" if family is CLIP else f"{TEXT}head.weight"
     return TextConfig(
         vocabulary=tensors.shapes[f"{TEXT}embeddings.token_embedding.weight"][0],
@@ -296,19 +305,20 @@ def _config_json(pair: PairConfig, family: PairFamily, words: Words) -> dict[str
         "vocab_size": text.vocabulary, "max_position_embeddings": text.context, "eos_token_id": text.end_token,
         "bos_token_id": tokenizer.start_token, "pad_token_id": tokenizer.padding,
     }  # fmt: skip
-    content: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type}
     size = {"projection_dim": text.outputs} if family is CLIP else {}
-    content["vision_config"] = {"model_type": f"{family.model_type}_vision_model", **vision, **shared(image), **size}
-    size = size or {"projection_size": text.outputs}
-    content["text_config"] = {"model_type": f"{family.model_type}_text_model", **tokens, **shared(text), **size}
-    return content | ({"projection_dim": text.outputs} if family is CLIP else {})
+    of_text = size or {"projection_size": text.outputs}
+    return {
+        "architectures": [family.class_name], "model_type": family.model_type,
+        "vision_config": {"model_type": f"{family.model_type}_vision_model", **vision, **shared(image), **size},
+        "text_config": {"model_type": f"{family.model_type}_text_model", **tokens, **shared(text), **of_text}, **size,
+    }  # fmt: skip
 
 
 def image_rules(family: PairFamily) -> Table:
     fixed = {name: only(value) for name, value in family.image.items()}
     return {
         **SHAPE, "root": only(None), "class_token": only(family is CLIP), "registers": only(0), "head_hidden": only(0),
-        "final_norm": only("tokens"), "positions": only("learned"), "positions_at": only("stem"),
+        "final_norm": only("tokens"), "positions": only("learned"), "positions_at": only("stem"), "cut_uneven": KEPT,
         "positions_cover": only("class", "all"), "position_resize": own("bicubic"),
         "activation": only(*ACTIVATIONS.values()), "layer_scale": only(0.0), "qk_norm": only(False),
         "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True), "norm_eps": KEPT,
@@ -333,6 +343,9 @@ def read_tokenizer(place: Path, context: int, family: PairFamily) -> TextTokeniz
     cleaning: Cleaning = "none"
     path = folder / "tokenizer_config.json"
     settings = read_object(path) if path.is_file() else {}
+    for name, read in {**SIDES, **(OF_SIGLIP if family is SIGLIP else {})}.items():
+        if settings.get(name) not in (None, read):
+            raise BundleError(f"{path}: {name}={settings[name]!r} is not supported; only {read!r} is")
     if file.is_file() and file.suffix == ".model":
         content, kind, cleaning = file.read_bytes(), "sentencepiece", "canonical"
         try:

@@ -30,7 +30,10 @@ RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic",
 """Our names of the interpolation filters by their numbers in Pillow."""
 
 READ = "resize|center_crop|rescale|normalize|convert_rgb|split_image|pad|reduce_labels|convert_annotations"
-UNREAD = re.compile(rf"crop_pct|do_(?!({READ})$)\w+")
+UNREAD = re.compile(
+    r"crop_pct|keep_aspect_ratio|ensure_multiple_of|size_divisor|(rescale_)?offset|(min|max)_pixels"
+    rf"|do_(?!({READ})$)\w+"
+)
 """Names of fields that change images, and that are not read."""
 
 HALF: dict[str, Any] = {"image_mean": [0.5], "image_std": [0.5]}
@@ -77,8 +80,13 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, model_type: str
     notes = []
     dinov2, detects = model_type.startswith("dinov2"), model_type in ("yolos", "eomt")
     if not content:
-        how = "short side to 256, crop of 224, bicubic, ImageNet's" if dinov2 else "squashed, bilinear, 0.5 for"
-        how = "short side to 800, long side to at most 1333, bilinear, ImageNet's" if detects else how
+        how = (
+            "short side to 800, long side to at most 1333, bilinear, ImageNet's"
+            if detects
+            else "short side to 256, crop of 224, bicubic, ImageNet's"
+            if dinov2
+            else "squashed, bilinear, 0.5 for"
+        )
         notes.append(
             "there is no preprocessor_config.json: the default of the model family is assumed "
             f"({how} mean and standard deviation)"
@@ -94,14 +102,19 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, model_type: str
         **content,
     }
     kind = str(content.get("image_processor_type", ""))
-    missing = [name for name in ("size", "resample", "image_mean", "image_std") if name not in content]
-    if kind and missing and not kind.lower().startswith("bit" if dinov2 else model_type):
+    crops = kind.lower().startswith(("bit", "clip")) and content.get("do_center_crop", True)
+    needed = ("size", *(("crop_size",) if crops else ()), "resample", "image_mean", "image_std")
+    missing = [name for name in needed if name not in content]
+    if missing and kind and not kind.lower().startswith(model_type):
         notes.append(
             f"preprocessor_config.json lacks {', '.join(missing)}: the default of the model family is assumed, not "
             f"that of {kind}"
         )
-    unread = [name for name, value in content.items() if value and UNREAD.fullmatch(name)]
-    notes += [f"preprocessor_config.json has {name}={content[name]!r}, which has no effect here" for name in unread]
+    notes += [
+        f"preprocessor_config.json has {name}={value!r}, which has no effect here"
+        for name, value in content.items()
+        if value and UNREAD.fullmatch(name)
+    ]
     geometry = _detector_geometry(filled) if detects else _geometry(filled)
     if geometry.note:
         notes.append(f"preprocessor_config.json {geometry.note}")
@@ -228,14 +241,18 @@ def preprocessor_config(preprocess: Preprocess, model_type: str) -> tuple[dict[s
     edges = [scaled_side(side, preprocess.crop_share) for side in (height, width)]
     detects = model_type in ("yolos", "eomt")
     if not detects and (preprocess.resize == "crop" or preprocess.crop_share < 1):
-        content |= {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": size}
-        content["size"] = dict(zip(size, edges, strict=True))
+        content |= {
+            "image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": size,
+            "size": dict(zip(size, edges, strict=True)),
+        }  # fmt: skip
     if detects:
         further, lost = _detector_sizes(preprocess)
         content |= further
         if model_type == "eomt":
-            content |= {"image_processor_type": "EomtImageProcessor", "do_split_image": False}
-            content["size"] = {"shortest_edge": min(height, width), "longest_edge": max(height, width)}
+            content |= {
+                "image_processor_type": "EomtImageProcessor", "do_split_image": False,
+                "size": {"shortest_edge": min(height, width), "longest_edge": max(height, width)},
+            }  # fmt: skip
     elif preprocess.resize == "pad":
         lost.append("resize='pad' (written as 'squash')")
     elif preprocess.resize == "crop":

@@ -191,14 +191,10 @@ def theirs_for(name: str, names: Names) -> Theirs:
     parts = name.split(".")
     for ours, theirs in names.items():
         pieces = ours.split(".")
-        if len(pieces) == len(parts) and all(map(_fits, pieces, parts)):
+        if len(pieces) == len(parts) and all(piece in ("*", part) for piece, part in zip(pieces, parts, strict=True)):
             row, found = _row(theirs), [part for piece, part in zip(pieces, parts, strict=True) if piece == "*"]
             return replace(row, names=tuple(each.replace("*", "{}").format(*found) for each in row.names))
     raise AssertionError(f"a layout forgot {name}")
-
-
-def _fits(piece: str, part: str) -> bool:
-    return piece in ("*", part)
 
 
 def _row(theirs: str | tuple[str, ...] | Theirs) -> Theirs:
@@ -320,6 +316,13 @@ def dinov2_size(config: AnyConfig) -> tuple[tuple[int, int] | None, tuple[str, .
 def default_preprocess(config: AnyConfig, **fields: Any) -> Preprocess:
     """Return the preprocessing for a network's image size and channels. `fields` are the values of other fields."""
     return Preprocess(**{"image_size": config.image_size, "channels": config.channels, **fields})
+
+
+def assumed_preprocess(preprocess: Preprocess) -> str:
+    """Return a note about the preprocessing of a file that does not contain any."""
+    names = ("resize", "crop_share", "interpolation", "mean", "std")
+    stated = ", ".join(f"{name}={getattr(preprocess, name)!r}" for name in names)
+    return f"the file does not contain its preprocessing, so the usual one of its library is assumed ({stated})"
 
 
 def _shape(theirs: Theirs, tensors: TensorFile) -> tuple[int, ...] | None:

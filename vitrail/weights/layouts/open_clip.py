@@ -17,6 +17,7 @@ import torch
 from vitrail.data.texts import Cleaning, TextTokenizer
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder, write_json
+from vitrail.models.positions import PositionResize
 from vitrail.models.text import PairConfig, TextConfig, TextPool
 from vitrail.models.vit_config import Activation, ViTConfig
 from vitrail.weights.bundle import Bundle
@@ -40,10 +41,10 @@ from vitrail.weights.layouts.layout import (
     StoresTexts,
     Theirs,
     carried,
-    check_heads,
     depth_of,
     inside,
     only,
+    own,
     patch_filters,
     theirs_of,
 )
@@ -55,6 +56,8 @@ from vitrail.weights.tensors import TensorFile, save_tensors
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 IMAGE, TRUNK, TEXT = "visual.transformer.resblocks.", "visual.trunk.", "text."
 BLOCKS = "transformer.resblocks."
+POSITION_RESIZE: PositionResize = "bicubic-antialias"
+"""The way in which open_clip's own code resizes the positions of its image towers."""
 UNUSED = "attn_mask"
 """Tensor of some files that holds the mask of the text tower."""
 
@@ -116,7 +119,6 @@ class OpenClip(StoresTexts):
         trunk = _trunk(tensors, vision, preprocess, hints) if has_trunk else None
         image_config = _own_image(tensors, vision, activation) if trunk is None else trunk.config
         assert isinstance(image_config, ViTConfig)
-        check_heads(hints, image_config, CONFIG)
         tokenizer = _tokenizer(
             checkpoint.tokenizer_place, tensors.shapes[f"{prefix}positional_embedding"][0], text, folder
         )
@@ -146,7 +148,8 @@ class OpenClip(StoresTexts):
             lost += carried(self.name, text, {**text_rules(SIGLIP), "activation": only("gelu", "gelu-tanh")})
         else:
             fixed = {"norm_eps": only(1e-5), "activation": only("gelu", "quick-gelu")}
-            lost = carried(self.name, config, {**image_rules(CLIP), **fixed})
+            rules = {**image_rules(CLIP), **fixed, "position_resize": own(POSITION_RESIZE)}
+            lost = carried(self.name, config, rules)
             lost += carried(self.name, text, {**text_rules(CLIP), **fixed, "activation": only(config.activation)})
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         lost += preprocessor_config(bundle.preprocess, "vit")[1]
@@ -211,10 +214,11 @@ def _own_image(tensors: TensorFile, vision: Mapping[str, Any], activation: Activ
     return ViTConfig(
         image_size=_image_size(vision),
         patch_size=(patch[0], patch[1]),
+        cut_uneven=any(side % part for side, part in zip(_image_size(vision), patch, strict=True)),
         channels=channels,
         num_classes=0,
         projection=tensors.shapes["visual.proj"][1],
-        position_resize="bicubic",
+        position_resize=POSITION_RESIZE,
         width=width,
         heads=width // vision.get("head_width", 64),
         activation=activation,
@@ -242,6 +246,7 @@ def _trunk(tensors: TensorFile, vision: Mapping[str, Any], preprocess: Mapping[s
         "pretrained_cfg": {
             "input_size": [channels, *_image_size(vision)], "mean": preprocess.get("mean", CLIP_COLOURS["image_mean"]),
             "std": preprocess.get("std", CLIP_COLOURS["image_std"]), "num_classes": 0,
+            "crop_pct": 1.0, "interpolation": "bicubic",  # `describe` reads open_clip's own
         },
     }  # fmt: skip
     return TIMM.describe(Checkpoint(tensors.chosen(names), content), hints)
@@ -309,9 +314,6 @@ def _tokenizer(place: Path, context: int, text: Mapping[str, Any], folder: Path)
         raise BundleError(
             f"{folder / CONFIG}: clean={cleaning!r} of texts is not read; choices: {', '.join(CLEANINGS)}"
         )
-    beside = (place if place.is_dir() else place.parent) / "tokenizer_config.json"
-    if beside.is_file() and read_object(beside).get("add_bos_token"):
-        raise BundleError(f"{beside}: add_bos_token puts a token before a text, which is not read")
     return replace(read_tokenizer(place, context, SIGLIP), cleaning=CLEANINGS[cleaning])
 
 

@@ -92,6 +92,11 @@ INTERPOLATIONS: dict[Interpolation, str] = {
 CROP_MODES: dict[Resize, str] = {"crop": "center", "squash": "squash", "pad": "border"}
 
 
+ASSUMED = ("mean", "std", "crop_pct", "interpolation")
+"""Fields of `pretrained_cfg` for which timm has a default: that of ImageNet, 0.875, and bicubic."""
+UNREAD = ("test_input_size", "test_crop_pct", "label_offset", "label_descriptions")
+"""Fields of `config.json` that are not read. The first two are those of timm's own validation."""
+
 HYBRIDS = {
     (): "vit_tiny_r_s16_p8_224", (2, 2, 2, 2): "vit_small_r26_s32_224", (3, 4, 9): "vit_base_r50_s16_224",
     (3, 4, 6, 3): "vit_large_r50_s32_224",
@@ -118,13 +123,14 @@ def family_of(config: AnyConfig, *, has_mask_token: bool) -> Family:
 def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], family: Family) -> tuple[Preprocess, tuple[str, ...]]:
     """Return the preprocessing in `pretrained_cfg`, and notes on assumptions."""
     fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.9, "interpolation": "bicubic"}
-    notes: tuple[str, ...] = ()
-    if family and config.channels == 3:
+    if (family or stated) and config.channels == 3:
         fields |= IMAGENET
-    if family == "DINOv2":  # for images of 224 pixels, DINOv2 scales the short side to 256
+    if family == "DINOv2" or stated:  # for images of 224 pixels, DINOv2 scales the short side to 256
         fields["crop_share"] = 0.875
-    if not stated:
-        notes = (_assumption(fields, family),)
+    notes = () if stated else (_assumption(fields, family),)
+    if stated and (lacks := [name for name in ASSUMED if not stated.get(name)]):
+        usual = f"mean {fields.get('mean', (0.5,))}, std {fields.get('std', (0.5,))}, crop_pct 0.875, bicubic"
+        notes = (f"config.json lacks {', '.join(lacks)} of the preprocessing: timm's defaults are assumed ({usual})",)
     for name in ("mean", "std"):
         if len(stated.get(name) or ()) in (1, config.channels):
             fields[name] = tuple(map(float, stated[name]))
@@ -169,12 +175,6 @@ def stored_config(metadata: Mapping[str, str]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def classes_of(config: Mapping[str, Any], count: int) -> tuple[str, ...] | None:
-    """Return the names of the outputs if the file has a name for each output."""
-    names = config.get("label_names")
-    return tuple(map(str, names)) if isinstance(names, list) and len(names) == count and count else None
 
 
 def size_of(settings: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -246,15 +246,12 @@ def check_arguments(settings: Mapping[str, Any], config: AnyConfig, path: Path) 
         )
 
 
-def _agrees(name: str, value: Any, ours: Any, config: AnyConfig) -> bool:
-    if config.architecture == "BiT":
-        return bool(value == ours)
-    is_swiglu = config.activation == "swiglu"
+def _agrees(name: str, value: Any, ours: Any, config: Any) -> bool:
     match name:
         case "act_layer":
             return ACTIVATIONS.get(value) == config.activation
         case "mlp_ratio":
-            return int(config.width * value) == config.mlp_width * (1 + is_swiglu)
+            return int(config.width * value) == config.mlp_width * (1 + (config.activation == "swiglu"))
         case "init_values" | "fc_norm" | "class_token":
             return bool(value) == bool(ours)
         case "patch_size":
@@ -424,8 +421,14 @@ class Timm:
                 *notes,
                 f"positions are assumed to cover only the {config.grid[0]} x {config.grid[1]} patches",
             )
-        labels = classes_of(content, config.num_classes)
-        if labels is None and content.get("label_names"):
+        # The last two are those of older files, and of timm's own models.
+        label_names = content.get("label_names") or content.get("labels") or stated.get("label_names")
+        listed_names: list[Any] = label_names if isinstance(label_names, list) else []
+        labels = tuple(map(str, listed_names)) if len(listed_names) == config.num_classes > 0 else None
+        notes += tuple(
+            f"config.json has {name}, which has no effect here" for name in UNREAD if {**stated, **content}.get(name)
+        )
+        if labels is None and label_names:
             notes = (*notes, f"label_names in config.json is no list of {config.num_classes} names, so it was ignored")
         if pretraining:
             notes = (*notes, f"tensors that only pre-training uses were skipped: {', '.join(pretraining)}")

@@ -18,6 +18,7 @@ from vitrail.weights.layouts.layout import (
     Hints,
     Names,
     Table,
+    assumed_preprocess,
     bare_loss,
     carried,
     config_to_write,
@@ -83,7 +84,6 @@ class Torchvision:
             head_hidden=shapes.get("heads.pre_logits.bias", (0,))[0],
             position_resize="bicubic-corners",
         )
-        colours = IMAGENET if channels == 3 else {}
         geometry: dict[str, Any] = {"crop_share": 0.875}
         if config.image_size in [(side, side) for side in END_TO_END]:
             geometry = {"crop_share": 1.0, "interpolation": "bicubic"}
@@ -94,11 +94,13 @@ class Torchvision:
         ):
             # The published ViT-L/16 was evaluated in this way.
             geometry = {"crop_share": 224 / 242}
+        preprocess = default_preprocess(config, resize="crop", **geometry, **(IMAGENET if channels == 3 else {}))
         return Description(
             tensors=tensors,
             config=config,
-            preprocess=default_preprocess(config, resize="crop", **geometry, **colours),
+            preprocess=preprocess,
             names=names(config),
+            notes=(assumed_preprocess(preprocess),),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:

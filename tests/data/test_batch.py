@@ -1,7 +1,9 @@
-"""Boxes and masks move with the pixels: what is drawn into a picture stays under its box and its mask."""
+"""Tests of batches: what is drawn into a picture stays under its box and its mask, and soft targets reach the loss."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.make import MemorySource
+from tests.tasks.images import Pictures
+from tests.tasks.objectives import small_network
 from vitrail.data.augment.settings import Augment
-from vitrail.data.batch import Batch, Loader, Rows, as_batch, collate
+from vitrail.data.batch import Batch, Loader, Rows, as_batch, collate, placed
 from vitrail.data.objects import IGNORED, Mask, Objects
+from vitrail.data.pipeline import Readers, Stage, TrainingBatches, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import target_kind
+from vitrail.data.source import Sample, Samples, has_soft_targets, mixed, soft_target_of, subset, target_kind
+from vitrail.data.targets import SoftTarget
 from vitrail.errors import ConfigError
+from vitrail.tasks.classification import ClassificationObjective
 
 LEVELS = np.array([0, 90, 170, 250], np.uint8)
 """Grey levels of the background and of three classes."""
@@ -95,8 +102,6 @@ def test_masks_are_where_their_pixels_are(seed: int, name: str) -> None:
 def test_objects_that_are_hardly_seen_are_not_learned_and_crowds_neither() -> None:
     target = Objects.of([0, 1, 2], [(0, 0, 1, 1), (0.1, 0.1, 0.2, 0.2), (0.8, 0.8, 0.9, 0.9)],
                         crowd=np.array([False, True, False]))  # fmt: skip
-    from vitrail.data.batch import placed
-
     found = placed(target, Preprocess(image_size=(20, 20)).placement((100, 100), (0, 0, 40, 40)))
     assert found["box_labels"].tolist() == [-2, -2], "a sixth of the first is seen, the second is a crowd"
     np.testing.assert_allclose(found["boxes"], [[0, 0, 20, 20], [5, 5, 10, 10]])
@@ -128,3 +133,79 @@ def test_only_one_setting_chooses_what_is_seen() -> None:
         Augment(crop_area=(0.5, 1.0), scale_jitter=(0.5, 2.0))
     with pytest.raises(ConfigError, match=r"scale_jitter=.* is not two numbers in "):
         Augment(scale_jitter=(0.0, 2.0))
+
+
+CLASSES = ("ant", "bee", "cat")
+SIZE = Preprocess(image_size=(21, 28))
+
+
+class Soft(Pictures):
+    """Random images whose targets are probabilities of two classes, `bee` and `dog`."""
+
+    has_soft_targets = True
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, ("bee", "dog"), (0,))
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.key(index), super().__getitem__(index + 100).image, self.target(index))
+
+    def target(self, index: int) -> int:
+        return int(self.soft_target(index).argmax())
+
+    def soft_target(self, index: int) -> SoftTarget:
+        return np.array([index / 10, 1 - index / 10], np.float32)
+
+
+def mixture() -> Samples:
+    """Return a mixture of six images with one label each, the last one without, and eight with soft targets."""
+    return mixed([Pictures(6, CLASSES, (0, 1, 2, 0, 1, None)), Soft(8)], [0.5, 0.5])
+
+
+def expected(source: Samples, index: int) -> np.ndarray:
+    """Return the amounts of ant, bee, cat and dog, computed by hand."""
+    amounts = np.zeros(4, np.float32)
+    if index >= 6:
+        amounts[[1, 3]] = (index - 6) / 10, 1 - (index - 6) / 10
+    elif (target := source.target(index)) is not None:
+        amounts[target] = 1
+    return amounts
+
+
+def test_selections_keep_soft_targets() -> None:
+    source = mixture()
+    part = subset(source, [9, 1])
+    assert has_soft_targets(part) and soft_target_of(part, 1) is None
+    np.testing.assert_array_equal(soft_target_of(part, 0), expected(source, 9))
+    unlabelled = mixed([Pictures(2), Soft(2)], [0.5, 0.5])
+    assert not has_soft_targets(unlabelled) and soft_target_of(unlabelled, 3) is None
+
+
+@pytest.mark.parametrize("readers", [Readers(0), pytest.param(Readers(1, 1), marks=pytest.mark.slow)])
+def test_batches_hold_the_amounts_of_all_images(readers: Readers) -> None:
+    source = mixture()
+    batches = TrainingBatches(source, [Stage(SIZE, 7)], seed=1, readers=readers)
+    for batch in islice(batches, 4):
+        assert batch.targets is not None and batch.has_soft_targets
+        for row, index in enumerate(batch.samples.tolist()):
+            np.testing.assert_array_equal(batch.targets[row].numpy(), expected(source, index))
+            assert batch.labels[row] == (-1 if source.target(index) is None else source.target(index))
+        assert torch.equal(batch.counted, batch.samples != 5), "the image without a label is not counted"
+        for part in batch.chunks(3):
+            assert part.has_soft_targets and torch.equal(part.counted, part.samples != 5)
+    batches.close()
+
+
+def test_evaluation_uses_the_most_likely_class() -> None:
+    (batch,) = evaluation_batches(Soft(8), SIZE, batch_size=8, readers=Readers(0))
+    assert batch.targets is None and batch.labels.tolist() == [1, 1, 1, 1, 1, 0, 0, 0] and not batch.has_soft_targets
+
+
+def test_the_loss_is_the_mean_of_the_images_with_a_target() -> None:
+    """Labelled and pseudo-labelled images share one mean cross-entropy, as in Noisy Student (1911.04252)."""
+    batch = next(TrainingBatches(mixture(), [Stage(SIZE, 14)], seed=3, readers=Readers(0)))
+    network, images = small_network(num_classes=4), SIZE.normalise(batch.images)
+    torch.nn.init.normal_(network.head.weight)
+    output = ClassificationObjective(network)(replace(batch, images=images))
+    losses = torch.nn.functional.cross_entropy(network(images), batch.targets, reduction="none")
+    torch.testing.assert_close(output.loss, losses[batch.samples != 5].mean())
