@@ -69,8 +69,8 @@ def check_new_folder(
     output: a folder that `recognise` accepts and whose entries all match `names` (shell patterns). Any other folder
     belongs to the user and is never replaced.
     """
-    if len(os.fsencode(replaced_path(path).name)) > 255:  # on most file systems
-        room = 256 - len(replaced_path(Path("x")).name)
+    room = 256 - len(replaced_path(Path("x")).name)  # most file systems have names of up to 255 bytes
+    if len(os.fsencode(path.absolute().name)) > room:
         raise DestinationError(
             f"{path} has a name that leaves no room for those of temporary folders; choose one of at most {room} bytes"
         )
