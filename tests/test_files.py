@@ -179,6 +179,17 @@ def test_a_file_that_a_link_names_is_replaced(tmp_path: Path) -> None:
     assert file.read_text() == "2"
 
 
+def test_what_a_killed_process_left_of_a_file_is_deleted_a_day_later(tmp_path: Path) -> None:
+    for name in (".vitrail-old_one1", ".vitrail-new_one1", ".vitrail-of-the-user"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+        if "new" not in name:
+            os.utime(tmp_path / name, (1, 1))
+    with replacing_file(tmp_path / "file") as partial:
+        partial.write_text("1")
+    assert sorted(os.listdir(tmp_path)) == [".vitrail-new_one1", ".vitrail-of-the-user", "file"]  # noqa: PTH208
+
+
 @pytest.mark.parametrize("target", ["nowhere", "link"])
 def test_a_link_to_nothing_is_no_destination(tmp_path: Path, target: str) -> None:
     (link := tmp_path / "link").symlink_to(target)

@@ -21,6 +21,7 @@ from vitrail.machine import (
     available_memory,
     cpu_name,
     describe,
+    deterministic_algorithms,
     has_bf16_matrix_units,
     keep_freed_memory,
     peak_memory,
@@ -133,3 +134,15 @@ print(faults_of_three_steps())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     handed_back, kept = map(int, done.stdout.split())
     assert 2 * kept < handed_back, "3 steps of 168 MB are 123,000 pages"
+
+
+@pytest.mark.parametrize("warns", [False, True])
+def test_the_callers_deterministic_algorithms_are_given_back(warns: bool) -> None:
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=warns)
+        with deterministic_algorithms():
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warns
+    finally:
+        torch.use_deterministic_algorithms(False)

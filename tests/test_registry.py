@@ -6,11 +6,17 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+from torch import nn
 
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import EVALUATORS
+from vitrail.models.attention import ATTENTION
+from vitrail.models.heads import HEADS
+from vitrail.models.positions import POSITIONS
+from vitrail.models.vit_config import ViTConfig
 from vitrail.recipes import RECIPES
 from vitrail.registry import Registry
 from vitrail.tasks import TASKS
@@ -44,8 +50,13 @@ def test_users_add_replace_and_remove_parts(places: dict[str, str]) -> None:
 
 
 def test_an_object_that_can_be_no_part_is_refused_when_it_is_added() -> None:
-    for table, wrong in ((EVALUATORS, object()), (EVALUATORS, object), (TASKS, 5), (RECIPES, RECIPES["folder"]())):
-        with pytest.raises(ConfigError, match=r"^'mine': .* is not a "):
+    tables: list[tuple[Any, Any]] = [
+        (EVALUATORS, object()), (EVALUATORS, object), (TASKS, 5), (RECIPES, RECIPES["folder"]()),
+        (ATTENTION, ATTENTION["full"](ViTConfig()).build()), (HEADS, nn.Linear),
+        (POSITIONS, POSITIONS["none"](ViTConfig())),
+    ]  # fmt: skip
+    for table, wrong in tables:
+        with pytest.raises(ConfigError, match=r"(?s)^'mine': .* is not a "):
             table["mine"] = wrong
         assert "mine" not in table
 

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -195,9 +196,16 @@ def lock(descriptor: int) -> bool:
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write, which replaces `path` in one step if the block succeeds. Several processes can
-    write the same file at the same time. If `path` is a symbolic link, the file that it names is replaced."""
+    write the same file at the same time. If `path` is a symbolic link, the file that it names is replaced.
+
+    What a killed process has left beside the file is deleted when it is a day old.
+    """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(".vitrail-????????"):
+        with suppress(OSError):  # another process deletes it
+            if time.time() - left.stat().st_mtime > 24 * 3600:
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vitrail-") as folder:
         partial = Path(folder) / path.name
         yield partial

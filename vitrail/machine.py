@@ -110,13 +110,13 @@ def deterministic_algorithms(*, enabled: bool = True) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS depends on timing
-    before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before > 0, warn_only=before == 1)
         torch.backends.cudnn.benchmark = benchmark
 
 

@@ -320,7 +320,7 @@ def _object(cls: Any, values: dict[str, Any], place: str) -> Any:
         raise ConfigError(f"unknown field {unknown[0]!r}; {nearest(unknown[0], _field_names(cls))}")
     for name, item in fields.items():
         if name in values:
-            found[name] = _read(kinds[name], values[name], place + name)
+            found[name] = typed(kinds[name], values[name], place + name)
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{place}{name} is missing, and {cls.__name__} has no default for it")
     return cls(**found)
@@ -338,7 +338,7 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     if get_origin(kind) is tuple:
         return tuple(_read(one, each, place) for one, each in zip(_each(inner, value), value, strict=True))
     if inner and isinstance(value, dict):
-        return {name: _read(inner[1], each, f"{place}.{name}") for name, each in value.items()}
+        return {name: typed(inner[1], each, f"{place}.{name}") for name, each in value.items()}
     return kind(value) if kind in (float, Path) else value
 
 

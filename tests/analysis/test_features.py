@@ -129,15 +129,17 @@ def test_positions_of_every_layer() -> None:
     network = make(positions_at="every-layer")
     first, second = (position_similarity(network, layer=layer).values for layer in (0, 1))
     assert not np.allclose(first, second)
-    with pytest.raises(ConfigError, match="layer=3 does not exist; choose from 0 to 2"):
+    with pytest.raises(ConfigError, match=r"layer=\(3,\): block 3 does not exist; choose from 0 to 2"):
         position_similarity(network, layer=3)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match=r"layers=\(5,\): block 5 does not exist; choose from 0 to 2"):
         patch_colours(make(), images_of(), 5)
     with pytest.raises(ConfigError, match="components=0 is less than 1"):
         patch_colours(make(), images_of(), components=0)
+    with pytest.raises(ConfigError, match=r"count=1\.5 is not a whole number"):
+        embedding_filters(make(), 1.5)
     with pytest.raises(ConfigError, match="components=17 is more than 16, the number of directions of these tokens"):
         patch_colours(make(), images_of(), components=17)
     for positions in ("none", "relative-bias", "relative-keys", "rotary-2d"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.analysis.networks import images_of, make
 from tests.make import dense_bundle
-from vitrail.analysis.faithfulness import saliency_curves
+from vitrail.analysis.faithfulness import randomised_weights, saliency_curves
 from vitrail.analysis.features import token_norms
 from vitrail.analysis.heads import effective_receptive_field
 from vitrail.analysis.saliency import attention_rollout, class_relevance, relevance, rollout
@@ -120,7 +120,7 @@ def test_naive_versions(name: str) -> None:
 @pytest.mark.usefixtures("types_unchecked")
 def test_what_is_refused() -> None:
     attention = torch.full((1, 1, 1, 2, 2), 0.5)
-    with pytest.raises(ConfigError, match=r"discard=1\.0 is not at least 0 and below 1"):
+    with pytest.raises(ConfigError, match=r"discard=1\.0 is not in \[0, 1\)"):
         rollout(attention, discard=1.0)
     with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into"):
         attention_rollout(create("BiT-Pico", image_size=32, num_classes=3), images_of(1))
@@ -144,6 +144,8 @@ def test_maps_are_the_same_in_inference_mode(name: str) -> None:
         np.testing.assert_array_equal(class_relevance(network, images, targets).values, maps.values)
         np.testing.assert_array_equal(effective_receptive_field(network, images).values, reach.values)
         attention_rollout(network, images, targets)
+        if name != "boxes":
+            randomised_weights(network, images[:1], class_relevance)
 
 
 @pytest.mark.usefixtures("types_unchecked")

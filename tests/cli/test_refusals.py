@@ -94,6 +94,7 @@ def _write_tables(root: Path) -> None:
 def _write_models(root: Path) -> None:
     """Write models of classes, of boxes, of masks, of numbers, of texts, and without a head."""
     make_bundle(num_classes=3).save(root / "classifier")
+    make_bundle(num_classes=3, pool="gap", class_token=False).save(root / "pooled")
     dense_bundle().save(root / "boxer")
     dense_bundle("patches").save(root / "masker")
     model_with_words().save(root / "words")
@@ -144,7 +145,7 @@ KINDS = {
 
 BENCH = {
     "bench": "usage: vitrail bench",
-    "bench training": "'training' is not a measurement; nearest: train",
+    "bench training": "train|infer|load: 'training' is not one of train, infer, load",
     "bench train --precision fp8": "--precision: 'fp8' is not one of",
     "bench train --scaling heads": "--scaling: 'heads' is not one of",
     "bench train ViT-Pico/7 --repetitions 0": "--repetitions: 0 is less than 1",
@@ -172,6 +173,8 @@ BENCH = {
     "bench infer ViT-Pico/7 --largest-batch": "--largest-batch: bench infer does not use it",
     "bench train ViT-Pico/7 --memory-limit 1GB": "--memory-limit: it limits only --largest-batch",
     "bench train ViT-Pico/7 --largest-batch --memory-limit lots": "--memory-limit: 'lots' is not",
+    "bench train ViT-Pico/7 --largest-batch --memory-limit 999TB --device cpu":
+        "--memory-limit 999000000000000: a step of that size needs",
     "bench train ViT-Pico/7 --batch-size 1 --scaling batch": "needs at least two values",
     "bench train ViT-Pico/7 --compile graphs --device cpu": "--compile: 'graphs' needs CUDA, but this device",
     "bench train BiT-R50x1 --compile on": "--compile: 'on' compiles a transformer's blocks",
@@ -190,7 +193,8 @@ BENCH = {
         "--batch-size: 1000000000000 needs more memory than cpu has",
     "bench data --images 0": "--images: 0 is less than 1",
     "bench data --processes -1": "--processes: -1 is less than 0",
-    "bench data --entries 0": "--entries: 0 is less than 2",
+    "bench data --entries 0": "--entries: 0 is not in [2, 100000000]",
+    f"bench data --entries {'9' * 30}": "is not in [2, 100000000]",
     "bench data --entries 5000 --batch-size 3": "--entries: it measures only the opening of a folder; leave --batch",
     "bench data nowhere": "data 'nowhere' does not exist",
     "bench serve --clients 0": "--clients: 0 is not in [1, 10000]",
@@ -307,6 +311,11 @@ TRAIN = {
     "train --task mae --data colours --remove-fraction 1": "--remove-fraction: 1.0 is not between 0 and 1",
     "train --task masked-patches --label-smoothing 0.1": "--label-smoothing: the task of this run, masked-",
     "train --task simclr --loss sigmoid": "--loss: the task of this run, simclr, has no such setting",
+    "train --task detection": "task detection; leave it out, or choose --erase 0 in place of the recipe's",
+    "train --task detection --erase 0": "data 'bundled' has no boxes of objects, which detection learns; choose other "
+    "data; --data names your own",
+    "train vit-b16-jft": "data set has this name (choices: bundled, fashion-mnist, fractals:CLASSES:SAMPLES, "
+    "hf:ORG/NAME, scenes:SAMPLES); --data names your own",
     "train --task detection --data voc --head-normalises": "--head-normalises: True is for a linear model of",
     "train --task clip --text-width 257": "--text-width: 257 is not divisible by its 4 heads",
     "train --task mae --freeze image": "--freeze: the task of this run, mae, has no such setting",
@@ -443,7 +452,8 @@ TRAIN = {
     "models --num-classes 1000000000000": "--num-classes: 1000000000000 is not in [0, 16777216]",
     "models --image-size 0 0": "--image-size: 0 0 is not in [1, 1048576]",
     "models --layers --num-classes 5": "--num-classes: --layers compares single layers, which do not have it",
-    "models --measure": "--measure: only single layers are measured here; add --layers, or use vitrail bench",
+    "models --measure": "--measure: it measures vitrail models --layers, without MODEL; vitrail bench train",
+    "models model --measure": "--measure: it measures vitrail models --layers, without MODEL; vitrail bench train",
     "recipes plain-vit": "plain-vit-s16-90",
     "recipes demo --transfers": "leave RECIPE out",
 }  # fmt: skip
@@ -530,6 +540,7 @@ EVALUATE = {
     "evaluate no/model --suite offline --batch-size -1": "--batch-size: -1 is less than 1",
     "evaluate no/model --suite offline --data no/data": "--data: 'no/data' is not a folder; with --suite, name",
     f"{NOTHING} --reduce-tokens -1": "--reduce-tokens: -1 is less than 0; 0 keeps all tokens",
+    "evaluate pooled --data colours --reduce-tokens 1 --reduce-by prune": "--reduce-by: 'prune' needs a class token",
     f"{NOTHING} --reduce-by prune": "--reduce-by: it has an effect only with --reduce-tokens",
     f"{NOTHING} --bootstrap -1": "--bootstrap: -1 is not in",
     f"{NOTHING} --by knn --k 0": "--k: 0 is less than 1",
@@ -634,6 +645,9 @@ USE = {
     "compare a ./a --data x": "MODEL: name two different models to compare, not a ./a",
     "compare a a --data x": "MODEL: name two different models to compare, not a a",
     "compare a b c --data x": "MODEL: name two different models to compare, not a b c",
+    "report model --data few": "can be held out; choose data with a validation split, or measure all images with --sp",
+    "optimize model --data few": "training images can be held out; choose data with a validation split",
+    "compare model other/model --data few": "held out of training (too few images)",
     "compare model other/model --data few --split all": "images with a label can be compared; the layers need at",
     "convert model new --to gogle": "--to: 'gogle' is not a layout; nearest: google",
     "convert model new --to google": "the file name must end in .npz",

@@ -49,11 +49,12 @@ def test_the_axis_of_a_fraction_ends_at_1(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_too_deep_are_noted(tmp_path: Path, cli: Cli) -> None:
-    for name in ("a", "b/c/d/e"):
+    for name in ("a", "b/c/d/e", "1/2/3/4/5/6/7"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "run.json").write_text('{"format": 99}')
     printed = cli.call("runs", str(tmp_path))
     assert "not listed: 1 run deeper" in printed.out + printed.err and "b/c/d/e" in printed.out + printed.err
+    assert "not searched: 1 folder deeper" in printed.out + printed.err and "4/5/6/7" in printed.out + printed.err
 
 
 @pytest.mark.slow

@@ -21,9 +21,10 @@ from vitrail.data.objects import IGNORED, Mask, Objects
 from vitrail.data.pipeline import Readers, Stage, TrainingBatches, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Samples, has_soft_targets, mixed, soft_target_of, subset, target_kind
+from vitrail.data.splits import Splits
 from vitrail.data.targets import SoftTarget
-from vitrail.errors import ConfigError
-from vitrail.tasks.classification import ClassificationObjective
+from vitrail.errors import ConfigError, DataError
+from vitrail.tasks.classification import Classification, ClassificationObjective
 
 LEVELS = np.array([0, 90, 170, 250], np.uint8)
 """Grey levels of the background and of three classes."""
@@ -199,6 +200,17 @@ def test_batches_hold_the_amounts_of_all_images(readers: Readers) -> None:
 def test_evaluation_uses_the_most_likely_class() -> None:
     (batch,) = evaluation_batches(Soft(8), SIZE, batch_size=8, readers=Readers(0))
     assert batch.targets is None and batch.labels.tolist() == [1, 1, 1, 1, 1, 0, 0, 0] and not batch.has_soft_targets
+
+
+def test_amounts_of_classes_that_exclude_each_other_have_the_sum_1() -> None:
+    class Halves(Soft):
+        def soft_target(self, index: int) -> SoftTarget:
+            return super().soft_target(index) / 2
+
+    Classification().check_data(Splits(mixture(), None, None))
+    Classification(loss="sigmoid").check_data(Splits(Halves(8), None, None))
+    with pytest.raises(DataError, match=r"sum 0\.5, but loss='softmax'"):
+        Classification().check_data(Splits(Halves(8), None, None))
 
 
 def test_the_loss_is_the_mean_of_the_images_with_a_target() -> None:

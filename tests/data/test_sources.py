@@ -14,11 +14,13 @@ from PIL import Image
 
 from tests.make import keys_of, mix_in, targets_of
 from vitrail.cli import main
+from vitrail.data import sources
 from vitrail.data.formats import folder, idx
 from vitrail.data.pixels.decode import decode, pixel_limit
 from vitrail.data.source import Source, samples_of, target_kind
 from vitrail.data.sources import DataConfig, open_data, open_mixed, open_whole
-from vitrail.data.splits import Splits, check_classes, check_numbers
+from vitrail.data.splits import Format, Splits, check_classes, check_numbers
+from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError, DataError, UndecodableImage
 
 Trees = Callable[..., Path]
@@ -452,3 +454,17 @@ def test_commands_without_a_run_have_the_option_too(photos: Path, capsys: pytest
     assert "more than the limit" not in capsys.readouterr().out
     assert main([*arguments, "0"]) == 2
     assert "--max-pixels: 0 " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("returned", [None, {"train": []}])
+def test_a_format_returns_splits(returned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "FORMATS", [Format(lambda request: True, lambda request: returned)])
+    with pytest.raises(ConfigError, match="must return Splits"):
+        open_data(str(tmp_path), validation_share=0.0)
+
+
+@pytest.mark.parametrize("label", [0.5, float("nan")])
+def test_numbers_are_no_labels(label: float, types_unchecked: None) -> None:
+    assert Targets.of([0.0, np.uint8(1), None], "class", ("a", "b")).values.tolist() == [0, 1, -1]  # type: ignore[list-item]
+    with pytest.raises(DataError, match=f"label {label} is not the index of a class"):
+        Targets.of([0, label], "class", ("a", "b"))  # type: ignore[list-item]

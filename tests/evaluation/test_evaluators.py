@@ -174,6 +174,22 @@ def test_evaluators_measure_the_features_that_the_bundle_embeds() -> None:
     check_shots(found, shots)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_formats_of_the_caller_change_no_metric(dtype: torch.dtype) -> None:
+    outputs, train, test = make_outputs(), Pictures(24, 1), Pictures(12, 2)
+
+    def found() -> list[dict[str, float]]:
+        return [one(outputs, train, test) for one in (ByLinear((1.0,)), ByNeighbours((1, 4)), ByFewShot((1,), 2))]
+
+    expected = found()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.autocast("cpu"):
+            assert found() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_few_shots_need_the_features_of_what_is_drawn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     labels: list[Target] = [index % 3 if index % 11 else None for index in range(120)]
     bundle, train, test = make_bundle(), Pictures(120, 1, labels=labels), Pictures(9, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,24 @@ def test_tokens_of_chosen_blocks(fields: dict[str, Any]) -> None:
     if network.config.final_norm == "tokens":
         assert torch.equal(network.norm(last.patches), network.features(images_of()).patches)
     assert network.features(images_of(), layers=()) == ()
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("given", [iter((0, -1)), np.array([0, -1]), torch.tensor([0, -1]), range(0, 3, 2)], ids=repr)
+def test_numbers_of_blocks_are_read_from_any_collection(given: Any) -> None:
+    network = randomised(small_config())
+    first, last = network.features(images_of(), layers=given)
+    assert torch.equal(first.patches, network.features(images_of(), layers=[0])[0].patches)
+    assert torch.equal(last.patches, network.features(images_of(), layers=[-1])[0].patches)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("given", [1, "01", (0.5,), (None,), (1.0,), (True,)], ids=repr)
+def test_what_is_no_number_of_a_block_is_refused(given: Any) -> None:
+    network = randomised(small_config())
+    for call in (network.features, network.attention_weights):
+        with pytest.raises(ConfigError, match=r"^layers="):
+            call(images_of(), layers=given)
 
 
 @pytest.mark.parametrize("layer", [3, -4])

@@ -189,9 +189,23 @@ def in_a_partial(network: Any) -> None:
         block.mlp.forward = partial(lambda module, x: 0.9 * type(module).forward(module, x), block.mlp)
 
 
+class Scaled:
+    """A callable object in place of a method."""
+
+    def __init__(self, block: Any) -> None:
+        self.block = block
+
+    def __call__(self, *given: Any) -> Any:
+        return 0.9 * type(self.block).forward(self.block, *given)
+
+
+def in_an_object(network: Any) -> None:
+    network.blocks[1].forward = Scaled(network.blocks[1])
+
+
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("change", [bound, in_a_partial])
+@pytest.mark.parametrize("change", [bound, in_a_partial, in_an_object])
 def test_replaced_methods_predict_as_in_the_network_itself(change: Callable[[Any], None], precision: Any) -> None:
     network = small_vit(dropout=0.5).train()
     plain = directly(network, images_of(network), precision)
@@ -227,7 +241,31 @@ def hook_with_a_module(network: Any) -> None:
     network.blocks[0].register_forward_hook(lambda module, given, result: network.dropout(result))
 
 
-@pytest.mark.parametrize("change", [closure, closure_of_a_method, hook_with_a_module])
+def default_of_an_argument(network: Any) -> None:
+    network.blocks[0].register_forward_hook(lambda module, given, result, last=network.dropout: last(result))
+
+
+def inside_a_list(network: Any) -> None:
+    others = {"last": [network.dropout]}
+    network.blocks[0].register_forward_hook(lambda module, given, result: others["last"][0](result))
+
+
+OTHERS: dict[str, Any] = {}
+
+
+def use_another(result: Tensor) -> Any:
+    return OTHERS["last"](result)
+
+
+def inside_a_function(network: Any) -> None:
+    OTHERS["last"] = network.dropout
+    network.blocks[0].register_forward_hook(lambda module, given, result: use_another(result))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [closure, closure_of_a_method, hook_with_a_module, default_of_an_argument, inside_a_list, inside_a_function],
+)
 def test_functions_that_would_use_the_original_are_refused(change: Callable[[Any], None]) -> None:
     network = small_vit(dropout=0.5)
     change(network)

@@ -135,6 +135,18 @@ def test_an_answer_does_not_depend_on_the_other_images(by: Any, precision: Any) 
         )
 
 
+@pytest.mark.parametrize("by", ["merge", "prune"])
+def test_gradients_of_predictions_are_those_of_small_steps(by: Any) -> None:
+    network = randomised(small_config(depth=3, image_size=(24, 40), reduction=TokenReduction(tokens=5, by=by)))
+    images = torch.randn(1, network.config.channels, 24, 40, dtype=torch.float64, requires_grad=True)
+    logits = network.double().eval()(images).sum()
+    (gradient,) = torch.autograd.grad(logits, images)
+    step = 1e-6 * torch.randn_like(images)
+    with torch.no_grad():
+        change = network(images + step).sum() - network(images - step).sum()
+    torch.testing.assert_close(change, 2 * (gradient * step).sum(), rtol=1e-4, atol=0)
+
+
 def test_training_and_all_tokens_are_as_without_a_reduction() -> None:
     network = randomised(small_config(depth=3, image_size=(24, 40)))
     reduced = VisionTransformer(replace(network.config, reduction=TokenReduction(tokens=9)))

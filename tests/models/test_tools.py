@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -160,14 +161,16 @@ def test_traced_networks_are_right_or_refuse_another_size(kind: str) -> None:
 
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*IN_GROUPS, "full", "linformer"])
+@pytest.mark.parametrize("kind", [*IN_GROUPS, "full", "linformer", "ResNet"])
 def test_networks_compile_as_one_graph_at_any_size(kind: str) -> None:
     torch.compiler.reset()
     made = network(kind)
-    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    compiled, features = (torch.compile(one, fullgraph=True, backend="eager") for one in (made, made.features))
     for size in (OWN, LARGER):
         with torch.no_grad():
             torch.testing.assert_close(compiled(images(size)), made(images(size)), rtol=1e-4, atol=1e-5)
+            (found,), (expected,) = (one(images(size), layers=[-1]) for one in (features, made.features))
+            torch.testing.assert_close(found.patches, expected.patches, rtol=1e-4, atol=1e-5)
     torch.compiler.reset()
 
 
@@ -178,6 +181,13 @@ def test_pixels_that_are_not_normalised_are_refused(kind: str) -> None:
         network(kind)(torch.zeros(1, 3, *OWN, dtype=torch.uint8))
     with pytest.raises(ConfigError, match="shape"):
         network(kind)(torch.zeros(3, *OWN))
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("given", [np.zeros((1, 3, *OWN), np.float32), [torch.zeros(3, *OWN)], None], ids=type)
+def test_images_that_are_no_tensor_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="images is a"):
+        network("full")(given)
 
 
 @pytest.mark.parametrize("kind", ["full", "ResNet"])

@@ -184,6 +184,12 @@ def test_unknown_variant_names_the_nearest(name: str, message: str) -> None:
             make(name)
 
 
+@pytest.mark.parametrize("name", [None, 3, b"ViT-S/16", ["ViT-S/16"]], ids=repr)
+def test_a_name_is_a_text(name: Any, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=r"^variant=.* is not a text"):
+        create(name)
+
+
 @pytest.mark.parametrize("name", ["ViT-B/16", "BiT-R50x1"])
 def test_fields_that_do_not_exist_are_named(name: str) -> None:
     for make in (create, variant_config):

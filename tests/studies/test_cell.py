@@ -115,6 +115,10 @@ def test_a_second_stage_starts_from_the_model_of_the_first(tmp_path: Path) -> No
     before = make(tmp_path, first)
     result = make(tmp_path, second)
     assert result.flops == 2 * before.flops and result.parameters == before.parameters
+    moved = shutil.copytree(tmp_path, tmp_path / "moved")
+    (tmp_path / first.name / "run/model").rename(tmp_path / "away")
+    (moved / second.name / "run/journal.jsonl").unlink()  # as of a run that was killed before its first checkpoint
+    assert measure_cell(moved / second.name, second).metrics == result.metrics
     write_result(tmp_path / first.name, cell_result({}, diverged="nan"))
     shutil.rmtree(tmp_path / second.name)
     assert "starts from diverged" in make(tmp_path, second).diverged

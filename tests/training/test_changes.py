@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -41,6 +42,11 @@ def test_each_difference_is_named(small: Make) -> None:
 def test_names_that_cannot_be_allowed(name: str, advice: str, small: Make) -> None:
     with pytest.raises(ConfigError, match=f"^allow='{name}' is not a setting that may change; {advice}"):
         changed_config(RUN, small(RUN), {}, (name,))
+
+
+def test_changes_that_are_no_settings_with_values_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^changes=\['steps'\] is not a mapping of settings"):
+        inspect.unwrap(resume)(RUN, changes=["steps"])  # without the tests' own check of types
 
 
 @pytest.mark.slow

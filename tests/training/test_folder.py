@@ -61,7 +61,7 @@ def test_a_folder_in_which_no_run_was_recorded_is_new(left: tuple[str, ...], tmp
     config = RECIPES["demo"]().override(run=str(tmp_path))
     assert new_folder(config) == tmp_path
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(RunError, match="exists; choose another --run"):
+    with pytest.raises(RunError, match=r"exists; choose another --run$"):
         new_folder(config)
     (tmp_path / "mine.txt").unlink()
     with locked(tmp_path), pytest.raises(RunError, match="exists; choose another --run"):
@@ -158,7 +158,7 @@ def test_the_task_is_read_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": 3}, "has format 3, but this version of Vitrail reads formats up to 2; install a newer version"),
+        ({"format": 3}, "has format 3, written by a newer version of Vitrail; this version reads formats up to 2"),
         ({"format": 1}, "has format 1, which no release of Vitrail wrote; train the run again"),
         ({"format": None}, "is damaged: the field 'format' is missing"),
         ({"format": "two"}, "is damaged: format='two' is not a whole number above 0"),
@@ -179,7 +179,9 @@ def test_what_cannot_be_read_is_named(fields: dict[str, Any], message: str, tmp_
     assert str(caught.value).startswith(f"{tmp_path / 'run.json'} {message}")
 
 
-@pytest.mark.parametrize(("text", "message"), [("[1, 2]", "it holds list, not an object"), ("{", "is damaged: ")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1, 2]", "it must be an object of named fields, not"), ("{", "is damaged: ")]
+)
 def test_a_file_that_is_no_record_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(RunError, match=message):

@@ -234,6 +234,9 @@ BROKEN: list[tuple[Any, str]] = [
     (changed(classes=["dark", "light"]), "classes must be a tuple of names, not ['dark', 'light']"),
     (changed(classes=("dark", "dark")), "classes must be different names"),
     (changed(labels=[]), "a source must have at least one sample"),
+    (changed(__getitem__=lambda self, index: (PICTURE, 0)), "source[0] must be a Sample(key, image, target)"),
+    (changed(has_soft_targets=True), "soft targets need both has_soft_targets"),
+    (changed(soft_target=lambda self, index: [0, 1]), "soft targets need both has_soft_targets"),
     ([1, 2], "a source must have classes"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
     (changed(key=lambda self, index: f"{index // 2}"), "two samples must not have the same key"),
@@ -334,7 +337,7 @@ def test_what_a_probe_returns_is_checked(found: Any, rule: str, config: Make) ->
     assert (event["a"], event["b"]) == (0.5, 2.0)
 
 
-@pytest.mark.parametrize("amounts", [[0.5], [1, -1], [float("nan"), 1], [float("inf"), 0], 1.0])
+@pytest.mark.parametrize("amounts", [[0.5], [1, -1], [1.5, 0], [float("nan"), 1], [float("inf"), 0], 1.0])
 def test_soft_targets_that_are_no_amounts_are_refused(amounts: Any, config: Make) -> None:
     soft = changed(has_soft_targets=True, soft_target=lambda self, index: amounts)
     with pytest.raises(DataError, match=r"^soft_target\(\d+\) of Stripes"):

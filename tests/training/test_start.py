@@ -165,6 +165,15 @@ def test_a_loaded_model_needs_its_name(initial: Initial, tiny: Make) -> None:
         train(tiny(), initial=load(initial(), device="cpu"))
 
 
+def test_an_initial_model_is_a_bundle(
+    initial: Initial, from_model: Make, colour_folder: Path, types_unchecked: None
+) -> None:
+    wrong: Any
+    for wrong in (str(initial()), load(initial(), device="cpu").network):
+        with pytest.raises(ConfigError, match=r"(?s)^initial=.* is not "):
+            train(from_model(initial(), colour_folder), initial=wrong)
+
+
 def test_a_changed_network_is_no_initial_model(initial: Initial, from_model: Make, colour_folder: Path) -> None:
     bundle = load(initial(), device="cpu")
     bundle.network.blocks[0].register_forward_hook(lambda module, given, found: -found)

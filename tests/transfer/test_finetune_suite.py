@@ -243,7 +243,10 @@ def test_a_run_that_diverges_is_skipped_with_the_reason(small: Suite, tuned: Tun
 
 @pytest.mark.slow
 def test_what_cannot_be_used(small: Suite, tuned: Tune, tmp_path: Path) -> None:
-    tuned(small)
+    rows = tuned(small).rows
+    moved = (tmp_path / "runs").rename(tmp_path / "moved")
+    assert tuned(small, place=moved).rows == rows, "a folder can be moved"
+    moved.rename(tmp_path / "runs")
     results = (tmp_path / "runs" / "suite.json").read_bytes()
     with pytest.raises(RunError, match=r"near contains a run with other settings: steps was 2 and is 3"):
         tuned(small, method={"explicit": {"steps": 3}})

@@ -19,7 +19,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor, nn
 
 from vitrail.analysis.saliency import SaliencyMaps, attention_rollout, class_relevance
-from vitrail.analysis.tracing import check_range, checked_batch_size, checked_targets, transformer_of
+from vitrail.analysis.tracing import check_range, checked_count, checked_targets, transformer_of
 from vitrail.errors import ConfigError
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
 from vitrail.models.predictor import Predictor
@@ -92,8 +92,7 @@ def saliency_curves(
         check_predicts_classes(output, "measured by these curves, which show probabilities")
     if RANDOM in maps:
         raise ConfigError(f"maps has the name {RANDOM!r}, which stands for a random order; choose another name")
-    if steps < 1:
-        raise ConfigError(f"steps={steps} is less than 1")
+    checked_count(steps, "steps")
     hiding = _Hiding(network, images, targets, output=output, fill=fill, batch_size=batch_size)
     orders = {name: hiding.order(name, found) for name, found in maps.items()}
     random = np.random.default_rng(seed)
@@ -132,7 +131,7 @@ class _Hiding:
         self.images = images
         self.output = output
         self.fill = fill
-        self.batch_size = checked_batch_size(batch_size)
+        self.batch_size = checked_count(batch_size)
         self.grid = config.grid_of(images.shape[2], images.shape[3])
         self.count = self.grid[0] * self.grid[1]
         self.patch = config.patch_pixels
@@ -171,6 +170,7 @@ class _Hiding:
         return probabilities_of(outputs, self.output) if self.head is None else self.head.scores(outputs).flatten(1)
 
 
+@torch.inference_mode(False)
 def randomised_weights(
     network: nn.Module,
     images: Float[Tensor, "b c h w"],

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor, nn
 
-from vitrail.analysis.tracing import checked_batch_size, chosen_blocks, transformer_of
+from vitrail.analysis.tracing import checked_count, chosen_blocks, transformer_of
 from vitrail.data.targets import Targets
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.metrics.intervals import Metric, mean_interval
-from vitrail.models.network import Features
+from vitrail.models.network import Features, block_numbers
 from vitrail.models.predictor import Predictor
 
 BATCH = 16
@@ -109,8 +109,7 @@ def patch_colours(
     between machines. `layer` is a block, from 0 or backward from -1; by default, the tokens are those after the final
     norm.
     """
-    if components < 1:
-        raise ConfigError(f"components={components} is less than 1")
+    checked_count(components, "components")
     chosen = None if layer is None else chosen_blocks(network, [layer])
     parts, grid = [], (0, 0)
     for (one,) in _features(network, images, chosen, batch_size):
@@ -168,7 +167,7 @@ def _features(
 ) -> Iterator[tuple[Features, ...]]:
     """Yield the tokens of the layers for each batch, or the tokens after the final norm if `layers` is None."""
     predictor = Predictor(network)
-    for batch in torch.split(images, checked_batch_size(batch_size)):
+    for batch in torch.split(images, checked_count(batch_size)):
         yield (predictor.features(batch),) if layers is None else predictor.features(batch, layers)
 
 
@@ -211,8 +210,7 @@ def embedding_filters(network: nn.Module, count: int = COUNT) -> Filters:
     vit = transformer_of(network)
     if vit.root is not None:
         raise ConfigError("the patch embedding of a hybrid reads a feature map, so its filters have no colours to show")
-    if count < 1:
-        raise ConfigError(f"count={count} is less than 1; choose the number of filters")
+    checked_count(count, "count")
     config = vit.config
     filters = vit.patches.projection.weight.detach().double().cpu()
     components, explained = principal_components(filters, min(count, *filters.shape))
@@ -225,13 +223,13 @@ def position_similarity(
 ) -> PositionSimilarity:
     """Return the cosine similarity of the vectors that a block adds to the patches for their positions.
 
-    `grid` is the number of rows and columns of patches, by default those of the network's image size. `layer` matters
-    if every layer adds its own positions. Raises `ConfigError` if the positions are not vectors that are added.
+    `grid` is the number of rows and columns of patches, by default those of the network's image size. `layer` is a
+    block, from 0 or backward from -1, and matters if every layer adds its own positions. Raises `ConfigError` if the
+    positions are not vectors that are added.
     """
     vit = transformer_of(network)
     rows, columns = grid or vit.config.grid
-    if not 0 <= layer < vit.config.num_blocks:
-        raise ConfigError(f"layer={layer} does not exist; choose from 0 to {vit.config.num_blocks - 1}")
+    (layer,) = block_numbers([layer], vit.config.num_blocks, field="layer")
     prefix = vit.config.prefix
     with torch.no_grad():
         blank = torch.zeros(1, prefix + rows * columns, vit.config.width, device=vit.norm.weight.device)

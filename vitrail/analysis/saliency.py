@@ -16,12 +16,11 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from vitrail.analysis.tracing import BATCH, Kept, Trace, TracePrecision, explainable, traces, transformer_of
-from vitrail.errors import ConfigError
 from vitrail.models.heads import DenseHead
 from vitrail.models.network import Features
 from vitrail.models.tokens import AttentionPool
 from vitrail.models.vit import VisionTransformer
-from vitrail.settings import typed
+from vitrail.settings import problem_of, raise_problems, typed
 
 Fusion = Literal["mean", "max", "min"]
 """Reduction of the weights of all heads to one weight."""
@@ -61,7 +60,6 @@ def attention_rollout(
     `fusion` and `discard`, see `rollout`. For the other arguments and the errors, see
     `vitrail.analysis.tracing.trace`.
     """
-    _check(fusion, discard)
     vit, found = transformer_of(network), []
     for piece in traces(
         vit,
@@ -123,7 +121,8 @@ def rollout(
     maps of all layers are multiplied. A row without weights stays 0. Raises `ConfigError` for an unknown fusion and
     for a fraction outside of 0 <= discard < 1.
     """
-    _check(fusion, discard)
+    typed(Fusion, fusion, "fusion")
+    raise_problems([problem_of("discard", typed(float, discard, "discard"), float, {"least": 0, "below": 1})])
     images, _, _, tokens, _ = attention.shape
     joint = torch.eye(tokens, dtype=attention.dtype, device=attention.device).expand(images, -1, -1)
     for weights in attention.unbind(dim=1):
@@ -158,12 +157,6 @@ def relevance(
         both = slopes if form == "gradient" else weights * slopes
         joint = joint + both.clamp(min=0).mean(dim=1) @ joint
     return joint
-
-
-def _check(fusion: str, discard: float) -> None:
-    typed(Fusion, fusion, "fusion")
-    if not 0 <= discard < 1:
-        raise ConfigError(f"discard={discard} is not at least 0 and below 1; it is a fraction of the weights")
 
 
 def _for_reading(vit: VisionTransformer) -> set[Kept]:

@@ -227,13 +227,13 @@ def traces(
     chosen = chosen_blocks(vit, layers)
     tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
     images = images.clone() if images.is_inference() else images  # no gradient passes through a tensor of this mode
-    return _all_pieces(tracer, images, checked_targets(vit, images, targets), checked_batch_size(batch_size))
+    return _all_pieces(tracer, images, checked_targets(vit, images, targets), checked_count(batch_size))
 
 
-def checked_batch_size(batch_size: int) -> int:
-    """Return the number of images in a forward pass. Raise `ConfigError` unless it is a whole number above 0."""
-    raise_problems([problem_of("batch_size", typed(int, batch_size, "batch_size"), int, {"least": 1})])
-    return batch_size
+def checked_count(count: int, name: str = "batch_size") -> int:
+    """Return a number of images or of other things. Raise `ConfigError` unless it is a whole number above 0."""
+    raise_problems([problem_of(name, typed(int, count, name), int, {"least": 1})])
+    return count
 
 
 def checked_targets(network: VisionTransformer, images: Tensor, targets: Any) -> Int64[Tensor, " b"] | None:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vitrail.bench.peers import RUNTIMES, build_peer, in_runtime
 from vitrail.bench.workload import ProcessKilled, Workload, in_process, interleave, timed, waits_for
 from vitrail.errors import ConfigError
-from vitrail.machine import autocast, available_memory, keep_freed_memory, peak_memory
+from vitrail.machine import autocast, available_memory, check_memory, keep_freed_memory, peak_memory
 from vitrail.models.compiled import Compiled, compile_blocks
 from vitrail.models.cost import training_bytes
 from vitrail.models.linear.float8 import use_float8
@@ -515,7 +515,9 @@ def largest_batch(workload: Workload, limit: int | None = None) -> dict[str, int
     Every trial runs in a new process with a memory limit, so a batch that is too large cannot exhaust the machine.
     Raises `ConfigError` if the limit leaves no memory for a step or cannot be set.
     """
-    limit = available_memory(workload.device) if limit is None else limit
+    if limit is None:
+        limit = available_memory(workload.device)
+    check_memory(limit, workload.device, f"memory_limit={limit}: a step of that size", "choose a lower limit")
     taken = 0 if workload.device.type == "cuda" else in_process(_own_memory, workload, torch.get_num_threads())
     if limit <= taken:
         raise ConfigError(

@@ -20,6 +20,7 @@ from torch import Tensor
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.cost import activation_bytes, training_bytes
 from vitrail.models.variants import AnyConfig
+from vitrail.settings import problem_of, raise_problems
 
 Task = Literal["train", "infer"]
 Format = Literal["float32", "bf16"]
@@ -43,8 +44,7 @@ class Workload:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ConfigError(f"batch_size={self.batch} is less than 1")
+        raise_problems([problem_of("batch_size", self.batch, int, {"least": 1})])
         if self.task == "train" and not self.config.num_classes:
             raise ConfigError("num_classes=0 leaves nothing to train; set 1 or more, or use bench infer")
         if self.float8 and self.task == "infer":

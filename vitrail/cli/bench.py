@@ -20,15 +20,13 @@ from vitrail.bench.workload import Spread, Workload, interleave, timed
 from vitrail.cli.console import Column, ReductionOptions, measurement_title, print_json, terminal_table
 from vitrail.cli.lists import OWN_SIZES
 from vitrail.cli.options import Call, Command, flag, names_in
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError
 from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.linear.float8 import check_float8
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.settings import byte_count, setting
 from vitrail.weights.exported import exported_file, input_dtype, load_exported
-
-TASKS = ("train", "infer", "load")
 
 NOT_LOADING = (
     "batch_size", "precision", "profile", "reduce_tokens", "patch_dropout", "scaling", "largest_batch", "against",
@@ -41,7 +39,7 @@ NOT_LOADING = (
 class Bench(ReductionOptions):
     """Options of `vitrail bench`."""
 
-    task: str = setting(argument="train|infer|load")
+    task: Literal["train", "infer", "load"] = setting(argument="train|infer|load")
     """Task to measure: training steps, inference, or loading a model and predicting."""
     variant: str = setting("ViT-S/16", argument="[VARIANT]")
     """Network size and patch. `vitrail models` lists the sizes. bench infer also takes an exported file."""
@@ -115,6 +113,7 @@ COMMAND = Command(
         ("vitrail bench train ViT-B/16 --largest-batch", "Find the largest batch that fits into memory."),
     ),
     options=(Bench,),
+    spelled={"reduction.by": "--reduce-by"},
     essential={
         "Workload": ("image_size", "batch_size", "precision", "compile", "device"),
         "Comparison": ("against", "best", "memory", "scaling", "largest_batch"),
@@ -212,8 +211,6 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
 
 def _check(options: Bench) -> None:
     """Raise `ConfigError` for options that exclude each other."""
-    if options.task not in TASKS:
-        raise ConfigError(f"{options.task!r} is not a measurement; {nearest(options.task, TASKS)}")
     modes = {
         "--scaling": options.scaling is not None,
         "--largest-batch": options.largest_batch,
@@ -276,11 +273,11 @@ def measure_exported(options: Bench, device: torch.device) -> tuple[str, dict[st
     if network.interface.reads_texts:
         raise ConfigError(f"{path} has a text tower, which takes no images; vitrail export measures such files")
     height, width = network.preprocess.image_size
-    shape = batch_size, height, width, network.preprocess.channels
-    draws = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    draws = np.random.default_rng(0).integers(
+        0, 256, (batch_size, height, width, network.preprocess.channels), dtype=np.uint8
+    )
     images = draws.astype(input_dtype(network.preprocess), copy=False)
-    timer = timed(lambda: network.run(images))
-    times = interleave({"file": timer}, **rounds)["file"]
+    times = interleave({"file": timed(lambda: network.run(images))}, **rounds)["file"]
     found = Spread.of([1e3 * seconds for seconds in times])
     columns = (
         Column("file", lambda row: Path(row["file"]).name),

@@ -105,11 +105,16 @@ COMMAND = Command(
 
 def main(call: Call, options: BenchAccuracy) -> None:
     entries = peer_entries(names_in(options.against, "against"))
+    budget = None if options.budget is None else seconds_in(options.budget)
+    if options.budget is not None and budget is None:
+        raise ConfigError(
+            f"budget={options.budget!r} is not a time; give a number above 0 with a unit, such as 90s or 20m"
+        )
     comparison = AccuracyComparison(
         recipes=_recipes(options),
         peers=check_environments(entries, parse_environments(options.environment)),
         seeds=options.seeds,
-        budget=_budget(options.budget),
+        budget=budget,
         evaluations=options.evaluations,
         device=pick_device(options.device),
     )
@@ -136,14 +141,6 @@ def main(call: Call, options: BenchAccuracy) -> None:
         console.print()
         console.print(table, soft_wrap=False)
     console.print(f"\nwritten to {options.out}: results.json, targets.csv, curves.csv, curves.svg", markup=False)
-
-
-def _budget(text: str | None) -> float | None:
-    """Return the seconds of a budget. Raise `ConfigError` for a text that is not a time."""
-    seconds = None if text is None else seconds_in(text)
-    if text is not None and seconds is None:
-        raise ConfigError(f"budget={text!r} is not a time; give a number above 0 with a unit, such as 90s or 20m")
-    return seconds
 
 
 def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:

@@ -67,7 +67,7 @@ class BenchData:
     """Number of timed rounds. Each round reads every data set once."""
     warmup: int = setting(1, least=0)
     """Number of untimed rounds before the timed ones."""
-    entries: int | None = setting(None, least=2)
+    entries: int | None = setting(None, least=2, most=10**8)
     """Measure only the time and memory of opening a folder with this many images."""
     json: bool = False
     """Print JSON instead of a table, with the time of every round."""

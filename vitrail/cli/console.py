@@ -364,13 +364,13 @@ class ConsoleDisplay:
         print_notes(self.console, self._spell(text))
 
     def extracting(self, done: int, total: int) -> None:
-        """Show the number of images whose features are computed, if the last line is about ten seconds ago."""
+        """Show the number of images that are computed, if the last line is about ten seconds ago."""
         now = time.perf_counter()
         if done <= self._extracted:  # the images of another split
             self._last_line = now
         elif done < total and now - self._last_line >= self.LINE_SECONDS:
             self._last_line = now
-            self.say(f"features of {done:,} of {total:,} images")
+            self.say(f"computed {done:,} of {total:,} images")
         self._extracted = done
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -129,6 +129,7 @@ COMMAND = Command(
         ("vitrail evaluate vit.npz --suite vtab-1k --data datasets", "Measure a model on a suite of tasks."),
     ),
     options=(Evaluate,),
+    spelled={"reduction.by": "--reduce-by"},
     settings=evaluator_options,
     essential={
         "Measurements": ("data", "split", "by", "numbers", "suite", "image_size"),

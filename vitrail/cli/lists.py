@@ -46,7 +46,8 @@ class Models(JsonOption):
     layers: bool = False
     """Compare only the costs of layers: kinds of attention, recurrence and convolution, of patches and of pixels."""
     measure: bool = setting(
-        False, needs=("layers", "only single layers are measured here; add --layers, or use vitrail bench train")
+        False,
+        needs=("layers", "it measures vitrail models --layers, without MODEL; vitrail bench train measures steps"),
     )
     """With --layers, also measure each layer on this machine: float32, one image, forward pass."""
 

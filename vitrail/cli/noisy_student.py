@@ -17,7 +17,6 @@ from rich.table import Table
 from vitrail.cli.console import (
     Column,
     ConsoleDisplay,
-    images_bar,
     message_console,
     print_json,
     showing_progress,
@@ -112,24 +111,11 @@ def main(call: Call) -> None:
     data = config.student.data
     if "validation_share" in call.options and (note := data.open_whole().share_note(data.validation)):
         log.note(note)
-    bar = images_bar(console, transient=True)
-    labelling = bar.add_task("labelling", total=None)
-
-    def show_progress(done: int, total: int) -> None:
-        bar.start()
-        bar.update(labelling, completed=done, total=total)
-        if done >= total:
-            bar.stop()
-            bar.reset(labelling)
-
-    again = "Finished rounds stay; give the same command again to continue"
     try:
         with interrupted_by_signals(f"stopped; finished rounds stay in {folder}"):
-            rounds = run_rounds(config, folder, log, show_progress)
+            rounds = run_rounds(config, folder, log, log.extracting)
     except Stopped as stop:
-        raise Stopped(f"{stop}\n{again}", stop.run) from None
-    finally:
-        bar.live.stop()
+        raise Stopped(f"{stop}\nFinished rounds stay; give the same command again to continue", stop.run) from None
     console.print(rounds_table(rounds))
     best = max(rounds, key=lambda one: one.metrics["validation_accuracy"])
     console.print(

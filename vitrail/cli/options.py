@@ -176,7 +176,9 @@ class Command:
         `ConfigError`, only the start of a line is replaced, because the rest can name fields of files.
         """
         about_settings = isinstance(error, ConfigError)
-        return "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
+        text = "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
+        is_of_recipe = self.has_recipe and given.keys().isdisjoint(("data", "resume", "like"))
+        return re.sub(r"\A(data '.*)", r"\1; --data names your own", text) if is_of_recipe else text
 
     def note(self, text: str) -> str:
         """Return a note with the values that it recommends spelled as options, such as `--image-size 224 224` for

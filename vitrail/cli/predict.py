@@ -24,7 +24,7 @@ from vitrail.cli.console import image_paths, print_in_full, print_json, print_me
 from vitrail.cli.options import Call, Command, DeviceOption, ImageSizeOption, ModelOption, flag
 from vitrail.data.check.images import MAX_LOOKS, colour_note
 from vitrail.data.formats.convert import image_id
-from vitrail.data.pixels.decode import to_pil, without_suffix
+from vitrail.data.pixels.decode import without_suffix
 from vitrail.data.source import Samples, image_of, samples_of
 from vitrail.errors import ConfigError, DestinationError, UndecodableImage, listed, plural
 from vitrail.evaluation.measured_images import open_images
@@ -414,9 +414,8 @@ def _some_images(pictures: Sequence[Picture]) -> Iterator[bytes]:
 def _write_drawn(place: Path, result: AnyPrediction, picture: Picture, bundle: Bundle) -> None:
     """Draw the objects or the mask on the image."""
     image = picture.read()
-    pixels = to_pil(read_image(image) if isinstance(image, str | Path) else image, 3)
     assert isinstance(result, Detections | MaskPrediction)
-    drawn = result.drawn(pixels)
+    drawn = result.drawn(read_image(image) if isinstance(image, str | Path) else image)
     if isinstance(result, MaskPrediction):
         drawn = with_legend(drawn, result.names, np.unique(result.indices).tolist())
     drawn.save(f"{place}.jpg", quality=92)

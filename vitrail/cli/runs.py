@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -82,8 +82,14 @@ def main(call: Call, options: Runs) -> None:
     shown = [folder for folder in folders if options.trials or not is_trial(folder)]
     if len(shown) < len(folders):
         print_notes(message_console(options.json), f"{plural(len(folders) - len(shown), 'trial')} not shown (--trials)")
-    found = sorted(map(summarise, shown), key=_order(options.sort))
-    settings = _settings(found)
+    orders: dict[str, Callable[[RunSummary], Any]] = {
+        "name": lambda run: str(run.folder),
+        "time": lambda run: -(run.changed or 0.0),
+        "metric": lambda run: tuple(-part for part in _merit(run)),
+    }
+    found = sorted(map(summarise, shown), key=orders[options.sort])
+    readable = iter(differing_settings([run.config for run in found if run.config is not None]))
+    settings = [{} if run.config is None else next(readable) for run in found]
     if options.json:
         print_json(rows_of(found, settings))
         return
@@ -101,17 +107,18 @@ def main(call: Call, options: Runs) -> None:
 
 
 def _folders(folder: Path, *, is_json: bool) -> list[Path]:
-    """Return the folders of the runs in a folder, and print a note on deeper ones. Raise `ConfigError` if the folder
+    """Return the folders of the runs in a folder, and print notes on deeper ones. Raise `ConfigError` if the folder
     does not exist or holds no run."""
     if not folder.is_dir():
         raise ConfigError(f"folder={str(folder)!r} is not a folder; give the folder that holds your runs")
-    found = list(find_runs(folder))
-    if deeper := [one for one in find_runs(folder, 2 * DEPTH) if len(one.relative_to(folder).parts) > DEPTH]:
-        print_notes(
-            message_console(is_json),
-            f"not listed: {plural(len(deeper), 'run')} deeper than {DEPTH} levels, such as {deeper[0]}; give a folder "
-            "nearer to them",
-        )
+    found, unsearched = list(find_runs(folder)), list[Path]()
+    deeper = [one for one in find_runs(folder, 2 * DEPTH, unsearched) if one not in found]
+    for places, what in (
+        (deeper, f"not listed: {plural(len(deeper), 'run')} deeper than {DEPTH} levels"),
+        (unsearched, f"not searched: {plural(len(unsearched), 'folder')} deeper than {2 * DEPTH} levels"),
+    ):
+        if places:
+            print_notes(message_console(is_json), f"{what}, such as {places[0]}; give a folder nearer to them")
     if not found:
         raise ConfigError(
             f"folder={str(folder)!r} holds no run: no folder in it, down to {DEPTH} levels, has a run.json"
@@ -136,22 +143,6 @@ def rows_of(runs: Sequence[RunSummary], settings: Sequence[Mapping[str, Any]]) -
         }
         for run, differing in zip(runs, settings, strict=True)
     ]
-
-
-def _settings(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """Return the settings of each run that differ from those of most runs. Runs that cannot be read have none."""
-    found = iter(differing_settings([run.config for run in runs if run.config is not None]))
-    return [{} if run.config is None else next(found) for run in runs]
-
-
-def _order(sort: str) -> Any:
-    """Return the sorting key of runs."""
-    orders: dict[str, Any] = {
-        "name": lambda run: str(run.folder),
-        "time": lambda run: -(run.changed or 0.0),
-        "metric": lambda run: tuple(-part for part in _merit(run)),
-    }
-    return orders[sort]
 
 
 def _merit(run: RunSummary) -> tuple[float, float]:

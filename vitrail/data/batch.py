@@ -20,7 +20,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, has_soft_targets, image_of, soft_target_of
 from vitrail.data.targets import Target, TargetKind, class_indices, is_texts
 from vitrail.data.texts import TextTokenizer
-from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.errors import UndecodableImage
+from vitrail.settings import problem_of, raise_problems
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,7 @@ class Rows:
     (`Batch.partners`), so that mixtures are the same as for one process."""
 
     def __post_init__(self) -> None:
-        if self.views < 1:
-            raise ConfigError(f"views={self.views} is less than 1")
+        raise_problems([problem_of("views", self.views, int, {"least": 1})])
 
 
 class KeptPixels:

@@ -289,16 +289,16 @@ def has_soft_targets(source: Source) -> bool:
 
 def soft_target_of(source: Source, index: int) -> SoftTarget | None:
     """Return the soft target of a sample, or None if it has none. Raise `DataError` unless a source of the user's own
-    gives an amount of at least 0 for each class."""
+    gives an amount between 0 and 1 for each class."""
     own = getattr(source, "soft_target", None) if has_soft_targets(source) else None
     amounts: SoftTarget | None = None if own is None else own(index)
     if amounts is None or isinstance(source, Samples):
         return amounts
     found, count = np.asarray(amounts, np.float32), len(source.classes)
-    if found.shape != (count,) or not (np.isfinite(found) & (found >= 0)).all():
+    if found.shape != (count,) or not ((found >= 0) & (found <= 1)).all():
         raise DataError(
             f"soft_target({index}) of {type(source).__name__} is {amounts!r:.60}, but it must be None or {count} "
-            "finite amounts, one for each class, of at least 0"
+            "amounts between 0 and 1, one for each class"
         )
     return found
 

@@ -387,6 +387,8 @@ def _open(request: Request) -> Splits:
                 "have columns"
             )
         splits = one.open(request)
+        if not isinstance(splits, Splits):
+            raise ConfigError(f"{request.title}: its format must return Splits (`splits_from`), not {splits!r:.60}")
         if splits.target_kind in ("numbers", "texts") and (idle := request.choice.unused(*OF_ALL_TARGETS)):
             note = f"{request.title}: {' and '.join(idle)} has no effect, because {splits.target_kind} are read"
             splits = replace(splits, notes=(*splits.notes, note))

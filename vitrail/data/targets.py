@@ -108,7 +108,12 @@ class Targets:
             amounts = np.array([soft[place] for place in present], np.float32).reshape(len(present), len(names))
             rows = SoftRows(((amounts, np.arange(len(names))),), places)
         if kind == "class":
-            return Targets(kind, names, np.array([-1 if one is None else one for one in found], np.int64), soft=rows)
+            labels = np.array([-1 if one is None else one for one in found])
+            if len(wrong := labels[labels % 1 != 0]):
+                raise DataError(
+                    f"label {wrong[0]} is not the index of a class; numbers are targets of the kind numbers"
+                )
+            return Targets(kind, names, labels.astype(np.int64), soft=rows)
         if kind == "classes":
             several = [class_indices(one) for one in found]
             values = np.fromiter(itertools.chain.from_iterable(several), np.int64)

@@ -54,8 +54,7 @@ class ByDetection(Bootstrapped):
         counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
         if not seen.is_finite:
             return {"average_precision": float("nan"), **counts}
-        if not seen.judged:
-            raise outputs.none_usable(plural(len(held_out), "image"), "boxes")
+        outputs.check_usable(seen.judged, plural(len(held_out), "image"), "boxes")
         truths, found = zip(*seen.judged, strict=True)
         classes, of_masks = len(held_out.classes), outputs.bundle.finds_masks
         report = average_precision(truths, found, classes, of_masks=of_masks, resamples=self.bootstrap)

@@ -98,9 +98,9 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
     counts = ", ".join(f"{name} held out {len(each):,}" for name, each in held_out.items())
     if not keys:
         raise DataError(
-            f"data {spec!r} has no image that all models held out of training ({counts}); measure them on other data, "
-            "or train them with the same --validation-share and --validation. --split all measures every image, and "
-            "with it those that the models learned from"
+            f"data {spec!r} has no image that all models held out of training ({counts or 'too few images'}); measure "
+            "them on other data, or train them with the same --validation-share and --validation. --split all measures "
+            "every image, and with it those that the models learned from"
         )
     which = f", that no model learned from ({counts})" if held_out else "; no model records that it learned from them"
     note = f"measuring {plural(len(keys), 'image')} of {len(train):,} in {spec!r}{which}"
@@ -301,7 +301,14 @@ def open_images(
         splits = _splits_of(bundle, opened, share=0.0)
         needs_cut = split == "validation" or (split == "train" and not by_features)
         if needs_cut or (split != "all" and splits.held_out is None):
-            splits = _splits_of(bundle, opened)
+            try:
+                splits = _splits_of(bundle, opened)
+            except DataError as error:
+                raise DataError(
+                    f"{opened.whole.title} has no split to measure, and none of its {len(opened.whole.train):,} "
+                    f"training images can be held out; choose data with a validation split"
+                    f"{', or measure all images with --split all' if split == 'held-out' else ''}"
+                ) from error
     found = _measured(bundle, opened, splits, split, is_common=common is not None)
     found = replace(found, notes=(*notes, *found.notes))
     if class_map is None:

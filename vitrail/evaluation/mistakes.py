@@ -52,8 +52,7 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
     """Return the report of a model of boxes. Mistakes are counted from its score threshold on. Raise `DataError` if no
     image can be used."""
     seen = outputs.answered(source, true_and_found)
-    if not seen.judged:
-        raise outputs.none_usable(plural(len(source), "image"), "boxes")
+    outputs.check_usable(seen.judged, plural(len(source), "image"), "boxes")
     names = tuple(source.classes)
     truths, answers = zip(*seen.judged, strict=True)
     measured = average_precision(truths, answers, len(names), of_masks=outputs.bundle.finds_masks)
@@ -88,8 +87,7 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
 def mask_report(outputs: Outputs, source: Source) -> PlacedReport:
     """Return the report of a model of masks. Raise `DataError` if no image can be used."""
     seen = outputs.answered(source, confused_pixels)
-    if not seen.judged:
-        raise outputs.none_usable(plural(len(source), "image"), "mask")
+    outputs.check_usable(seen.judged, plural(len(source), "image"), "mask")
     names, each = tuple(source.classes), np.stack(seen.judged)
     total, metrics = each.sum(axis=0), mask_metrics(each)
     shares = intersection_over_union(total).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -115,7 +115,7 @@ class Answered(NamedTuple):
 @dataclass(eq=False)
 class Outputs:
     """A model with its features and predictions for all samples of a source, and the way in which they are computed.
-    They are computed at first use."""
+    They are computed at first use and kept. After the weights have changed, call `forget`."""
 
     bundle: Bundle
     _: KW_ONLY
@@ -199,7 +199,7 @@ class Outputs:
         return (id(source), existing_layer(self.bundle.network, layer)) in self._stored
 
     def forget(self) -> None:
-        """Free all features and predictions, before other data is evaluated."""
+        """Free all features and predictions, before other data is evaluated or after the weights have changed."""
         self.skipped, self._stored = {}, {}
 
     def features(self, source: Source, layer: Layer = "embedding") -> FeatureSet:
@@ -290,10 +290,11 @@ class Outputs:
         size, preprocess = batch_size or self.batch_size or 256, self.bundle.preprocess
         return evaluation_batches(source, preprocess, batch_size=size, readers=self.readers, ranks=self.processes.place)
 
-    def none_usable(self, images: str, target: str) -> DataError:
-        """Return the error of images, such as "9 images", of which none can be used with its target."""
-        reason = next(iter(self.skipped.values()), "none of them has one")
-        return DataError(f"none of {images} can be used with its {target}; the first error: {reason}")
+    def check_usable(self, usable: Sized, images: str, target: str) -> None:
+        """Raise `DataError` if none of the images, such as "9 images", can be used with its target."""
+        if not len(usable):
+            reason = next(iter(self.skipped.values()), "none of them has one")
+            raise DataError(f"none of {images} can be used with its {target}; the first error: {reason}")
 
     def gather_skipped(self, skipped: Sequence[Skipped]) -> int:
         """Report the samples that all processes have skipped in `batches`, and return their number. All processes call

@@ -73,8 +73,7 @@ class ByMasks(Bootstrapped):
         counts = {"images": float(len(seen.indices)), "skipped": float(len(held_out) - len(seen.indices))}
         if not seen.is_finite:
             return {"mean_iou": math.nan, **counts}
-        if not seen.judged:
-            raise outputs.none_usable(plural(len(held_out), "image"), "mask")
+        outputs.check_usable(seen.judged, plural(len(held_out), "image"), "mask")
         return _values(np.stack(seen.judged), held_out.classes, self.bootstrap) | counts
 
 
@@ -135,15 +134,13 @@ class BySegmentation(Checked):
         (height, width), (rows, columns) = tokens.preprocess.image_size, tokens.grid
         outputs.note(f"segmentation sees images with {height} x {width} pixels, in {rows} x {columns} patches")
         pairs = list(tokens.of(learned))
-        if not pairs:
-            raise outputs.none_usable(plural(len(learned), "training image"), "mask")
+        outputs.check_usable(pairs, plural(len(learned), "training image"), "mask")
         head = self._fitted(tokens, pairs, len(train.classes))
         found = [
             pixel_confusion(mask, head(one[None], mask.shape)[0].argmax(dim=0).numpy(), len(train.classes))
             for one, mask in tokens.of(held_out)
         ]
-        if not found:
-            raise outputs.none_usable(plural(len(held_out), "image"), "mask")
+        outputs.check_usable(found, plural(len(held_out), "image"), "mask")
         counts = {"training_images": len(pairs), "images": len(found), "skipped": len(held_out) - len(found)}
         values = _values(np.stack(found), train.classes, resamples=1000)
         return values | {name: float(count) for name, count in counts.items()}

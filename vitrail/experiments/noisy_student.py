@@ -34,7 +34,7 @@ from vitrail.data.formats.pseudo_labels import (
 from vitrail.data.pipeline import Readers
 from vitrail.data.source import Source, fingerprint, shared_images
 from vitrail.data.splits import Splits, absolute_spec, has_amount
-from vitrail.errors import BundleError, ConfigError, DataError, plural
+from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
 from vitrail.evaluation.outputs import Outputs
 from vitrail.experiments.runner import complete_run, experiment
 from vitrail.files import expanded
@@ -166,12 +166,17 @@ def _round(
             precision="float32" if config.student.run.precision == "float32" else "auto",
             on_progress=on_progress,
         )  # fmt: skip
-    else:
-        info = read_info(labels)
+    elif (info := read_info(labels)).teacher_sha256 != check_classifier(teacher).sha256:
+        raise RunError(
+            f"{labels} has labels of another teacher: the weights of {teacher} have changed; delete {place} to begin "
+            "this round again"
+        )
     log.say(f"round {number}: {label_sentence(info)}")
     log.say(f"round {number}: the student learns")
     run = config.round_config(str(place / "run"), str(labels))
-    metrics, _ = complete_run(run, log=log, measure_test=number == config.rounds.rounds)
+    # The data is opened here, because a run that continues in a moved folder has recorded the old path of the labels.
+    data = run.data.open_whole()
+    metrics, _ = complete_run(run, data=data, log=log, measure_test=number == config.rounds.rounds)
     return Round(number, str(place / "run"), metrics, info)
 
 
@@ -225,10 +230,6 @@ def label_images(
     enough, `BundleError` if predictions are not finite, and `SaveError`.
     """
     facts = check_classifier(teacher)
-    if labelling.pseudo_labels == "hard" and len(set(facts.classes)) < len(facts.classes):
-        raise ConfigError(
-            f"pseudo_labels='hard' writes names of classes, and several classes of {teacher} have one name; choose soft"
-        )
     source = open_pool(pool)
     predicted = _Predicted(source, facts.classes, labelling.confidence, teacher, on_progress)
     outputs = Outputs(load_teacher(teacher, device), batch_size=None, readers=readers, precision=precision)

@@ -138,9 +138,10 @@ def _changes(config: TrainConfig, folder: Path, data: OpenedData, initial: Bundl
     """Return a text for everything in which an existing run differs from these settings, images and weights."""
     record, splits = read_record(folder), config.data.cut(data)
     # The accumulation depends on the free memory and does not change the result. Nor do the threads that read the
-    # images, which a run can choose, and permission to overwrite.
+    # images, which a run can choose, permission to overwrite, and the place of the run, which can be moved.
     kept = ("accumulation", "threads", "overwrite", *RESOLVED)
-    same = config.override(**{name: getattr(record.config.run, name) for name in kept})
+    before = {name: getattr(record.config.run, name) for name in kept}
+    same = config.override(run=record.config.run.folder, **before)
     return differences(
         {
             "config": record.config.to_plain(),

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from types import FunctionType, MethodType
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.shortcuts import is_plain
+from vitrail.settings import typed
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 AnyConfigClass = TypeVar("AnyConfigClass")
@@ -256,8 +257,13 @@ def refuse_assignment(config: type[AnyConfigClass]) -> type[AnyConfigClass]:
 
 
 def check_images(images: Tensor, channels: int) -> None:
-    """Raise `ConfigError` unless images have the shape (b, channels, height, width) and are normalised, which whole
-    numbers cannot be."""
+    """Raise `ConfigError` unless images are a tensor of shape (b, channels, height, width) and are normalised, which
+    whole numbers cannot be."""
+    if not isinstance(images, Tensor):
+        raise ConfigError(
+            f"images is a {type(images).__name__}; give a tensor of shape (b, {channels}, height, width), or images to "
+            "Bundle.predict"
+        )
     if images.ndim != 4 or images.shape[1] != channels:
         raise ConfigError(f"images of shape {tuple(images.shape)} are not of shape (b, {channels}, height, width)")
     if not images.is_floating_point():
@@ -286,19 +292,20 @@ def weights_of(make: Callable[[], nn.Module | None]) -> int:
     return 0 if module is None else sum(weight.numel() for weight in module.parameters())
 
 
-def block_numbers(layers: Sequence[int], count: int, *, field: str = "layers", part: str = "block") -> list[int]:
+def block_numbers(layers: Iterable[int], count: int, *, field: str = "layers", part: str = "block") -> list[int]:
     """Return block numbers that count from 0. Numbers in `layers` may also count backward from -1. `field` and `part`
     name other numbered parts, such as heads.
 
-    Raise `ConfigError` for a block that does not exist.
+    Raise `ConfigError` for anything else than whole numbers, and for a block that does not exist.
     """
-    for layer in layers:
+    numbers = typed(tuple[int, ...], [*layers] if isinstance(layers, Iterable) else layers, field)
+    for layer in numbers:
         if not -count <= layer < count:
             raise ConfigError(
-                f"{field}={tuple(layers)}: {part} {layer} does not exist; choose from 0 to {count - 1}, or from "
+                f"{field}={numbers}: {part} {layer} does not exist; choose from 0 to {count - 1}, or from "
                 f"{-count} to -1, counted from the end"
             )
-    return [layer % count for layer in layers]
+    return [layer % count for layer in numbers]
 
 
 def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) -> AnyModule:
@@ -406,7 +413,7 @@ def shared_copy(network: AnyModule) -> AnyModule:
         known = type(module).__module__.startswith(("torch.nn.modules.", "vitrail.models."))
         is_simple = is_simple and known
         for method, function in _replaced(module):
-            used = list(_used_objects(function))
+            used = list(_used_objects(function, is_hook=method == "a hook"))
             is_simple = is_simple and not any(id(one) in modules for one, _ in used)
             if any(id(one) in modules and is_fixed for one, is_fixed in used):
                 raise ConfigError(
@@ -445,23 +452,33 @@ def _replaced(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from (("a hook", hook) for hook in value.values())
 
 
-def _used_objects(function: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield the objects that a function uses: what it is bound to, its arguments, and the variables around it.
+def _used_objects(function: Any, *, is_hook: bool) -> Iterator[tuple[Any, bool]]:
+    """Yield the objects that a function uses: what it is bound to, its arguments with their defaults, the variables
+    around it, and what collections and functions of the same file among these use. The attributes of a callable object
+    are yielded if it replaces a method. An object that is a hook may hold a network that it does not compute with.
 
     The second value is True if a copy of the function has the same object instead of its copy.
     """
-    waiting, seen = [(function, False)], set[int]()
+    waiting, seen = [(function, False)], set[tuple[int, bool]]()
     while waiting:
         one, is_fixed = waiting.pop()
         yield one, is_fixed
-        if id(one) in seen:
+        if (id(one), is_fixed) in seen or isinstance(one, nn.Module | Tensor):
             continue
-        seen.add(id(one))
+        seen.add((id(one), is_fixed))
         if isinstance(one, MethodType):
             waiting += [(one.__self__, is_fixed), (one.__func__, is_fixed)]
         elif isinstance(one, functools.partial):
             waiting += [(part, is_fixed) for part in (one.func, *one.args, *one.keywords.values())]
         elif isinstance(one, FunctionType):
-            names = inspect.getclosurevars(one)
-            around = [value for value in names.globals.values() if not isinstance(value, FunctionType)]
-            waiting += [(value, True) for value in (*names.nonlocals.values(), *around, *vars(one).values())]
+            names, defaults = inspect.getclosurevars(one), (one.__defaults__, one.__kwdefaults__)
+            around = [
+                value
+                for value in names.globals.values()
+                if not isinstance(value, FunctionType | type) or value.__module__ == one.__module__
+            ]
+            waiting += [(value, True) for value in (*names.nonlocals.values(), *around, *vars(one).values(), *defaults)]
+        elif isinstance(one, list | tuple | set | frozenset | dict):
+            waiting += [(value, is_fixed) for value in (one.values() if isinstance(one, dict) else one)]
+        elif callable(one) and not is_fixed and not is_hook:
+            waiting += [(value, False) for value in getattr(one, "__dict__", {}).values()]

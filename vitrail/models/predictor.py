@@ -53,11 +53,13 @@ class Predictor:
     def __init__(self, network: nn.Module, precision: Precision = "float32", *, exact_head: bool = False) -> None:
         """Prepare a network for prediction. The precision "auto" is "bf16" if the processor has matrix units for
         bfloat16. With `exact_head`, the last dense layer computes in float32 in every precision: bfloat16 has eight
-        bits for a number such as a year. Raise `ConfigError` for an unknown precision."""
+        bits for a number such as a year. Raise `ConfigError` for an unknown precision and for weights without
+        values."""
         first = next(itertools.chain(network.parameters(), network.buffers()), None)
         self.device = torch.device("cpu") if first is None else first.device
         """Device of the weights. Images have to be on the same device."""
-        raise_problems([problem_of("precision", precision, Precision, {})])
+        empty = "network is on the device meta, so its weights have no values" if self.device.type == "meta" else ""
+        raise_problems([problem_of("precision", precision, Precision, {}), empty])
         self.precision: Precision = resolve_precision(precision, self.device)
         """Format of matrix products: "bf16" or "float32"."""
         self.network: Any = shared_copy(network)

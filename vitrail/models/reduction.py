@@ -121,8 +121,7 @@ def _merged(
     into, out_of = (targets + first * len(ends)).flatten(), (moved + first * n).flatten()
     added = sizes.reshape(-1)[out_of]
     sums.view(-1, width).index_add_(0, into, rows[out_of] * added[:, None])
-    grown = grown.contiguous()
-    grown.view(-1).index_add_(0, into, added)
+    grown = grown.flatten().index_add(0, into, added).view(b, -1)
 
     stay = rows[(left + first * n).flatten()].view(b, -1, width)
     kept = torch.cat([tokens[:, :prefix], stay, sums / grown[:, :, None]], dim=1)

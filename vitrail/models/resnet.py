@@ -77,7 +77,8 @@ class ResNet(nn.Module):
         """
         if layers is None:
             return _cells_of(self.feature_map(images))
-        chosen, found = block_numbers(layers, self.config.num_blocks), dict[int, Features]()
+        chosen = block_numbers(layers, self.config.num_blocks)
+        found: dict[int, Features] = {}  # the compiler does not know `dict[int, Features]()`
         x = self._after_stem(images)
         for number, unit in enumerate(self.layers().blocks):
             x = unit(x)

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from vitrail.errors import ConfigError, nearest
-from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 from vitrail.registry import Registry
-from vitrail.settings import bare_names, from_plain, typed_fields
+from vitrail.settings import bare_names, typed, typed_fields
 
 AnyConfig = ViTConfig | ResNetConfig
 AnyNetwork = VisionTransformer | ResNet
@@ -145,8 +145,10 @@ def create(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any)
     return build(variant_config(name, image_size=image_size, **fields))
 
 
+@torch.inference_mode(False)
 def build(config: AnyConfig) -> AnyNetwork:
-    """Return the network that a config describes, with random weights."""
+    """Return the network that a config describes, with random weights, which can be trained even if the caller is in
+    inference mode."""
     network_class: Any = ARCHITECTURES[config.architecture][1]
     return network_class(config)
 
@@ -163,6 +165,7 @@ def transformer_config(config: AnyConfig | None) -> ViTConfig | None:
 
 def _named(name: str) -> AnyConfig:
     """Return the config of a variant. The image size is a placeholder that the patch size divides."""
+    name = typed(str, name, "variant")
     if match := VIT.fullmatch(name):
         patch = int(match["patch_h"]), int(match["patch_w"] or match["patch_h"])
         return ViTConfig(**_size(match, name)._asdict(), patch_size=patch, image_size=patch)
@@ -249,9 +252,6 @@ class ModelConfig:
                 of = self.variant or "a network"
                 raise ConfigError(f"unknown field {name!r} of {of}; {nearest(name, known)}")
         overrides = dict(self.overrides)
-        for name, cls in (("root", RootConfig), ("reduction", TokenReduction)):
-            if isinstance(value := overrides.get(name), dict):  # JSON has lists instead of tuples
-                overrides[name] = from_plain(cls, value)
         for kind in (ResNetConfig, ViTConfig) if self.variant is None else (type(_named(self.variant)),):
             own = {name: value for name, value in overrides.items() if name in bare_names(kind)}
             overrides |= typed_fields(kind, own)

@@ -185,7 +185,8 @@ class VisionTransformer(nn.Module):
         if layers is None:
             return self._features(images)
         patches = self._patches(images)
-        chosen, found = block_numbers(layers, len(self.blocks)), dict[int, Features]()
+        chosen = block_numbers(layers, len(self.blocks))
+        found: dict[int, Features] = {}  # the compiler does not know `dict[int, Features]()`
 
         def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
             if layer in chosen:

@@ -127,6 +127,9 @@ def measure_cell(folder: Path, cell: StudyCell) -> CellResult:
         if started.diverged:
             return _diverged(f"the cell {cell.start} that it starts from diverged", config, before)
         config = config.override(init=str(source / "run" / "model"))
+        # After the folder of the study was moved, a run would look for its initial model at the old path.
+        if (folder / "run/run.json").is_file() and read_record(folder / "run").config.start != config.start:
+            shutil.rmtree(folder / "run")
     splits = config.data.open(unlabelled=not cell.by)
     try:
         result = complete_run(config, measure_test=False)[1] or finished(folder / "run")

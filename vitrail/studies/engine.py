@@ -118,7 +118,10 @@ class StudyRun:
             [one for (name, seed), cells in chains.items() for one in _labelled(cells, f"{name}, seed {seed}")]
         )
         points = [self._point(point, rates[point.tuning], chains, results) for point in self.points]
-        machines = dict.fromkeys(_machine(result) for result in results.values())
+        machines = dict.fromkeys(
+            f"{machine['device']}, {plural(int(machine['threads']), 'thread')} for each cell, {machine['precision']}"
+            for machine in (result.machine for result in results.values())
+        )
         return Results(points, trials, list(machines))
 
     def _choose(self, pool: Pool[StudyCell, CellResult]) -> tuple[list[TuningTrial], dict[str, tuple[float, ...]]]:
@@ -174,12 +177,6 @@ class StudyRun:
             seconds={seed: result.seconds for seed, result in found.items()},
             parameters=max((result.parameters for result in known), default=0),
         )
-
-
-def _machine(result: CellResult) -> str:
-    """Return the machine of a cell in words."""
-    threads = plural(int(result.machine["threads"]), "thread")
-    return f"{result.machine['device']}, {threads} for each cell, {result.machine['precision']}"
 
 
 def _merit(result: CellResult) -> tuple[float, float]:

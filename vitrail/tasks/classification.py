@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.source import Source, truth_of
+from vitrail.data.source import Source, has_soft_targets, samples_of, truth_of
 from vitrail.data.splits import Splits, check_classes
 from vitrail.data.targets import class_indices
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.metrics.numbers import StreamingAccuracy
 from vitrail.evaluation.outputs import Outputs
@@ -53,7 +54,8 @@ class Classification(Task):
         return self.loss
 
     def check_data(self, splits: Splits) -> None:
-        """Raise `DataError` if the targets of the data are not classes.
+        """Raise `DataError` if the targets of the data are not classes, or if its soft targets are no probabilities of
+        classes that exclude each other, although the loss is for such classes.
 
         Raise `ConfigError` if images have several labels but the loss is for one label. Also raise `ConfigError` if
         every image has one label, but `select` is the mean average precision, which needs several.
@@ -65,6 +67,14 @@ class Classification(Task):
                 f"{splits.title} has images with several labels, which loss={self.loss!r} cannot learn; choose "
                 "loss='sigmoid'"
             )
+        if self.loss == "softmax" and has_soft_targets(splits.train):
+            soft = samples_of(splits.train).targets.soft
+            sums = np.concatenate([amounts.sum(axis=1) for amounts, _ in soft.blocks] if soft else [np.ones(1)])
+            if (wrong := sums[np.abs(sums - 1) > 0.01]).size:  # they can be rounded to bf16
+                raise DataError(
+                    f"the soft target of an image of {splits.title} has amounts with the sum {wrong[0]:g}, but "
+                    f"loss={self.loss!r} needs the sum 1; divide the amounts by their sum, or choose loss='sigmoid'"
+                )
         if self.select == "mean_average_precision" and not several:
             raise ConfigError(
                 f"select={self.select!r} needs images with several labels, but the images of {splits.title} have "

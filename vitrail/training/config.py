@@ -496,16 +496,22 @@ class TrainConfig(Checked):
             if alpha and {"none", "texts"} & set(self.task.targets):
                 yield (
                     f"{name}={alpha} mixes the labels of images, which the task {self.task.name} does not learn; leave "
-                    f"{name} out"
+                    f"it out, or choose {name}=0 in place of the recipe's"
                 )
         if set(PLACED) & set(self.task.targets):
             chosen, augment = self.augment.settings, self.augment
             fixed = {"mixup": chosen.mixup, "cutmix": augment.cutmix, "randaugment_layers": chosen.randaugment_layers}
-            for name, value in {**fixed, "erase": augment.erase, "crop_from": augment.crop_from}.items():
+            if augment.crop_from is not None:
+                yield (
+                    f"crop_from={augment.crop_from} cuts boxes out of images, which boxes and masks do not follow, so "
+                    f"it cannot be used with the task {self.task.name}; leave it out"
+                )
+            for name, value in {**fixed, "erase": augment.erase}.items():
                 if value:
                     yield (
                         f"{name}={value} changes images in a way that boxes and masks do not follow, so it cannot be "
-                        f"used with the task {self.task.name}; leave it out"
+                        f"used with the task {self.task.name}; leave it out, or choose {name}=0 in place of the "
+                        "recipe's"
                     )
             for name in filter(given.get, ("linear_head", "head_normalises")):  # recipes of papers set `head_bias`
                 yield (

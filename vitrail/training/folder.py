@@ -25,6 +25,7 @@ from vitrail.settings import bare_names, facts
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.log import numbers_of, read_journal
 from vitrail.training.start import Origin
+from vitrail.weights.saved import check_format, read_object
 
 FORMAT = 2
 """Version of the format, the first that a release writes."""
@@ -58,22 +59,8 @@ def read_record(folder: Path) -> Record:
         near = Path("runs") / folder
         hint = f"; did you mean {str(near)!r}?" if (near / "run.json").is_file() else ""
         raise RunError(f"{str(folder)!r} is not the folder of a run: it has no run.json{hint}")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}") from error
-    if not isinstance(values, dict):
-        raise RunError(f"{path} is damaged: it holds {type(values).__name__}, not an object of named fields")
-    number = _field(path, values, "format")
-    if not isinstance(number, int) or number < 1:
-        raise RunError(f"{path} is damaged: format={number!r} is not a whole number above 0")
-    if number < FORMAT:
-        raise RunError(f"{path} has format {number}, which no release of Vitrail wrote; train the run again")
-    if number > FORMAT:
-        raise RunError(
-            f"{path} has format {number}, but this version of Vitrail reads formats up to {FORMAT}; install a "
-            "newer version to use this run"
-        )
+    values = read_object(path, RunError)
+    check_format(_field(path, values, "format"), FORMAT, path, RunError, "train the run again")
     config, data = (_field(path, values, name, is_object=True) for name in ("config", "data"))
     try:
         return Record(
@@ -245,10 +232,9 @@ def check_place(folder: Path, config: TrainConfig) -> None:
         check_parent(folder)
         return
     if not config.run.overwrite:
-        raise RunError(
-            f"run folder {str(folder)!r} exists; choose another --run, continue it with --resume "
-            f"{shlex.quote(str(folder))}, or replace it with --overwrite"
-        )
+        further = f", continue it with --resume {shlex.quote(str(folder))}, or replace it with --overwrite"
+        is_run = (folder / "run.json").is_file()
+        raise RunError(f"run folder {str(folder)!r} exists; choose another --run{further if is_run else ''}")
     if not (folder / "run.json").is_file():
         raise RunError(
             f"{str(folder)!r} is not the folder of a run (it has no run.json), so it is not overwritten; choose "
@@ -350,15 +336,14 @@ class RunSummary:
         return None if found is None else int(found)
 
 
-def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the folders of runs in a folder, in alphabetical order. The folder itself can be a run.
+def find_runs(folder: Path, depth: int = DEPTH, deeper: list[Path] | None = None) -> Iterator[Path]:
+    """Yield the folders of runs in a folder, in alphabetical order. The folder itself can be a run. The folders that
+    are not searched because they are deeper than `depth` levels are appended to `deeper`.
 
     Folders inside a run, hidden folders and folders that cannot be opened hold no runs.
     """
     if (folder / "run.json").is_file():
         yield folder
-        return
-    if depth == 0:
         return
     try:
         inside = sorted(
@@ -369,8 +354,10 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
         )
     except OSError:
         return
-    for path in inside:
-        yield from find_runs(path, depth - 1)
+    if depth == 0 and deeper is not None:
+        deeper += inside
+    for path in inside if depth else ():
+        yield from find_runs(path, depth - 1, deeper)
 
 
 def summarise(folder: Path) -> RunSummary:

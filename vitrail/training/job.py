@@ -20,7 +20,16 @@ from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import Readers, check_divisible, default_threads, queue_bytes
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Samples, Source, check_outlines, fingerprint, target_kind, truth_of
+from vitrail.data.source import (
+    Sample,
+    Samples,
+    Source,
+    check_outlines,
+    fingerprint,
+    has_soft_targets,
+    target_kind,
+    truth_of,
+)
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Target, TargetKind
@@ -546,6 +555,9 @@ def check_source(source: Any) -> None:
         raise _broken(source, f"classes must be different names, not {classes!r:.60}")
     if not count:
         raise _broken(source, "a source must have at least one sample")
+    has_flag, has_method = hasattr(source, "has_soft_targets"), hasattr(source, "soft_target")
+    if has_flag != has_method and (has_method or has_soft_targets(source)):
+        raise _broken(source, "soft targets need both has_soft_targets = True and the method soft_target(index)")
     kind = target_kind(source)
     examples = np.unique(np.linspace(0, count - 1, min(count, EXAMPLES)).astype(np.int64)).tolist()
     for index in examples if isinstance(source, Samples) else range(count):
@@ -561,6 +573,8 @@ def check_source(source: Any) -> None:
             continue
         if sample is None:
             continue
+        if not all(hasattr(sample, name) for name in Sample.__annotations__):
+            raise _broken(source, f"source[{index}] must be a Sample(key, image, target), not {sample!r:.60}")
         if sample.key != key or str(sample.target) != str(target):
             raise _broken(
                 source, f"source[{index}] must have the key and the target that key({index}) and target({index}) return"

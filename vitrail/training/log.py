@@ -52,7 +52,7 @@ class Log:
         self.show("note", text=text)
 
     def extracting(self, done: int, total: int) -> None:
-        """Show the number of images whose features are computed for a linear model, and the number of all images."""
+        """Show the number of images whose features or predictions are computed, and the number of all images."""
         self.show("extracting", done=done, total=total)
 
     def _pass(self, content: Mapping[str, Any]) -> None:

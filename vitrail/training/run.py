@@ -39,7 +39,7 @@ from vitrail.machine import deterministic_algorithms, keep_freed_memory, peak_me
 from vitrail.models.linear.float32 import float32_products
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes, join_processes
-from vitrail.settings import raise_problems
+from vitrail.settings import raise_problems, typed
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.tasks.task import Objective, Task
 from vitrail.training.after_step import Run, before_first_step, checked_result, reader_trials
@@ -116,7 +116,7 @@ def train(
                 "initial: a model was passed, but config.start.init does not say where it comes from; set init to its "
                 "path or name"
             )
-        model = initial or open_initial(config.start)
+        model = typed(Bundle | None, initial, "initial") or open_initial(config.start)
         job = prepare(
             config, data=data, network=network, model=model, probes=probes, measure_test=measure_test,
             processes=processes,
@@ -168,6 +168,10 @@ def resume(
     fallen to its end therefore rises again at the first new step.
     """
     started = time.perf_counter() if started is None else started
+    if not isinstance(changes, Mapping):
+        raise ConfigError(
+            f"changes={changes!r:.60} is not a mapping of settings to new values, such as {{'epochs': 20}}"
+        )
     length = {name: changes[name] for name in LENGTHS if changes.get(name) is not None}
     if len(length) > 1:
         given = " and ".join(f"{name}={value}" for name, value in length.items())

@@ -213,7 +213,7 @@ def run_suite(
     *,
     folder: Path | None = None,
     strict: bool = False,
-    on_task: Callable[[SuiteTask], None] | None = None,
+    on_task: Callable[[SuiteTask], None] = lambda task: None,
 ) -> SuiteResult:
     """Measure a model on every task of a suite.
 
@@ -226,8 +226,7 @@ def run_suite(
     """
     rows = []
     for task in suite.tasks:
-        if on_task is not None:
-            on_task(task)
+        on_task(task)
         outputs.forget()
         try:
             data = open_task(task, folder, outputs.note)

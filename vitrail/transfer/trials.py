@@ -232,12 +232,6 @@ def _read(place: Path) -> dict[str, Any] | None:
     return found
 
 
-def _median_rate(place: Path) -> float | None:
-    """Return the median of the images per second in the journal of a run, without the first, which has the start-up."""
-    rates = [event["images_per_second"] for event in read_journal(place / "journal.jsonl") if event["event"] == "step"]
-    return float(np.median(rates[1:])) if len(rates) > 1 else None
-
-
 def _with_fewer(spec: str, splits: Splits) -> OpenedData:
     """Return the training images with at most `TRIAL_VALIDATION` validation images, evenly spaced."""
     validation = splits.validation
@@ -330,8 +324,9 @@ class _Trials:
             complete_run(config, data=self.trial_data, initial=self.initial, measure_test=False, replaces=True)
         found = kept_result(place / "journal.jsonl")
         value, loss = found.get(self.metric.name), found.get(self.config.task.loss_metric)
-        if (rate := _median_rate(place)) is not None:
-            self.speeds[candidate.name] = config.run.batch_size / rate
+        events = (event for event in read_journal(place / "journal.jsonl") if event["event"] == "step")
+        if rates := [event["images_per_second"] for event in events][1:]:  # the first one has the start-up
+            self.speeds[candidate.name] = config.run.batch_size / float(np.median(rates))
         for unneeded in ("checkpoints", "model"):
             shutil.rmtree(place / unneeded, ignore_errors=True)
         self._add(Tried(candidate.name, steps, value, loss))

@@ -15,10 +15,12 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.data.objects import Runs
+from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.heads.dense_head import BoxHead, FoundBoxes, MaskHead
 from vitrail.report.drawing import draw_boxes, draw_mask
+from vitrail.settings import typed
 
 OutputKind = Literal["softmax", "sigmoid", "numbers", "boxes", "mask"]
 """Meaning of a network's outputs. "softmax": logits of classes that exclude each other. "sigmoid": one yes-or-no logit
@@ -109,7 +111,10 @@ class Detections:
 
     def coco(self, ids: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Return the objects in the form of COCO's results. `ids` are the numbers of the classes (`Bundle.class_ids`).
-        By default they are counted from 1."""
+        By default they are counted from 1. Raise `ConfigError` unless there is a number for each class."""
+        ids = typed(tuple[int, ...], [*ids], "ids")
+        if ids and len(ids) != len(self.names):
+            raise ConfigError(f"ids={ids} are {len(ids)} numbers, but the model has {len(self.names)} classes")
         rows: list[dict[str, Any]] = []
         for number, (label, score, (left, top, right, bottom)) in enumerate(self):
             place = int(self.labels[number])
@@ -121,10 +126,11 @@ class Detections:
             rows.append(row)
         return rows
 
-    def drawn(self, image: Image.Image) -> Image.Image:
-        """Return the image with the boxes and masks of the objects, and their scores."""
-        texts = [f"{one.label} {one.score:.2f}" for one in self]
-        return draw_boxes(image, self.boxes, self.labels.tolist(), texts, [runs.mask() for runs in self.masks])
+    def drawn(self, image: bytes | np.ndarray | Image.Image) -> Image.Image:
+        """Return the upright image with the boxes and masks of the objects, and their scores. Raise `ConfigError` for
+        an image of another size than that of the prediction."""
+        texts, masks = [f"{one.label} {one.score:.2f}" for one in self], [runs.mask() for runs in self.masks]
+        return draw_boxes(_upright(image, self.size), self.boxes, self.labels.tolist(), texts, masks)
 
     def above(self, score: float) -> Detections:
         """Return the objects with at least this score."""
@@ -150,9 +156,10 @@ class MaskPrediction:
         """The classes that cover the largest parts of the image, with their fractions."""
         return ", ".join(f"{name} {share:.0%}" for name, share in list(self.shares().items())[:LARGEST_PARTS])
 
-    def drawn(self, image: Image.Image) -> Image.Image:
-        """Return the image under the colours of the classes."""
-        return draw_mask(image, self.indices, len(self.names))
+    def drawn(self, image: bytes | np.ndarray | Image.Image) -> Image.Image:
+        """Return the upright image under the colours of the classes. Raise `ConfigError` for an image of another size
+        than that of the prediction."""
+        return draw_mask(_upright(image, self.indices.shape), self.indices, len(self.names))
 
     def shares(self) -> dict[str, float]:
         """Return the fraction of the pixels of each class that occurs, the largest first."""
@@ -163,6 +170,18 @@ class MaskPrediction:
 
 LARGEST_PARTS = 4
 """Number of classes that a short text about a mask names."""
+
+
+def _upright(image: bytes | np.ndarray | Image.Image, size: tuple[int, ...]) -> Image.Image:
+    """Return an image as `decode` reads it, so that its pixels are those of its prediction. Raise `ConfigError` unless
+    it has this height and width."""
+    upright = to_pil(image, 3)
+    if upright.size[::-1] != size:
+        raise ConfigError(
+            f"image is {upright.height} x {upright.width} pixels (height, width), but the prediction is of an image of "
+            f"{size[0]} x {size[1]}; draw on the image that was predicted"
+        )
+    return upright
 
 
 AnyPrediction = Prediction | NumberPrediction | Detections | MaskPrediction

@@ -28,7 +28,7 @@ from vitrail.models.cost import prediction_batch
 from vitrail.models.heads.dense_head import BoxHead, MaskHead
 from vitrail.models.predictor import Engine, EnginePredictor, Predictor
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
-from vitrail.settings import from_plain, to_plain, typed
+from vitrail.settings import from_plain, problem_of, raise_problems, to_plain, typed, typed_fields
 from vitrail.weights.answers import (
     DENSE,
     OUTPUT_NOUNS,
@@ -104,21 +104,23 @@ class Bundle:
     nothing is lost by resizing twice. They are not saved."""
 
     def __post_init__(self) -> None:
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "network"}
+        try:
+            vars(self).update(typed_fields(type(self), given))
+        except ConfigError as error:
+            raise BundleError(str(error)) from None
         if (wrapped := getattr(self.network, "_orig_mod", None)) is not None:
             self.network = wrapped
             self.notes = (*self.notes, "the network is used without torch.compile; network.compile() keeps it")
         if self.engine is not None and self.engine.network is not self.network:
             self.engine = None
-        config, names = getattr(self.network, "config", None), self.classes
+        config = getattr(self.network, "config", None)
         if config is None:
             raise BundleError(
                 f"network is a {type(self.network).__name__} without a config; give the network that vitrail.create or "
                 "vitrail.load made, without a wrapper"
             )
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            raise BundleError(f"classes={names!r:.60} must be a list of names, one for each output")
-        self.classes = tuple(names)
-        if len(names) != config.num_classes:
+        if len(self.classes) != config.num_classes:
             raise BundleError(
                 f"there are {len(self.classes)} class names, but the network has {config.num_classes} outputs"
             )
@@ -134,9 +136,6 @@ class Bundle:
                 f"a model of masks has at most {IGNORED} classes, because a mask has 8 bits and {IGNORED} is no class; "
                 f"this one has {len(self.classes)}"
             )
-        for name, choices in (("output", get_args(OutputKind)), ("precision", get_args(Precision))):
-            if getattr(self, name) not in choices:
-                raise BundleError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
         try:
             json.dumps(self.provenance)
         except (TypeError, ValueError, RecursionError) as error:
@@ -159,8 +158,8 @@ class Bundle:
     def class_ids(self) -> tuple[int, ...]:
         """Numbers of the classes in the data that the model learned from: those of COCO's categories, or the values in
         masks. () if they are not known."""
-        found = self.provenance.get("class_ids", [])
-        return tuple(found) if len(found) == len(self.classes) else ()
+        found = typed(tuple[int, ...], self.provenance.get("class_ids", ()), "provenance.class_ids")
+        return found if len(found) == len(self.classes) else ()
 
     @property
     def finds_masks(self) -> bool:
@@ -320,13 +319,18 @@ class Bundle:
     ) -> Sequence[AnyPrediction]:
         """Return the prediction of each row of the network's outputs, as `predict` does. Models of boxes and masks need
         the `placements` of the images. Raise `BundleError` for outputs that are not finite or have another number than
-        the names, and `ConfigError` for a `top` that is out of range."""
+        the names, and `ConfigError` for a `top` that is out of range and for placements of other images."""
         count = self._count(top)
         outputs = finite(outputs.float().cpu())
         if self.output not in DENSE and outputs.shape[1:] != (len(self.classes),):
             raise BundleError(
                 f"the network has {outputs.shape[1]} outputs, but there are {len(self.classes)} class names; change "
                 "the head with network.with_head(...), and make a new Bundle with a name for each output"
+            )
+        if self.output in DENSE and len(placements) != len(outputs):
+            raise ConfigError(
+                f"placements: {len(placements)} do not fit the outputs of {len(outputs)} images; give what "
+                "`placements(images)` returns"
             )
         if self.output == "numbers":
             return [NumberPrediction(self.classes, tuple(row)) for row in outputs.tolist()]
@@ -534,8 +538,7 @@ def weights_sha256(network: nn.Module) -> str:
 
 def _batches(images: Images, size: int) -> Iterator[Sequence[ImageLike]]:
     images = image_list(images)
-    if size < 1:
-        raise ConfigError(f"batch_size={size} is less than 1")
+    raise_problems([problem_of("batch_size", size, int, {"least": 1})])
     return (images[start : start + size] for start in range(0, len(images), size))
 
 

@@ -64,6 +64,7 @@ LAYOUTS = Registry[Layout](
 """Layouts of other libraries, in the order in which `load` tries them."""
 
 
+@torch.inference_mode(False)
 def load(
     path: str | Path,
     *,
@@ -160,10 +161,10 @@ def convert(
     store.
 
     The destination is a new path or an empty folder. With `overwrite`, the destination may also be an earlier output.
-    `options` are the options of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the
-    layout cannot store an option that changes what the model computes.
+    `options` are the options of `load`, except `device`. Raises `DestinationError` if the destination is taken, and
+    `BundleError` if the layout cannot store an option that changes what the model computes.
     """
-    destination, overwrite = expanded(destination), typed(bool, overwrite, "overwrite")
+    destination, overwrite, to = expanded(destination), typed(bool, overwrite, "overwrite"), typed(str, to, "to")
     if to != "vitrail" and to not in LAYOUTS:
         raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
     if to == "vitrail":

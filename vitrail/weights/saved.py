@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitrail.data.texts import FILES
-from vitrail.errors import BundleError
+from vitrail.errors import BundleError, UserError
 from vitrail.files import check_new_folder, disk_problem, replacing_folder, sha256, write_json
 from vitrail.settings import typed
 
@@ -110,14 +110,14 @@ def read_folder(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     return folder, description, _read_weights(folder, description["weights"])
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise `BundleError` for any other content."""
+def read_object(path: Path, kind: type[UserError] = BundleError) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise an error of this kind for any other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is damaged: {error}") from error
+        raise kind(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
-        raise BundleError(f"{path} must be an object of named fields, not {type(content).__name__}")
+        raise kind(f"{path} is damaged: it must be an object of named fields, not {type(content).__name__}")
     return content
 
 
@@ -127,7 +127,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise BundleError(f"{folder} is not a model: it has no {DESCRIPTION}")
     description = read_object(path)
-    _check_format(description.get("format"), path)
+    check_format(description.get("format"), FORMAT, path, BundleError, "train or convert the model again")
     if missing := [name for name in REQUIRED if name not in description]:
         raise BundleError(f"{path} lacks the field {missing[0]}; a model has the fields {', '.join(REQUIRED)}")
     for name, kind in (REQUIRED | OPTIONAL).items():
@@ -136,17 +136,16 @@ def _read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def _check_format(version: Any, path: Path) -> None:
+def check_format(version: Any, known: int, path: Path, kind: type[UserError], again: str) -> None:
+    """Raise an error of this kind unless a file has the known format. `again` says how to get such a file."""
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise BundleError(f"{path}: format={version!r} is not the number of a format, which is {FORMAT} or higher")
-    if version < FORMAT:
-        raise BundleError(
-            f"{path} has format {version}, which no release of Vitrail wrote; train or convert the model again"
-        )
-    if version > FORMAT:
-        raise BundleError(
+        raise kind(f"{path} is damaged: format={version!r} is not a whole number above 0")
+    if version < known:
+        raise kind(f"{path} has format {version}, which no release of Vitrail wrote; {again}")
+    if version > known:
+        raise kind(
             f"{path} has format {version}, written by a newer version of Vitrail; this version reads formats up to "
-            f"{FORMAT}. Update Vitrail to load this model"
+            f"{known}. Update Vitrail to use it"
         )
 
 

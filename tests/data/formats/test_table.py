@@ -108,6 +108,13 @@ def test_an_empty_or_missing_label_is_none(table: Callable[..., Path]) -> None:
     assert any("2 images without a label in a column of several labels" in note for note in splits.notes)
 
 
+@pytest.mark.parametrize("line", ['"label": "x", "label": "y"', '"more": [{"label": "x", "label": "y"}], "label": "x"'])
+def test_a_field_that_occurs_twice_in_a_line_is_refused(line: str, table: Callable[..., Path]) -> None:
+    path = table('{"path": "4.jpg", "label": "x"}', f'{{"path": "a/1.jpg", {line}}}', name="l.jsonl")
+    with pytest.raises(DataError, match=r"l\.jsonl, line 2: .*'label' occurs twice"):
+        opened(path)
+
+
 def test_json_lines_have_one_label_or_a_list(table: Callable[..., Path]) -> None:
     one = [{"file_name": "a/1.jpg", "label": 3, "text": "x"}, {"label": 12, "file_name": "4.jpg"}]
     source = opened(table(*map(json.dumps, one), name="metadata.jsonl"))

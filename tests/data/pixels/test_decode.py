@@ -353,6 +353,14 @@ def test_the_limit_holds_whatever_pillows_own_is(monkeypatch: pytest.MonkeyPatch
     assert MAX_PIXELS == 89_478_485
 
 
+def test_a_lower_limit_of_pillow_holds_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5_000)
+    decode(encode(picture(50, 100), "PNG"), 3)
+    with pytest.raises(UndecodableImage, match=r"claims .*more than the limit of 5,000 pixels"):
+        decode(encode(picture(61, 83), "PNG"), 3)
+    assert Image.MAX_IMAGE_PIXELS == 5_000
+
+
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give Pillow a low limit of its own."""

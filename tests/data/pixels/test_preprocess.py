@@ -91,6 +91,15 @@ def test_normalise_is_the_formula_at_any_level(channels: int, mean: tuple[float,
         assert (found[:, channel].double() - expected).abs().max() < 1e-6
 
 
+def test_gradients_pass_normalisation_after_a_first_call_in_inference_mode() -> None:
+    preprocess = Preprocess(image_size=(2, 2), mean=(0.123,), std=(0.321,))
+    with torch.inference_mode():
+        preprocess.normalise(torch.zeros(1, 3, 2, 2))
+    images = torch.zeros(1, 3, 2, 2, requires_grad=True)
+    preprocess.normalise(images).sum().backward()
+    torch.testing.assert_close(images.grad, torch.full((1, 3, 2, 2), 1 / (255 * 0.321)))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -49,6 +49,13 @@ def assert_same(one: FeatureSet, other: FeatureSet) -> None:
     assert (one.keys, one.classes, one.skipped) == (other.keys, other.classes, other.skipped)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_the_reason_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_files, "FEATURES", "/dev/full")
+    with pytest.raises(SaveError, match="No space left on device"):
+        save_features(make([0, 1] * 5000), tmp_path / "features")
+
+
 @settings(max_examples=12)  # each of which waits for the disk twice
 @given(st.lists(st.integers(-1, 2), max_size=20), st.integers(1, 9))
 def test_what_is_saved_is_loaded_and_mapped(labels: list[int], width: int) -> None:

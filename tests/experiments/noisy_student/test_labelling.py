@@ -92,8 +92,6 @@ def test_unfit_teachers_are_refused(teacher: MakeTeacher, colour_folder: Path, t
         label(str(headless), colour_folder, tmp_path / "labels")
     with pytest.raises(ConfigError, match="has the outputs 'sigmoid', but a teacher needs probabilities that add up"):
         label(teacher(output="sigmoid"), colour_folder, tmp_path / "labels")
-    with pytest.raises(ConfigError, match="pseudo_labels='hard' writes names of classes, and several classes of"):
-        label(teacher(("red", "crane", "crane")), colour_folder, tmp_path / "labels", pseudo_labels="hard")
     bundle.network.head.bias.data[1] = float("nan")
     damaged = bundle.save(tmp_path / "damaged")
     with pytest.raises(BundleError, match=r"has outputs that are not finite, such as for 'blue/00\.png'; its weights"):

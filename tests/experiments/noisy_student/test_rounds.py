@@ -174,6 +174,27 @@ def test_a_named_teacher_is_measured_and_its_labels_are_learned(
         run_rounds(config_of(student, teacher=str(teacher.folder)), tmp_path / "rounds")
 
 
+@pytest.mark.slow
+def test_a_stopped_round_continues_in_a_moved_folder_with_its_own_labels(
+    student: TrainConfig, teacher: MakeTeacher, tmp_path: Path
+) -> None:
+    def stop(event: Mapping[str, Any]) -> None:
+        if event["event"] == "started":
+            raise KeyboardInterrupt
+
+    config = config_of(student, teacher=teacher(tuple("0123456789"), depth=1), confidence=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        run_rounds(config, tmp_path / "rounds", Log(stop))
+    moved = (tmp_path / "rounds").rename(tmp_path / "moved")
+    about = moved / "round-1/labels/labels.json"
+    written = about.read_text()
+    about.write_text(written.replace(read_info(about.parent).teacher_sha256, "0" * 64))
+    with pytest.raises(RunError, match=r"labels of another teacher: .*; delete .*round-1 to begin"):
+        run_rounds(config, moved)
+    about.write_text(written)
+    assert len(run_rounds(config, moved)) == 2
+
+
 def test_changed_images_are_not_answered_by_earlier_rounds(
     student: TrainConfig, colour_folder: Path, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from vitrail.data.targets import Target, is_texts
 from vitrail.errors import ConfigError, DataError, Stopped, UndecodableImage, listed
 from vitrail.files import check_parent, only_writer, saving, write_json, write_whole
 from vitrail.report.page import picture_file
-from vitrail.settings import from_plain
+from vitrail.settings import from_plain, problem_of, raise_problems
 
 FILE = "dataset.json"
 UNFINISHED = "dataset.unfinished.json"
@@ -151,9 +151,8 @@ def pack(
     Raises `ConfigError` if an argument is invalid or the folder holds other files, `DestinationError` if another
     process writes the folder, `SaveError` if a file cannot be written, and the `DataError` of the source.
     """
-    for name, value in (("shard_size", shard_size), ("max_side", max_side), ("workers", workers)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} is less than 1")
+    numbers = {"shard_size": shard_size, "max_side": max_side, "workers": workers}
+    raise_problems(problem_of(name, value, int, {"least": 1}) for name, value in numbers.items())
     sources: dict[str, Source] = {split: source for split, source in splits.sources.items() if len(source)}
     packing = Packing(fingerprint(*sources.values()), shard_size, max_side, JPEG_QUALITY if max_side else None)
     samples = {split: len(source) for split, source in sources.items()}

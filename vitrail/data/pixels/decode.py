@@ -491,11 +491,11 @@ def _simplejpeg() -> Callable[..., np.ndarray] | None:
 
 
 def pixel_limit() -> int:
-    """Return the largest number of pixels of an image that is decoded. Raise `ConfigError` if the environment variable
-    is not a positive whole number."""
+    """Return the largest number of pixels of an image that is decoded. By default it is at most the limit that the
+    program has set for Pillow. Raise `ConfigError` if the environment variable is not a positive whole number."""
     text = os.environ.get(LIMIT_VARIABLE)
     if not text:
-        return MAX_PIXELS
+        return min(MAX_PIXELS, Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
     if not text.isdecimal() or not int(text):
         raise ConfigError(f"{LIMIT_VARIABLE}={text!r} in the environment is not a whole number above 0; correct it")
     return int(text)

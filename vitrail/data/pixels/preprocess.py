@@ -304,7 +304,9 @@ def _scaled_by_torch(
 
 
 @functools.cache
+@torch.inference_mode(False)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return one number per channel on the device, in float32 whatever PyTorch's default is at the first call. The
-    copy is cached, because a copy in every step would make a GPU wait."""
+    """Return one number per channel on the device, in float32 whatever PyTorch's default is at the first call, and for
+    gradients even if that call is in inference mode. The copy is cached, because a copy in every step would make a GPU
+    wait."""
     return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)

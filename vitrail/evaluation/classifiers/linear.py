@@ -29,6 +29,7 @@ from vitrail.evaluation.classifiers.logistic import (
     tensor,
 )
 from vitrail.evaluation.metrics.numbers import SELECTING, merit, streaming_metrics
+from vitrail.machine import autocast
 
 PENALTIES = tuple(10 ** (-step / 2) for step in range(13))
 """Default penalties of logistic regression, from 1 to 0.000001, two per decade."""
@@ -143,11 +144,12 @@ def fit_linear(
     falling = sorted(set(penalties), reverse=True)
     sweep: dict[float, dict[str, float]] = {}
     penalty, start = falling[0], None
-    if len(falling) > 1:
-        fitted, kept = _cut(truth, held_out, seed)
-        sweep, penalty, start = _sweep(train(fitted), falling, features[kept], truth.rows(kept))
-    problem = train(np.arange(len(features)))
-    return LinearFit(penalty, sweep, problem.model(problem.regression.fit(penalty, start=start)))
+    with autocast("float32", torch.device(device)):  # the caller's may be on
+        if len(falling) > 1:
+            fitted, kept = _cut(truth, held_out, seed)
+            sweep, penalty, start = _sweep(train(fitted), falling, features[kept], truth.rows(kept))
+        problem = train(np.arange(len(features)))
+        return LinearFit(penalty, sweep, problem.model(problem.regression.fit(penalty, start=start)))
 
 
 class _Problem:
@@ -162,7 +164,7 @@ class _Problem:
     ) -> None:
         self.mean, std = moments(features, rows)
         self.std = torch.where(std > 0, std, 1.0)
-        standardised = torch.empty(len(rows), features.shape[1], device=device)
+        standardised = torch.empty(len(rows), features.shape[1], dtype=torch.float32, device=device)
         for part in parts(len(rows), features.shape[1]):
             standardised[part] = ((tensor(features[rows[part]]) - self.mean) / self.std).float()
         fitted = truth.rows(rows)

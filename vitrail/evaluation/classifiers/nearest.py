@@ -93,7 +93,7 @@ def lengths_of(stored: Float[np.ndarray, "n d"]) -> Float32[np.ndarray, " n"]:
     """Return the lengths of features, for several calls of `nearest` with the same stored features. Raise `DataError`
     for features that are not finite."""
     parts = [_lengths(_view(stored[begin : begin + STORED]), begin) for begin in range(0, len(stored), STORED)]
-    return torch.cat([torch.empty(0), *parts]).numpy()
+    return torch.cat([torch.empty(0, dtype=torch.float32), *parts]).numpy()
 
 
 def _lengths(rows: Float32[Tensor, "b d"], begin: int) -> Float32[Tensor, " b"]:
@@ -114,7 +114,7 @@ def _search(
 ) -> Iterator[Neighbours]:
     asked = stored if queries is None else queries
     are_few = queries is not None and len(asked) <= FEW
-    space = torch.empty(ROWS, -(-min(STORED, len(stored)) // BLOCK) * BLOCK, device=device)
+    space = torch.empty(ROWS, -(-min(STORED, len(stored)) // BLOCK) * BLOCK, dtype=torch.float32, device=device)
     for first in range(0, len(asked), QUERIES):
         blocks = torch.split(_unit(asked, first, QUERIES, device), ROWS)
         found = [_Found.nothing(len(block), k, device) for block in blocks]
@@ -174,7 +174,8 @@ class _Found:
     @staticmethod
     def nothing(rows: int, k: int, device: torch.device) -> _Found:
         return _Found(
-            torch.full((rows, k), -torch.inf, device=device), torch.zeros(rows, k, dtype=torch.int64, device=device)
+            torch.full((rows, k), -torch.inf, dtype=torch.float32, device=device),
+            torch.zeros(rows, k, dtype=torch.int64, device=device),
         )
 
     def with_more(self, similarities: Float32[Tensor, "b c"], begin: int) -> _Found:
@@ -187,7 +188,7 @@ class _Found:
         b, k = self.similarities.shape
         blocks = similarities.view(b, -1, BLOCK)
         largest = blocks.amax(dim=2)
-        bound = self.similarities[:, -1].nextafter(torch.tensor(torch.inf, device=similarities.device))
+        bound = self.similarities[:, -1].nextafter(self.similarities.new_tensor(torch.inf))
         if largest.shape[1] >= k:
             bound = bound.maximum(largest.topk(k, dim=1).values[:, -1])
         rows, chosen = (largest >= bound[:, None]).nonzero(as_tuple=True)

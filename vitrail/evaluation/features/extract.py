@@ -22,13 +22,13 @@ from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.data.source import Source, evenly, subset, truth_of
 from vitrail.data.targets import Targets
-from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
+from vitrail.errors import DataError, Interrupted, SaveError, UndecodableImage, plural
 from vitrail.evaluation.features import cache as feature_rows
 from vitrail.evaluation.features.cache import Entry, Identity, Kept, data_fingerprint, weights_fingerprint
 from vitrail.machine import Precision, resolve_precision
 from vitrail.models.predictor import Predictor
 from vitrail.processes.launch import Launch
-from vitrail.settings import typed
+from vitrail.settings import problem_of, raise_problems, typed
 from vitrail.weights.answers import finite
 from vitrail.weights.bundle import Bundle
 
@@ -99,8 +99,7 @@ def extract(how: Outputs, source: Source, layer: Layer = "embedding") -> Feature
     Raise `ConfigError` for invalid settings, and the `DataError`s of the source. Raise `Interrupted` for a
     `KeyboardInterrupt` if the finished features are stored.
     """
-    if how.batch_size is not None and how.batch_size < 1:
-        raise ConfigError(f"batch_size={how.batch_size} is less than 1")
+    raise_problems([problem_of("batch_size", how.batch_size, int, {"least": 1})])
     precision = how.feature_precision or how.precision
     job = _Job(how, source, existing_layer(how.bundle.network, layer), how.batch_for(precision), precision)
     kept, cache = None, how.usable_cache

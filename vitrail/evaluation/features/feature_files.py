@@ -15,7 +15,7 @@ from vitrail.data.formats.parquet import pyarrow
 from vitrail.data.source import target_from_plain
 from vitrail.data.targets import Target, TargetKind, Targets
 from vitrail.errors import DataError
-from vitrail.evaluation.features.cache import map_features
+from vitrail.evaluation.features.cache import map_features, npy_header
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.files import only_writer, partial_path, replacing_folder, saving
 from vitrail.settings import from_plain, to_plain
@@ -52,7 +52,9 @@ def save_features(features: FeatureSet, folder: Path, about: Mapping[str, Any] |
         FORMAT, len(features), features.width, features.classes, features.skipped, kind, dict(about or {})
     )
     with replacing_folder("features", folder, NAMES) as partial:
-        np.save(partial / FEATURES, features.features)
+        with (partial / FEATURES).open("wb") as file:  # np.save states no reason if the disk is full
+            file.write(npy_header(len(features), features.width))
+            file.write(np.ascontiguousarray(features.features).data)
         with (partial / KEYS).open("w", encoding="utf-8") as file:
             for row, key in enumerate(features.keys):
                 file.write(json.dumps({"key": key, _name_of(kind): features.truth.plain(row)}) + "\n")

@@ -25,6 +25,7 @@ ATTENTION = Registry[type[AttentionKind]](
         "strided": "vitrail.models.attention.windows:StridedAttention",
         "fixed": "vitrail.models.attention.windows:FixedAttention",
         "lsh": "vitrail.models.attention.lsh:LshAttention",
-    }
+    },
+    fits=(lambda part: isinstance(part, type) and issubclass(part, AttentionKind), "a subclass of AttentionKind"),
 )
 """All attention mechanisms, by the name that `ViTConfig.attention` uses."""

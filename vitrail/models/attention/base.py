@@ -16,6 +16,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import FootprintPrecision
 from vitrail.models.positions.embedding import AttentionPositions, ViTConfig
+from vitrail.settings import problems, raise_problems
 
 SWITCHES = {"on": True, "off": False}
 
@@ -34,7 +35,8 @@ def settings_of(text: str, settings: type[Any]) -> Any:
     """Return the settings behind a mechanism's name as an instance of `settings`, a frozen dataclass.
 
     Fields may be whole numbers, numbers, names (`Literal`), switches (written as on and off), and several whole numbers
-    (written as 4/8). Raises `ConfigError` for an unknown setting and for a value that the setting cannot have.
+    (written as 4/8). Raises `ConfigError` for an unknown setting and for a value that the setting cannot have, or that
+    its field does not allow (`vitrail.settings.setting`).
     """
     name, _, rest = text.partition(":")
     hints, found = get_type_hints(settings), {}
@@ -52,7 +54,9 @@ def settings_of(text: str, settings: type[Any]) -> Any:
                 f"attention={text!r}: {key}={value!r} is not {choices}; the default is "
                 f"{_written(getattr(settings, key))}{'; a colon separates settings' if ',' in value else ''}"
             ) from None
-    return settings(**found)
+    made = settings(**found)
+    raise_problems(f"attention={text!r}: {problem}" for problem in problems(made))
+    return made
 
 
 def _rule(hint: Any) -> tuple[Callable[[str], Any], str]:

@@ -19,6 +19,7 @@ from vitrail.models.attention.base import AttentionContext, AttentionLayer
 from vitrail.models.attention.full import FullAttention, SelfAttention, attend
 from vitrail.models.network import FootprintPrecision, bytes_each
 from vitrail.models.positions.embedding import AttentionPositions, resize_grid
+from vitrail.settings import setting
 
 Share = Literal["none", "heads", "keys-values", "layers"]
 
@@ -27,7 +28,7 @@ Share = Literal["none", "heads", "keys-values", "layers"]
 class LinformerSettings:
     """The settings of "linformer"."""
 
-    rows: int = 64
+    rows: int = setting(64, least=1)
     """Number of rows to which keys and values are projected."""
     share: Share = "heads"
     """Sharing of the projections: none; by all heads; also by keys and values; also by all layers."""
@@ -44,8 +45,6 @@ class LinformerAttention(FullAttention):
 
     def problems(self) -> list[str]:
         found, name = super().problems(), f"attention={self.config.attention!r}"
-        if self.settings.rows < 1:
-            found.append(f"{name}: rows={self.settings.rows} is less than 1")
         if self.config.position_embedding.inside_attention != "none":
             found.append(
                 f"positions={self.config.positions!r} acts on pairs of patches, but {name} mixes the keys of all "

@@ -25,6 +25,7 @@ from vitrail.models.linear.dense import Linear, initialise_parts
 from vitrail.models.network import FootprintPrecision, bytes_each
 from vitrail.models.positions.embedding import AttentionPositions, ViTConfig
 from vitrail.models.reduction import exact, without_autocast
+from vitrail.settings import setting
 
 SELF = -1e5
 """Logit that is added for the pair of a token with itself, as in the paper."""
@@ -34,9 +35,9 @@ SELF = -1e5
 class LshSettings:
     """The settings of "lsh"."""
 
-    chunk: int = 32
+    chunk: int = setting(32, least=1)
     """Number of patches in a chunk."""
-    rounds: int = 2
+    rounds: int = setting(2, least=1)
     """Number of rounds of hashing."""
     buckets: int = 0
     """Number of buckets, which is even. 0 is about one bucket for each chunk."""
@@ -56,9 +57,6 @@ class LshAttention(AttentionKind):
     def problems(self) -> list[str]:
         config, settings, name = self.config, self.settings, f"attention={self.config.attention!r}"
         found = self.heads_problems()
-        for field in ("chunk", "rounds"):
-            if getattr(settings, field) < 1:
-                found.append(f"{name}: {field}={getattr(settings, field)} is less than 1")
         if settings.buckets < 0 or settings.buckets % 2:
             found.append(f"{name}: buckets={settings.buckets} is not an even number; 0 is about one for each chunk")
         if config.qk_norm:

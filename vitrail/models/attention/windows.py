@@ -47,13 +47,14 @@ from vitrail.models.attention.sparse import (
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import FootprintPrecision, bytes_each
 from vitrail.models.positions.embedding import AttentionPositions
+from vitrail.settings import setting
 
 
 @dataclass(frozen=True)
 class LocalSettings:
     """The settings of "local"."""
 
-    window: int = 7
+    window: int = setting(7, least=1)
     """Side of the window in patches."""
     padding: Literal["inside", "zero"] = "inside"
     """Windows at the edges: moved inward ("inside"), or filled with zeros ("zero")."""
@@ -74,8 +75,6 @@ class LocalAttention(SparseAttention):
 
     def problems(self) -> list[str]:
         found = super().problems()
-        if self.settings.window < 1:
-            return [*found, f"attention={self.config.attention!r}: window={self.settings.window} is less than 1"]
         if self.takes_zeros and self.is_relative:
             found.append(
                 f"positions={self.config.positions!r} has no offset for a place outside the grid, which "
@@ -130,11 +129,11 @@ class LocalAttention(SparseAttention):
 class BlockSettings:
     """The settings of "blocks"."""
 
-    size: tuple[int, ...] = (7,)
+    size: tuple[int, ...] = setting((7,), least=1)
     """Side of the blocks in patches. Several numbers are the sizes of successive network blocks, in turn."""
-    shift: int = 0
+    shift: int = setting(0, least=0)
     """Number of patches by which the edges of blocks are shifted in every second network block."""
-    halo: int = 0
+    halo: int = setting(0, least=0, advice="0 means none")
     """Width in patches of the border around a block that its patches also see."""
 
 
@@ -160,12 +159,8 @@ class BlockAttention(SparseAttention):
 
     def problems(self) -> list[str]:
         found, settings, name = super().problems(), self.settings, f"attention={self.config.attention!r}"
-        if min(settings.size) < 1:
-            found.append(f"{name}: size={min(settings.size)} is less than 1")
-        elif not 0 <= settings.shift < min(settings.size):
+        if settings.shift >= min(settings.size):
             found.append(f"{name}: shift={settings.shift} is not from 0 to {min(settings.size) - 1}, less than a block")
-        if settings.halo < 0:
-            found.append(f"{name}: halo={settings.halo} is negative; 0 means none")
         return found
 
     def misfit(self, grid: tuple[int, int]) -> str:
@@ -292,7 +287,7 @@ class SummedAttention(AttentionLayer):
 class StridedSettings:
     """The settings of "strided"."""
 
-    block: int = 0
+    block: int = setting(0, least=0, advice="0 is the number of columns of the grid")
     """Distance l to the farthest neighbour, and stride. 0 is the number of columns of the grid."""
 
 
@@ -334,7 +329,7 @@ class StridedAttention(SparseAttention):
 class FixedSettings:
     """The settings of "fixed"."""
 
-    block: int = 0
+    block: int = setting(0, least=0, advice="0 is the number of columns of the grid")
     """Number l of patches in a block. 0 is the number of columns of the grid."""
     summary: int = 1
     """Number c of patches at the end of each block that all patches see."""
@@ -388,8 +383,6 @@ def _real(numbers: Int64[Tensor, "g m"], grid: tuple[int, int]) -> Int64[Tensor,
 def _block_problems(kind: SparseAttention, block: int) -> list[str]:
     """Return a message if there is no block of this many patches."""
     name, patches = f"attention={kind.config.attention!r}", prod(kind.config.grid)
-    if block < 0:
-        return [f"{name}: block={block} is negative; 0 is the number of columns of the grid"]
     if block > patches:
         return [f"{name}: block={block} is larger than the grid of {patches} patches; choose at most {patches}"]
     return []

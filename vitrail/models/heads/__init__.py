@@ -14,7 +14,8 @@ HEADS = Registry[type[DenseHead]](
         "queries": "vitrail.models.heads.masks:QueryMasks",
         "fine-patches": "vitrail.models.heads.masks:FinePatchClasses",
         "pyramid": "vitrail.models.heads.boxes:Pyramid",
-    }
+    },
+    fits=(lambda part: isinstance(part, type) and issubclass(part, DenseHead), "a subclass of BoxHead or MaskHead"),
 )
 """Every kind of head by its name in `ViTConfig.head_kind`. The kind "pooled" is a linear layer of the pooled vector and
 is not in this table."""

@@ -36,20 +36,25 @@ from vitrail.models.positions.embedding import (
     resize_grid,
     sincos_2d,
 )
+from vitrail.registry import Registry
 
 __all__ = ["POSITIONS", "Covered", "PositionPlace", "PositionResize", "Positions", "resize_grid", "sincos_2d"]
 
-POSITIONS: dict[str, type[Positions]] = {
-    "none": Positions,
-    "learned": LearnedPositions,
-    "learned-2d": LearnedPositions2d,
-    "sincos-2d": SinCosPositions,
-    "sincos-2d-mae": SinCosMaePositions,
-    "relative-bias": RelativeBias,
-    "relative-bias-class": RelativeBiasWithClass,
-    "relative-keys": RelativeKeyPositions,
-    "rotary-2d": RotaryPositions,
-}
+POSITIONS = Registry[type[Positions]](
+    {},
+    rest=lambda: {
+        "none": Positions,
+        "learned": LearnedPositions,
+        "learned-2d": LearnedPositions2d,
+        "sincos-2d": SinCosPositions,
+        "sincos-2d-mae": SinCosMaePositions,
+        "relative-bias": RelativeBias,
+        "relative-bias-class": RelativeBiasWithClass,
+        "relative-keys": RelativeKeyPositions,
+        "rotary-2d": RotaryPositions,
+    },
+    fits=(lambda part: isinstance(part, type) and issubclass(part, Positions), "a subclass of Positions"),
+)
 """All position embeddings, by the name that `ViTConfig.positions` uses."""
 
 WITHOUT_WEIGHTS = ("none", "sincos-2d", "sincos-2d-mae", "rotary-2d")
