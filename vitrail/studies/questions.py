@@ -83,6 +83,11 @@ def _positions_claims(points: Sequence[Point]) -> list[Claim]:
     return claims
 
 
+def _positions_published() -> list[Point]:
+    config = pretraining("ViT-B/16", "jft", epochs=7, learning_rate=8e-4)
+    return [point(arm, config.override(**fields), (8e-4,)) for arm, fields in POSITION_ARMS.items()]
+
+
 POSITIONS = Study(
     name="positions",
     question="Which position embeddings does a Vision Transformer need, and in which layers?",
@@ -94,10 +99,7 @@ POSITIONS = Study(
     points=_positions_points,
     claims=_positions_claims,
     metrics={"accuracy": "accuracy", "fewshot_5": "5-shot", "linear": "linear"},
-    published=lambda: [
-        point(arm, pretraining("ViT-B/16", "jft", epochs=7, learning_rate=8e-4).override(**fields), (8e-4,))
-        for arm, fields in POSITION_ARMS.items()
-    ],
+    published=_positions_published,
 )
 
 
@@ -151,6 +153,20 @@ def _data_size_claims(points: Sequence[Point]) -> list[Claim]:
     return claims
 
 
+def _data_size_published() -> list[Point]:
+    return [
+        point(
+            family,
+            pretraining(variant, "jft", epochs=7, learning_rate=6e-4).override(data=f"jft-300m[:{images}]"),
+            (6e-4,),
+            x=float(images),
+            label=f"{images / 1e6:g} million",
+        )
+        for family, variant in PUBLISHED_NETWORKS.items()
+        for images in PUBLISHED_IMAGES
+    ]
+
+
 DATA_SIZE = Study(
     name="data-size",
     question="How many training images does a Vision Transformer need to be better than a ResNet?",
@@ -163,17 +179,7 @@ DATA_SIZE = Study(
     claims=_data_size_claims,
     metrics={"accuracy": "accuracy", "fewshot_5": "5-shot"},
     x_name="training images",
-    published=lambda: [
-        point(
-            family,
-            pretraining(variant, "jft", epochs=7, learning_rate=6e-4).override(data=f"jft-300m[:{images}]"),
-            (6e-4,),
-            x=float(images),
-            label=f"{images / 1e6:g} million",
-        )
-        for family, variant in PUBLISHED_NETWORKS.items()
-        for images in PUBLISHED_IMAGES
-    ],
+    published=_data_size_published,
 )
 
 
@@ -222,6 +228,25 @@ def _compute_points(settings: Settings) -> list[Point]:
     return found
 
 
+def _compute_claims(points: Sequence[Point]) -> list[Claim]:
+    arms = dict.fromkeys(one.arm for one in points)
+    return [
+        *(PowerLawFit(f"The error of {arm} falls as a power of the compute", arm) for arm in arms),
+        LessCompute("A ViT needs less compute than a BiT ResNet for equal accuracy", "ViT", "BiT"),
+        LessCompute("A hybrid needs less compute than a ViT for equal accuracy", "hybrid", "ViT"),
+    ]
+
+
+def _compute_published() -> list[Point]:
+    return [
+        point(
+            family, pretraining(variant, "jft", epochs=epochs, learning_rate=6e-4), (6e-4,), label=f"{variant} {epochs}"
+        )
+        for family, networks in PUBLISHED_COMPUTE.items()
+        for variant, epochs in networks
+    ]
+
+
 COMPUTE = Study(
     name="compute",
     question="Which architecture is most accurate for a given amount of training compute?",
@@ -230,22 +255,9 @@ COMPUTE = Study(
         "accuracy. Hybrids are slightly better at small budgets, and the difference vanishes for larger models."
     ),
     points=_compute_points,
-    claims=lambda points: [
-        *(
-            PowerLawFit(f"The error of {arm} falls as a power of the compute", arm)
-            for arm in dict.fromkeys(one.arm for one in points)
-        ),
-        LessCompute("A ViT needs less compute than a BiT ResNet for equal accuracy", "ViT", "BiT"),
-        LessCompute("A hybrid needs less compute than a ViT for equal accuracy", "hybrid", "ViT"),
-    ],
+    claims=_compute_claims,
     x_name="training FLOPs",
-    published=lambda: [
-        point(
-            family, pretraining(variant, "jft", epochs=epochs, learning_rate=6e-4), (6e-4,), label=f"{variant} {epochs}"
-        )
-        for family, networks in PUBLISHED_COMPUTE.items()
-        for variant, epochs in networks
-    ],
+    published=_compute_published,
 )
 
 
@@ -280,6 +292,16 @@ def _shape_points(settings: Settings) -> list[Point]:
     return found
 
 
+def _shape_claims(points: Sequence[Point]) -> list[Claim]:
+    return [
+        Better("A deeper network is better", (("depth", "base"),)),
+        Better("Smaller patches are better", (("patches", "base"),)),
+        Better("Depth helps more than width, for about the same compute", (("depth", "width"),)),
+        Better("Enlarging everything is better than enlarging one dimension",
+               tuple(("everything", arm) for arm in ("depth", "width", "MLP", "patches"))),
+    ]  # fmt: skip
+
+
 def _shape_published() -> list[Point]:
     """Return the networks of Figure 8. The paper states neither their data nor their number of epochs: 300 epochs of
     ImageNet are assumed."""
@@ -307,15 +329,7 @@ SHAPE = Study(
         "it least; smaller patches improve it without parameters; scaling everything together is robust."
     ),
     points=_shape_points,
-    claims=lambda _: [
-        Better("A deeper network is better", (("depth", "base"),)),
-        Better("Smaller patches are better", (("patches", "base"),)),
-        Better("Depth helps more than width, for about the same compute", (("depth", "width"),)),
-        Better(
-            "Enlarging everything is better than enlarging one dimension",
-            tuple(("everything", arm) for arm in ("depth", "width", "MLP", "patches")),
-        ),
-    ],
+    claims=_shape_claims,
     published=_shape_published,
 )
 
@@ -340,6 +354,20 @@ def _head_points(settings: Settings) -> list[Point]:
     return [point(arm, config.override(pool=pool), rates) for arm, pool in POOLS.items()]
 
 
+def _head_claims(points: Sequence[Point]) -> list[Claim]:
+    return [
+        Alike("The mean of the patches works as well as the class token, each at its own learning rate",
+              ("class-token", "mean")),
+        Better("Attention pooling is better than the class token", (("attention", "class-token"),)),
+        Better("The class token is better than the mean of the patches", (("class-token", "mean"),)),
+    ]  # fmt: skip
+
+
+def _head_published() -> list[Point]:
+    config = pretraining("ViT-H/14", "jft", epochs=14, learning_rate=3e-4)
+    return [point(arm, config.override(pool=pool, head_hidden=0), PUBLISHED_HEAD_RATES) for arm, pool in POOLS.items()]
+
+
 HEAD = Study(
     name="head",
     question="Does a class token summarise an image better than the mean of the patches?",
@@ -348,22 +376,8 @@ HEAD = Study(
         "another learning rate (8e-4 for the token, 3e-4 for the mean)."
     ),
     points=_head_points,
-    claims=lambda _: [
-        Alike(
-            "The mean of the patches works as well as the class token, each at its own learning rate",
-            ("class-token", "mean"),
-        ),
-        Better("Attention pooling is better than the class token", (("attention", "class-token"),)),
-        Better("The class token is better than the mean of the patches", (("class-token", "mean"),)),
-    ],
-    published=lambda: [
-        point(
-            arm,
-            pretraining("ViT-H/14", "jft", epochs=14, learning_rate=3e-4).override(pool=pool, head_hidden=0),
-            PUBLISHED_HEAD_RATES,
-        )
-        for arm, pool in POOLS.items()
-    ],
+    claims=_head_claims,
+    published=_head_published,
 )
 
 
@@ -410,6 +424,17 @@ def _optimizer_points(settings: Settings) -> list[Point]:
     return found
 
 
+def _optimizer_claims(points: Sequence[Point]) -> list[Claim]:
+    labels = dict.fromkeys(one.label for one in points)
+    return [
+        Better(
+            f"Pre-training with Adam transfers better than with SGD, with {label}",
+            ((f"Adam at {label}", f"SGD at {label}"),),
+        )
+        for label in labels
+    ]
+
+
 def _optimizer_published() -> list[Point]:
     config = pretraining("BiT-R50x1", "jft", epochs=7, learning_rate=1e-3)
     return [
@@ -427,13 +452,7 @@ OPTIMIZER = Study(
         "SGD."
     ),
     points=_optimizer_points,
-    claims=lambda points: [
-        Better(
-            f"Pre-training with Adam transfers better than with SGD, with {label}",
-            ((f"Adam at {label}", f"SGD at {label}"),),
-        )
-        for label in dict.fromkeys(one.label for one in points)
-    ],
+    claims=_optimizer_claims,
     x_name="labelled images",
     published=_optimizer_published,
 )
@@ -510,6 +529,22 @@ PRESETS = {"none": "none", "light": "light1", "medium": "medium1", "strong": "st
 """Augmentation of each arm: presets of AugReg."""
 
 
+def _augmentation_points(settings: Settings) -> list[Point]:
+    return [
+        point(
+            arm,
+            small_config(settings, images=settings.part(share), epochs=1.0).override(
+                preset=PRESETS[arm], steps=settings.of(150, 800)
+            ),
+            (1e-3, 3e-3),
+            x=float(settings.part(share)),
+            label=f"{100 * share:g} %",
+        )
+        for arm in settings.of(("none", "light", "medium"), tuple(PRESETS))
+        for share in settings.of((0.03, 0.1, 0.3), (0.03, 0.1, 0.3, 1.0))
+    ]
+
+
 def _augmentation_claims(points: Sequence[Point]) -> list[Claim]:
     labels = list(dict.fromkeys(one.label for one in sorted(points, key=lambda one: one.x or 0.0)))
     few, more = labels[0], labels[min(1, len(labels) - 1)]
@@ -527,29 +562,8 @@ def _augmentation_claims(points: Sequence[Point]) -> list[Claim]:
     return claims or [Better("Augmentation is better than none", ())]
 
 
-AUGMENTATION = Study(
-    name="augmentation",
-    question="How many training images is augmentation worth?",
-    paper=(
-        "Figure 1 of 2106.10270 (AugReg): models that were trained on ImageNet-1k with the right augmentation and "
-        "regularisation match models that were trained on ImageNet-21k, which has about ten times as many images."
-    ),
-    points=lambda settings: [
-        point(
-            arm,
-            small_config(settings, images=settings.part(share), epochs=1.0).override(
-                preset=PRESETS[arm], steps=settings.of(150, 800)
-            ),
-            (1e-3, 3e-3),
-            x=float(settings.part(share)),
-            label=f"{100 * share:g} %",
-        )
-        for arm in settings.of(("none", "light", "medium"), tuple(PRESETS))
-        for share in settings.of((0.03, 0.1, 0.3), (0.03, 0.1, 0.3, 1.0))
-    ],
-    claims=_augmentation_claims,
-    x_name="training images",
-    published=lambda: [
+def _augmentation_published() -> list[Point]:
+    return [
         point(
             arm,
             pretraining("ViT-B/16", data, epochs=epochs, learning_rate=1e-3).override(preset=f"augreg-{preset}"),
@@ -558,7 +572,20 @@ AUGMENTATION = Study(
         )
         for data, epochs in (("i1k", 300), ("i21k", 300))
         for arm, preset in PRESETS.items()
-    ],
+    ]
+
+
+AUGMENTATION = Study(
+    name="augmentation",
+    question="How many training images is augmentation worth?",
+    paper=(
+        "Figure 1 of 2106.10270 (AugReg): models that were trained on ImageNet-1k with the right augmentation and "
+        "regularisation match models that were trained on ImageNet-21k, which has about ten times as many images."
+    ),
+    points=_augmentation_points,
+    claims=_augmentation_claims,
+    x_name="training images",
+    published=_augmentation_published,
 )
 
 

@@ -459,11 +459,8 @@ def _read(
     elif label is None and _are_flags(cells, candidates):
         targets = _Targets(flags=tuple(candidates))
     else:
-        if label is None and named is None and len(candidates) == 1:
-            values = cells.column(candidates[0])
-            # Numbers of which not all are whole are no classes.
-            if not (holds_numbers(values) and any(number_of("", "", value) % 1 > 0 for value in values)):
-                (label,) = candidates
+        if label is None and named is None and len(candidates) == 1 and not _are_measured(cells.column(candidates[0])):
+            (label,) = candidates
         if label is None and not unlabelled:
             raise DataError(_without_labels(cells, candidates))
         if label is not None and not unlabelled:
@@ -621,6 +618,11 @@ def _are_flags(cells: _Cells, places: Sequence[int]) -> bool:
     return len(places) > 1 and all(
         str(line[place]).lower() in TRUE | FALSE for _, line in cells.lines for place in places
     )
+
+
+def _are_measured(values: Sequence[Any]) -> bool:
+    """Return True if all values are numbers, and not all of them are whole: they are no classes."""
+    return holds_numbers(values) and any(number_of("", "", value) % 1 > 0 for value in values)
 
 
 def _without_labels(cells: _Cells, others: Sequence[int]) -> str:
