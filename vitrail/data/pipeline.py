@@ -305,7 +305,8 @@ class _OfWorkers(Iterator[Any]):
             raise ProcessError(
                 f"a worker process that reads images has ended with exit code {code[1]}, for example because the "
                 f"memory or the shared memory in {SHARED_MEMORY} is full; use fewer --processes, or none and more "
-                "--threads, or start the container with a larger --shm-size"
+                "--threads, or start the container with a larger --shm-size. A program that calls vitrail.train needs "
+                'a line `if __name__ == "__main__":` before the call, because each worker process imports the program'
             ) from error
 
     def close(self) -> None:

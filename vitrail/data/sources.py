@@ -410,6 +410,9 @@ def _open(request: Request) -> Splits:
         if splits.target_kind in ("numbers", "texts") and (idle := request.choice.unused(*OF_ALL_TARGETS)):
             note = f"{request.title}: {' and '.join(idle)} has no effect, because {splits.target_kind} are read"
             splits = replace(splits, notes=(*splits.notes, note))
+        if not one.name and request.location in {other.name for other in FORMATS}:
+            note = f"{request.title}: a file or folder here has this name and is read instead of Vitrail's own data"
+            splits = replace(splits, notes=(note, *splits.notes))
         return splits
     names = sorted(one.name for one in FORMATS if one.name)
     if request.is_url:
