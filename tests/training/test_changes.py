@@ -47,6 +47,8 @@ def test_names_that_cannot_be_allowed(name: str, advice: str, small: Make) -> No
 def test_changes_that_are_no_settings_with_values_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^changes=\['steps'\] is not a mapping of settings"):
         inspect.unwrap(resume)(RUN, changes=["steps"])  # without the tests' own check of types
+    with pytest.raises(ConfigError, match=r"^epochs=2.0 and steps=3: a run is extended to .* give one of them"):
+        resume(RUN, changes={"steps": 3, "epochs": 2.0})
 
 
 @pytest.mark.slow
