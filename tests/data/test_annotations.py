@@ -443,13 +443,13 @@ def test_pictures_that_share_a_name_keep_their_own_annotations(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("to", ["yolo", "voc", "coco", "masks"])
-@pytest.mark.parametrize("name", ["bad\udcff", "two\nlines", "par\u2028t", "c\x01"])
+@pytest.mark.parametrize("name", ["bad\udcff", "two\nlines", "par\u2028t", "c\x01", "tab\t\x7f"])
 def test_unusual_names_of_pictures_are_read_again_or_refused(tmp_path: Path, to: AnnotationFormat, name: str) -> None:
     values = coco(tmp_path / "in", annotations=box(6, 4, 30, 20))
     (tmp_path / "in/a.png").rename(tmp_path / "in" / f"{name}.png")
     values["images"][0]["file_name"] = f"{name}.png"
     (tmp_path / "in/_annotations.coco.json").write_text(json.dumps(values))
-    if to == "voc":
+    if to == "voc" and "\t" not in name:
         with pytest.raises(DataError, match="VOC names each image on a line of text"):
             convert(opened(tmp_path / "in"), tmp_path / "out", to)
         assert not (tmp_path / "out").exists()

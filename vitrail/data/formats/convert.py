@@ -243,7 +243,7 @@ class VocWriter(_Writer):
                 "them"
             )
         if wrong := [
-            stem for stem in stems if re.search(r"[\0-\x1f\x7f\x85\u2028\u2029\ud800-\udfff\ufffe\uffff]", stem)
+            stem for stem in stems if re.search(r"[\0-\x08\n-\x1f\x85\u2028\u2029\ud800-\udfff\ufffe\uffff]", stem)
         ]:
             raise DataError(
                 "VOC names each image on a line of text and in XML, which cannot hold the control characters, line "
