@@ -192,6 +192,14 @@ def test_a_package_in_an_archive_is_refused(cli: Cli, monkeypatch: pytest.Monkey
     assert "cannot run from an archive" in cli.refuses("recipes")
 
 
+def test_a_program_with_its_modules_inside_and_its_pages_as_files_runs(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vitrail").mkdir()
+    monkeypatch.setattr("vitrail.cli.__file__", str(tmp_path / "vitrail/cli/__init__.py"))
+    assert cli.shows("--version").startswith("vitrail ")
+
+
 def test_files_in_the_current_folder_do_not_stand_in_for_modules_in_worker_processes(tmp_path: Path) -> None:
     (tmp_path / "select.py").write_text("raise SystemExit('not the library')")
     code = (

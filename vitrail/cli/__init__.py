@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = [word for word in typed if word != "--debug"]
     with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr, is_error_output=True)):
         try:
-            if not Path(__file__).is_file():
+            if not Path(__file__).parents[1].is_dir():
                 raise ConfigError(
                     "Vitrail cannot run from an archive, because its pages are files; install it with pip"
                 )
