@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 here = str(Path.cwd())
             except FileNotFoundError:
                 raise ConfigError("the current folder was deleted; change to another one") from None
-            if arguments is None and here not in sys.path:
+            if arguments is None and Path(sys.argv[0]).name == "vitrail" and here not in sys.path:
                 os.environ.setdefault("PYTHONSAFEPATH", "1")  # worker processes take no file here for a library
             code = _main(typed, started, debug)
             sys.stdout.flush()
