@@ -174,8 +174,10 @@ def resume(
         )
     length = {name: changes[name] for name in LENGTHS if changes.get(name) is not None}
     if len(length) > 1:
-        given = " and ".join(f"{name}={value}" for name, value in length.items())
-        raise ConfigError(f"{given}: a run is extended to a number of epochs or of steps; give one of them")
+        raise ConfigError(
+            f"epochs={length['epochs']} and steps={length['steps']}: a run is extended to a number of epochs or of "
+            "steps; give one of them"
+        )
     record = read_record(folder := Path(folder))
     processes = join_processes(record.config.run.process_seconds)
     with processes.reporting(), _locked(folder, processes):
