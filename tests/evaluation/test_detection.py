@@ -114,6 +114,13 @@ def test_an_object_without_a_stated_area_has_that_of_its_outline() -> None:
     assert average_precision([truth], [found], 1, resamples=0).by_size == {"small": 1.0, "medium": None, "large": None}
 
 
+def test_the_area_of_polygons_is_counted_without_a_mask_of_the_image() -> None:
+    """A mask of this image would take 10 GB, and as many in each measurement."""
+    corners = np.array([(0, 0), (0.001, 0), (0.001, 0.001), (0, 0.001)])
+    truth = Objects.of([0, 0], [(0, 0, 1, 1)] * 2, outlines=((corners,), ()), size=(100_000, 100_000))
+    assert [truth.area(row, truth.size) for row in range(2)] == [100.0**2, 100_000.0**2]
+
+
 def test_the_threshold_has_the_best_f1_of_all_scores() -> None:
     truths, found, _ = pictures(5, 12)
     best = best_threshold(truths, found)
