@@ -173,6 +173,15 @@ def expected(source: Samples, index: int) -> np.ndarray:
     return amounts
 
 
+def test_an_average_of_probabilities_can_be_rounded_above_1() -> None:
+    class Averaged(Soft):
+        def soft_target(self, index: int) -> SoftTarget:
+            return np.array([np.cumsum(np.full(10, 0.1, np.float32))[-1], 0], np.float32)
+
+    found = soft_target_of(Averaged(2), 0)
+    assert found is not None and 1 < found[0] < 1.001
+
+
 def test_selections_keep_soft_targets() -> None:
     source = mixture()
     part = subset(source, [9, 1])

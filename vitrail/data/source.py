@@ -295,7 +295,8 @@ def soft_target_of(source: Source, index: int) -> SoftTarget | None:
     if amounts is None or isinstance(source, Samples):
         return amounts
     found, count = np.asarray(amounts, np.float32), len(source.classes)
-    if found.shape != (count,) or not ((found >= 0) & (found <= 1)).all():
+    # A weighted sum of probabilities can be rounded to slightly more than 1.
+    if found.shape != (count,) or not ((found >= 0) & (found <= 1.01)).all():
         raise DataError(
             f"soft_target({index}) of {type(source).__name__} is {amounts!r:.60}, but it must be None or {count} "
             "amounts between 0 and 1, one for each class"
