@@ -122,6 +122,12 @@ def test_the_average_goes_before_the_trained_weights(average: str, tmp_path: Pat
     assert f"{average}.*" in note and "model.*" in note
 
 
+def test_the_moments_of_an_optimizer_are_no_average_of_the_weights(tmp_path: Path) -> None:
+    moments = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    torch.save({"model": TENSORS, "exp_avg": moments, "exp_avg_sq": moments}, tmp_path / "x.pth")
+    assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)
+
+
 @pytest.mark.parametrize(
     ("beside", "place"),
     [

@@ -35,8 +35,9 @@ WRAPPERS = (
     "timm_model",
 )  # fmt: skip
 """Keys of checkpoints and first parts of tensor names under which training scripts and wrappers store the weights."""
-AVERAGED = re.compile(r"(^|[_-])(ema|swa|teacher|averaged?|avg|shadow)([_-]|$)", re.I)
-"""Pattern of such keys and parts for an average of the weights over the training steps."""
+AVERAGED = re.compile(r"(^|[_-])(ema|swa|teacher|averaged?|(?<!exp_)avg|shadow)([_-]|$)", re.I)
+"""Pattern of such keys and parts for an average of the weights over the training steps. Adam's `exp_avg` is one of the
+gradients."""
 TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that PyTorch's wrappers add anywhere in a tensor name."""
 
