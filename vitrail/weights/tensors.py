@@ -257,10 +257,11 @@ def _open_torch(path: Path) -> TensorFile:
 def _places(content: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
     """Yield the places of a checkpoint, at any depth, that hold floating-point tensors, with these tensors. The names
     of the tensors begin with their place. The place of a list ends with "*"."""
-    if isinstance(content, list | tuple):
-        content, place = {str(number): item for number, item in enumerate(content)}, (*place, "*")
-    found = {}
-    for key, item in content.items() if isinstance(content, Mapping) else ():
+    is_list, found = isinstance(content, list | tuple), {}
+    place = (*place, "*") if is_list else place
+    for key, item in enumerate(content) if is_list else content.items() if isinstance(content, Mapping) else ():
+        if isinstance(item, str | int | float):  # lists of names and numbers can be long
+            continue
         if isinstance(item, Tensor) and item.is_floating_point():
             found[".".join((*place, str(key)))] = item
         yield from _places(item, (*place, str(key)))
