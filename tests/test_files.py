@@ -220,6 +220,17 @@ def test_a_path_where_nothing_can_be_made_is_refused(tmp_path: Path, monkeypatch
         check_parent(tmp_path / "deep" / "out")
 
 
+def test_a_folder_with_a_name_that_leaves_no_room_beside_it_is_refused_first(tmp_path: Path) -> None:
+    with pytest.raises(DestinationError, match="at most 237 bytes"):
+        check_new_folder(tmp_path / ("é" * 119), (), overwrite=False)
+    path = tmp_path / ("x" * 237)
+    check_new_folder(path, (), overwrite=False)
+    for _ in range(2):
+        with replacing_folder("it", path, ("file",)) as folder:
+            (folder / "file").touch()
+    assert [*path.iterdir()] == [path / "file"]
+
+
 def test_saving_names_the_variable_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
     for path, is_named in ((cache_folder("parquet") / "x", True), (tmp_path / "x", False)):

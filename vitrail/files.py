@@ -70,6 +70,11 @@ def check_new_folder(
     output: a folder that `recognise` accepts and whose entries all match `names` (shell patterns). Any other folder
     belongs to the user and is never replaced.
     """
+    room = 256 - len(replaced_path(Path("x")).name)  # most file systems have names of up to 255 bytes
+    if len(os.fsencode(path.absolute().name)) > room:
+        raise DestinationError(
+            f"{path} has a name that leaves no room for those of temporary folders; choose one of at most {room} bytes"
+        )
     if not path.exists():
         check_parent(path)
         return

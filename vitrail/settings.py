@@ -52,6 +52,11 @@ class Effect(NamedTuple):
     of_run: bool = False
     """True if `holds` is a function of the config of the run, because fields of other sections decide about it."""
 
+    @property
+    def rule(self) -> str:
+        """The condition as the end of a sentence, such as "it has an effect only with --probe"."""
+        return f"it has an effect {'' if self.condition.startswith('unless') else 'only '}{self.condition}"
+
 
 class Facts(TypedDict, total=False):
     """The facts that a field of a settings dataclass can state about its setting.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,6 +18,7 @@ import pytest
 from tests.cli.conftest import Cli
 from vitrail import __version__
 from vitrail.cli import COMMANDS, Output, command_of, main
+from vitrail.cli.console import print_json
 from vitrail.cli.help import help_text
 from vitrail.cli.options import Call
 from vitrail.errors import DataError
@@ -157,6 +161,46 @@ def test_a_full_disk_below_the_output_is_named(
         monkeypatch.setattr("sys.stdout", full)
         assert main(["--help"]) == 1
     assert "standard output" in (shown := capsys.readouterr().err) and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_an_output_of_another_encoding_has_escapes(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shows(what: Callable[[], None]) -> bytes:
+        content = io.BytesIO()
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(content, encoding=encoding, errors="surrogateescape"))
+        monkeypatch.setattr("vitrail.cli._main", lambda *_: what() or 0)
+        main(["runs"])
+        return content.getvalue()
+
+    text = {"ascii": b"\\xe9 \\u2026 \xff\n", "latin-1": b"\xe9 \\u2026 \xff\n", "utf-8": "é … ".encode() + b"\xff\n"}
+    assert shows(lambda: print("é … \udcff")) == text[encoding]
+    for value in ("é", "…", "\udcff"):
+        assert json.loads(shows(lambda value=value: print_json(value, ascii_only=False)).decode(encoding)) == value
+
+
+def test_a_folder_that_was_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert main(["runs"]) == 2
+    assert "the current folder was deleted" in capsys.readouterr().err
+
+
+def test_a_package_in_an_archive_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.cli.__file__", "vitrail.pyz/vitrail/cli/__init__.py")
+    assert "cannot run from an archive" in cli.refuses("recipes")
+
+
+def test_files_in_the_current_folder_do_not_stand_in_for_modules_in_worker_processes(tmp_path: Path) -> None:
+    (tmp_path / "select.py").write_text("raise SystemExit('not the library')")
+    code = (
+        "import sys, subprocess; sys.argv[1:] = ['--version']; from vitrail.cli import main; "
+        "main(); subprocess.run([sys.executable, '-c', 'import select'], check=True)"
+    )
+    root = str(Path(__file__).parents[2])
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": root}
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=variables, check=True)
 
 
 def test_a_closed_output_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:

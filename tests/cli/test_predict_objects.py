@@ -219,6 +219,14 @@ def test_images_of_all_splits_have_different_numbers(detector: Path, tmp_path: P
     assert "the same image_id" in cli.call(*arguments, str(coco_data(tmp_path / "data", IDS))).err
 
 
+def test_names_that_are_not_utf_8_are_escaped_in_cocos_file(
+    detector: Path, photos: Path, tmp_path: Path, cli: Cli
+) -> None:
+    (photos / "a.png").rename(photos / "bad\udcff.png")
+    cli.shows("predict", detector, photos / "bad\udcff.png", "--coco", tmp_path / "found.json")
+    assert {row["file_name"] for row in json.loads((tmp_path / "found.json").read_text())} == {"bad\udcff.png"}
+
+
 def test_images_of_a_data_set_keep_their_numbers(detector: Path, tmp_path: Path, cli: Cli) -> None:
     data, file = coco_data(tmp_path / "data", IDS), tmp_path / "found.json"
     cli.shows("predict", detector, "--data", data, "--split", "test", "--coco", file)

@@ -200,7 +200,7 @@ BENCH = {
     "bench serve --clients 0": "--clients: 0 is not in [1, 10000]",
     "bench data --threads 10000": "--threads: 10000 is not in [0, 4096]",
     "bench serve --clients --rates": "leave nothing to measure",
-    "bench serve --against naive,litserv": "--against: 'litserv' is not a server; nearest: litserve",
+    "bench serve --against naive,litserv": "--against: 'litserv' does not exist; nearest: litserve",
     "bench serve --against litserve": "--against litserve: ModuleNotFoundError: No module named 'litserve'. Install",
     "bench serve --environment litserve=python": "--environment: 'litserve' is not a library of the servers to measure",
     "bench serve --against litserve --environment litserve=no/python": "no/python cannot be run as the Python",
@@ -435,7 +435,7 @@ TRAIN = {
     "noisy-student --teacher nowhere": "vitrail: --teacher: 'nowhere' cannot be loaded",
     "noisy-student --steps 5 --epochs 2": "vitrail: --steps and --epochs exclude each other",
     "study positon": "study 'positon' does not exist; nearest: positions",
-    "study head --arms class-tokn": "arm 'class-tokn' does not exist in this study; nearest: class-token",
+    "study head --arms class-tokn": "--arms: 'class-tokn' does not exist; nearest: class-token",
     "study head --seeds 0 0": "--seeds: 0 is given twice; give each value once",
     "study head --seeds 1000": "--seeds: 1000 is not in [0, 1000); the trials have the seed 1000",
     "study head --jobs 0": "--jobs: 0 is less than 1",
@@ -575,7 +575,7 @@ EVALUATE = {
     "evaluate a b --data x --confusion": "--per-class and --confusion show one model; name only one MODEL",
     "evaluate a b --suite offline": "--suite measures one model; name only one MODEL",
     "evaluate a --data x --validation-share 0": "--validation-share: 0.0 is not in (0, 1)",
-    "evaluate a --data x --validation-share 0.2 --split all": "but --split all measures others",
+    "evaluate a --data x --validation-share 0.2 --split all": "an effect only with --split held-out or validation",
     "evaluate a --suite offline --validation-share 0.2": "leave out --validation-share",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.cli.conftest import Cli
-from tests.make import make_colour_folder
+from tests.make import make_colour_folder, small_model
 from vitrail.cli import main
 from vitrail.cli.train import recipe_for, restarted_run
 from vitrail.processes.launch import Launch
@@ -210,9 +210,34 @@ def test_a_plan_is_printed_and_nothing_is_trained(
 def test_a_fraction_that_has_no_effect_is_noted(words: str, code: int, here: Path, cli: Cli) -> None:
     for split in ("train", "val"):
         make_colour_folder(here / "data" / split)
-    for typed, is_noted in (((), False), (("--validation-share", "0.3"), True)):
+    for typed in ((), ("--validation-share", "0.3"), ("--cut-method", "threshold")):
+        if "--cut-method" in typed and words.split()[0] in ("bench", "data"):  # without this option
+            continue
         shown = " ".join(cli.call(*words.split(), *typed, code=code).out.split())
-        assert ("--validation-share has no effect" in shown) == is_noted
+        assert ("has no effect" in shown) == bool(typed) and all(f"{name} has" in shown for name in typed[:1])
+
+
+@pytest.mark.usefixtures("here")
+def test_settings_that_a_model_does_not_take_from_a_recipe_are_noted(colour_folder: Path, cli: Cli) -> None:
+    model = small_model(Path("model"))
+    words = [
+        "train",
+        "deit3-s16-i1k",
+        "--data",
+        colour_folder,
+        "--init",
+        model,
+        "--validation-share",
+        "0.2",
+        "--plan",
+        "1",
+    ]
+    for typed in ((), ("--stochastic-depth", "0.2")):
+        shown = " ".join(cli.shows(*words, *typed).split())
+        assert ("--stochastic-depth 0.05 of the recipe has no effect" in shown) == (not typed)
+    words = ["noisy-student", "--data", colour_folder, "--unlabelled", "nowhere", "--init", model, "--dropout", "0.2"]
+    shown = " ".join(cli.call(*words, code=2).out.split())
+    assert "--stochastic-depth 0.1 of the recipe has no effect" in shown
 
 
 @pytest.mark.slow

@@ -442,6 +442,28 @@ def test_pictures_that_share_a_name_keep_their_own_annotations(tmp_path: Path, t
         assert corners == set(range(len(places)))
 
 
+@pytest.mark.parametrize("to", ["yolo", "voc", "coco", "masks"])
+@pytest.mark.parametrize("name", ["bad\udcff", "two\nlines", "par\u2028t", "c\x01"])
+def test_unusual_names_of_pictures_are_read_again_or_refused(tmp_path: Path, to: AnnotationFormat, name: str) -> None:
+    values = coco(tmp_path / "in", annotations=box(6, 4, 30, 20))
+    (tmp_path / "in/a.png").rename(tmp_path / "in" / f"{name}.png")
+    values["images"][0]["file_name"] = f"{name}.png"
+    (tmp_path / "in/_annotations.coco.json").write_text(json.dumps(values))
+    if to == "voc":
+        with pytest.raises(DataError, match="VOC names each image on a line of text"):
+            convert(opened(tmp_path / "in"), tmp_path / "out", to)
+        assert not (tmp_path / "out").exists()
+        return
+    convert(opened(tmp_path / "in"), tmp_path / "out", to)
+    assert name in {Path(key).stem for key in keys_of(opened(tmp_path / "out").train)}
+
+
+def test_a_separator_of_lines_in_unicode_does_not_begin_another_class(tmp_path: Path) -> None:
+    masks(tmp_path, np.full((40, 60), 1, np.uint8), "sky\u2028above\nroad\n")
+    with pytest.raises(DataError, match="unprintable names"):
+        opened(tmp_path)
+
+
 def test_yolo_reads_boxes_polygons_lists_and_pictures_without_labels(tmp_path: Path) -> None:
     yolo(tmp_path, "1 0.5 0.5 0.2 0.4\n0 .1 .1 .9 .2 .5 .8\n", path="/content/data", train="list.txt", val="images/val")
     picture(tmp_path / "images/val/empty.png")

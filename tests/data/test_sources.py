@@ -183,6 +183,16 @@ def test_a_path_that_does_not_exist_is_named_with_the_nearest_names(
     assert hint or str(caught.value).endswith("folder")
 
 
+def test_a_folder_with_the_name_of_bundled_data_is_noted(
+    tree: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree("a/1.png", "b/1.png").rename(tmp_path / "bundled")
+    monkeypatch.chdir(tmp_path)
+    for spec, is_noted in (("bundled", True), ("./bundled", False), (str(tmp_path / "bundled"), False)):
+        found = open_data(spec, validation_share=0.0)
+        assert found.classes == ("a", "b") and any("'bundled'" in note for note in found.notes) == is_noted
+
+
 def test_a_models_classes_index_the_folders(tree: Trees) -> None:
     root = str(tree("rose/1.png", "daisy/1.png"))
     splits = open_data(root, validation_share=0.0, classes=("rose", "lily", "daisy"))

@@ -94,6 +94,12 @@ def test_override_replaces_the_fields_of_all_sections() -> None:
     assert restored == before == TrainConfig(), "nothing else changed"
 
 
+def test_new_epochs_replace_the_steps() -> None:
+    assert TrainConfig().override(steps=7).override(epochs=2.0).total_steps(640) == 10
+    with pytest.raises(ConfigError, match="exclude each other"):
+        TrainConfig().override(epochs=2.0, steps=7)
+
+
 def test_settings_that_are_given_together_are_judged_together() -> None:
     changed = RECIPES["demo"]().override(task="detection", erase=0.0)
     assert (changed.task.name, changed.augment.erase) == ("detection", 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from tests.make import MemorySource
 from tests.training.jobs import Make, Outcome, events_of, train_until
+from vitrail.cli.run_options import check_effects
 from vitrail.data.augment.draws import tensorflow_crop
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.splits import Splits
@@ -73,6 +75,27 @@ def test_held_out_images_without_a_target_measure_nothing(
         with pytest.raises(DataError, match=f"the {name} split .* cannot measure"):
             held_out = source([unknown] * 3, "x", "y", "z")
             prepare(config, data=replace(splits, **{name: held_out}))
+
+
+def test_settings_without_an_effect_are_named(small: Make, tmp_path: Path) -> None:
+    unused = {"optimizer": "sgd", "beta1": 0.3, "stochastic_depth": 0.0, "skip_dropped": True}
+    for fields in ({}, unused):
+        notes = prepare(small(tmp_path / "run", **fields)).splits.notes
+        for name in ("beta1=0.3", "skip_dropped=True"):
+            assert any(note.startswith(name) and "effect only with" in note for note in notes) == bool(fields)
+
+
+def test_muon_is_refused_without_blocks_to_train() -> None:
+    for kind in ("muon", "sgd"):
+        config = TrainConfig().override(init="a-model", train_blocks=0, optimizer=kind)
+        with pytest.raises(ConfigError, match="--optimizer") if kind == "muon" else nullcontext():
+            check_effects({"optimizer": kind}, config)
+
+
+def test_a_limit_of_the_environment_is_recorded(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_MAX_PIXELS", "5000")
+    assert prepare(small(tmp_path / "run")).config.data.max_pixels == 5000
+    assert prepare(small(tmp_path / "run", max_pixels=4000)).config.data.max_pixels == 4000
 
 
 @pytest.mark.slow

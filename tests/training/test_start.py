@@ -65,6 +65,14 @@ def test_a_head_is_kept_for_named_classes_alone(
     assert bool(network.state_dict()["head.weight"].any()) == kept
 
 
+def test_other_pixels_than_those_of_the_model_are_noted(initial: Initial) -> None:
+    bundle = load(initial(classes=COLOURS), device="cpu")
+    for mean, is_noted in ((bundle.preprocess.mean * 3, False), ((0.4, 0.4, 0.5), True)):
+        images = replace(bundle.preprocess, mean=mean)
+        _, _, notes = network_from(bundle, StartConfig(init="given"), images, {}, Classification(), COLOURS)
+        assert any("mean=" in note for note in notes) == is_noted
+
+
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap"}], ids=str)
 @pytest.mark.parametrize("pool", ["cls", "gap"])
 def test_another_pooling_keeps_the_tokens_of_the_model(initial: Initial, fields: dict[str, Any], pool: str) -> None:

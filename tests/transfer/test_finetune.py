@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -172,6 +173,12 @@ def test_bits_rule_is_refused_for_a_transformer(planning: Planning, colours: Pat
         ConfigError, match="protocol='bit' is the rule of Big Transfer for BiT ResNets, but the model is"
     ):
         planning(colours)("bit")
+
+
+@pytest.mark.parametrize("pool", ["map", "cls+gap"])
+def test_a_pooling_that_needs_other_weights_is_refused(pool: str, planning: Planning, colours: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"pool={pool!r} needs other weights")):
+        planning(colours)("rule", {"pool": pool})
 
 
 def test_the_official_validation_split_never_chooses_a_rate_and_measures(

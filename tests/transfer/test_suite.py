@@ -215,6 +215,12 @@ def test_a_wrong_file_is_explained(file: Path, old: str, new: str, message: str)
         read_suite(written(file, old, new))
 
 
+def test_a_file_may_begin_with_the_mark_of_some_editors(file: Path) -> None:
+    read = read_suite(file)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_suite(file) == read
+
+
 def test_a_suite_without_a_file_or_tasks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.toml: the suite cannot be read: No such file or directory"):
         read_suite(tmp_path / "none.toml")

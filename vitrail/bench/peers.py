@@ -21,6 +21,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
+from vitrail.settings import raise_problems
 from vitrail.weights.exported import compile_openvino, onnx_session
 from vitrail.weights.tensors import first_line
 
@@ -82,9 +83,9 @@ def run_python(
 def check_peers(names: Sequence[str], config: AnyConfig) -> None:
     """Raise `ConfigError` for an unknown library, and for a network that no library provides. Runtimes take all of
     ours."""
-    for name in names:
-        if name not in (*PEERS, *RUNTIMES):
-            raise ConfigError(f"unknown library {name!r} in --against; {nearest(name, (*PEERS, *RUNTIMES))}")
+    known = (*PEERS, *RUNTIMES)
+    unknown = [name for name in names if name not in known]
+    raise_problems(f"unknown library {name!r} in --against; {nearest(name, known)}" for name in unknown)
     names = [name for name in names if name in PEERS]
     if names and config.architecture != "ViT":
         raise ConfigError("--against compares Vision Transformers; a BiT ResNet has no counterpart in other libraries")

@@ -33,6 +33,7 @@ from vitrail.cores import compute_threads
 from vitrail.errors import ConfigError
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
+from vitrail.settings import raise_problems
 from vitrail.training.stop import StopRequest
 from vitrail.weights.bundle import Bundle
 
@@ -413,11 +414,11 @@ def check_pythons(names: Sequence[str], pythons: Mapping[str, str]) -> None:
     if len(names) > 1:
         benchmark_script("servers.py")
     needed = {SERVERS[name].library for name in names} - {""}
-    for library in pythons:
-        if library not in needed:
-            raise ConfigError(
-                f"environment: {library!r} is not a library of the servers to measure: {', '.join(names)}"
-            )
+    raise_problems(
+        f"environment: {library!r} is not a library of the servers to measure: {', '.join(names)}"
+        for library in pythons
+        if library not in needed
+    )
     for library in sorted(needed):
         words = ["-c", f"import sys; sys.stdout = sys.stderr; import {library}, vitrail.weights.load"]
         advice = f"Install {library} and the packages of Vitrail in an environment, and name its Python"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import importlib
 import io
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail import __version__
@@ -105,8 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vitrail ARGUMENTS...` and return its exit code."""
     started = time.perf_counter()
     open_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="surrogateescape")  # prints the bytes of file names that are not UTF-8
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        codecs.register_error("vitrail", bytes_or_escape)
+        sys.stdout.reconfigure(errors="vitrail")
     if not os.environ.get("COLUMNS", "").strip("0"):
         os.environ.pop("COLUMNS", None)  # rich prints nothing in lines of 0 columns
     typed = list(sys.argv[1:] if arguments is None else arguments)
@@ -116,12 +119,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = [word for word in typed if word != "--debug"]
     with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr, is_error_output=True)):
         try:
+            if not Path(__file__).is_file():
+                raise ConfigError(
+                    "Vitrail cannot run from an archive, because its pages are files; install it with pip"
+                )
+            try:
+                here = str(Path.cwd())
+            except FileNotFoundError:
+                raise ConfigError("the current folder was deleted; change to another one") from None
+            if arguments is None and here not in sys.path:
+                os.environ.setdefault("PYTHONSAFEPATH", "1")  # worker processes take no file here for a library
             code = _main(typed, started, debug)
             sys.stdout.flush()
             return code
         except BrokenPipeError:  # `head` and other readers close a pipe early
             return 0
-        except SaveError as error:  # of the standard output
+        except (ConfigError, SaveError) as error:  # of the folders, and of the standard output
             if debug:
                 raise
             print(f"vitrail: {error}", file=sys.stderr)
@@ -252,6 +265,14 @@ def open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
+
+
+def bytes_or_escape(error: Any) -> tuple[str | bytes, int]:
+    """Return what is printed for a character that the standard output cannot encode: the byte of a file name that is
+    not UTF-8, or the character's escape sequence in Python. It is a handler of errors for `codecs`."""
+    character = error.object[error.start]
+    handler = "surrogateescape" if "\udc80" <= character <= "\udcff" else "backslashreplace"
+    return character.encode("ascii", handler), error.start + 1
 
 
 class Output:

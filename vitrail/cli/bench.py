@@ -25,7 +25,7 @@ from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_pr
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.linear.float8 import check_float8
 from vitrail.models.variants import AnyConfig, variant_config
-from vitrail.settings import byte_count, setting
+from vitrail.settings import byte_count, raise_problems, setting
 from vitrail.weights.exported import exported_file, input_dtype, load_exported
 
 NOT_LOADING = (
@@ -239,10 +239,12 @@ def _check_used(options: Bench, given: Collection[str]) -> None:
         "--attention with several kinds": ("image_size",) if len(names_in(options.attention, "attention")) > 1 else (),
         "--scaling": ("profile",) if options.scaling is not None else (),
     }
-    for measurement, names in unused.items():
-        for name in names:
-            if name in given:
-                raise ConfigError(f"{flag(name)}: {measurement} does not use it; leave {flag(name)} out")
+    raise_problems(
+        f"{flag(name)}: {measurement} does not use it; leave {flag(name)} out"
+        for measurement, names in unused.items()
+        for name in names
+        if name in given
+    )
 
 
 def _config(options: Bench) -> AnyConfig:

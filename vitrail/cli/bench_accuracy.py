@@ -120,7 +120,7 @@ def main(call: Call, options: BenchAccuracy) -> None:
     )
     console = message_console(options.json)
     data = next(iter(comparison.recipes.values())).data
-    if options.validation_share is not None and (note := data.open_whole().share_note(data.validation)):
+    if options.validation_share is not None and (note := data.open_whole().share_note(data, call.options)):
         print_notes(console, note)
 
     def show(label: str, result: Curve) -> None:
@@ -157,7 +157,7 @@ def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
             raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")
         try:
             changed = _changed(settings)
-            configs[entry] = config.override(**({"steps": None} if "epochs" in changed else {}), **changed)
+            configs[entry] = config.override(**changed)
             check_effects(changed, configs[entry].override(evaluations=options.evaluations))
         except ConfigError as error:
             raise ConfigError(f"recipe {entry!r}: {error}") from None

@@ -77,8 +77,14 @@ def message_console(is_json: bool) -> Console:
 
 
 def print_json(value: Any, *, ascii_only: bool = True) -> None:
-    """Print a value as a line of JSON. Letters beyond ASCII are escaped, unless `ascii_only` is False."""
-    print(json.dumps(value, ensure_ascii=ascii_only))
+    """Print a value as a line of JSON. Letters beyond ASCII are escaped, unless `ascii_only` is False and the standard
+    output can encode the line, which file names that are not UTF-8 prevent."""
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value)
+    print(text)
 
 
 def print_notes(console: Console, *notes: str) -> None:
@@ -288,7 +294,8 @@ class ConsoleDisplay:
             case "end":
                 self.end()
             case "tick":
-                self.tick(step, event["seconds_left"])
+                # A GPU computes several steps ahead, so a run on it has no such events.
+                self._show(step, event["seconds_left"])
             case "step":
                 self.step(step, numbers_of(event) | event["shown"])
             case "evaluation" if "best" in event:
@@ -380,11 +387,6 @@ class ConsoleDisplay:
             f"learning rate {metrics['learning_rate']:.2g}", f"{metrics['memory_bytes'] / 2**30:.1f} GiB of memory",
         ]  # fmt: skip
         self._show(step, metrics.get("seconds_left"), is_last=step == self.steps)
-
-    def tick(self, step: int, seconds_left: float) -> None:
-        """Show the progress after a step without metrics. A GPU computes several steps ahead, so a run on it has no
-        such events."""
-        self._show(step, seconds_left)
 
     def _show(self, step: int, seconds_left: float | None, *, is_last: bool = False) -> None:
         """Update the progress bar, or print a line if the last one is about ten seconds ago."""

@@ -104,7 +104,7 @@ def run_check(call: Call, options: Check) -> None:
             )
     console = Console(stderr=options.json)
     opened = data.open_whole(unlabelled=options.unlabelled, tolerant=True)
-    if "validation_share" in call.options and (note := opened.share_note(options.validation)):
+    if note := opened.share_note(data, call.options):
         print_notes(console, note)
     splits = data.cut(opened)
     with showing_progress(console, "looking at images", transient=True) as progress:

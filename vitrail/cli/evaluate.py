@@ -43,13 +43,13 @@ from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.head import ByAccuracy
 from vitrail.evaluation.imagenet import read_real, read_synsets
 from vitrail.evaluation.measured_images import CommonImages, common_images, open_images
-from vitrail.evaluation.metrics.report import ClassificationReport, ClassRow, report
+from vitrail.evaluation.metrics.report import ClassificationReport, report
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.retrieval import METRICS
 from vitrail.files import expanded
 from vitrail.machine import Precision, keep_freed_memory
 from vitrail.processes.group import join_processes
-from vitrail.settings import bare_names, setting, to_plain
+from vitrail.settings import Effect, bare_names, setting, to_plain
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.transfer.suite import DETAILS, SuiteResult, read_suite, run_suite, suite_as_plain
 from vitrail.weights.adapt import with_reduction
@@ -84,7 +84,12 @@ class Evaluate(DeviceOption, JsonOption, ReductionOptions, ImageSizeOption):
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
     """Split to measure. held-out is the test split if there is one, else the images that training holds out for
     validation. all measures every image, including training images."""
-    validation_share: float | None = setting(None, above=0, below=1)
+    validation_share: float | None = setting(
+        None,
+        effect=Effect(lambda own: own.split in ("held-out", "validation"), "with --split held-out or validation"),
+        above=0,
+        below=1,
+    )
     """Fraction of the training images to measure if the data has no test or validation split. Images that a model
     learned from are skipped. By default the fraction that the model's training held out, or 0.1."""
     per_class: bool = False
@@ -271,7 +276,9 @@ def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
     if not options.suite:
         if not options.data:
             raise ConfigError("--data is missing: name a data set, or a suite of tasks with --suite")
-        _check_images(options)
+        if len(options.models) > 1 and (options.per_class or options.confusion):
+            raise ConfigError("--per-class and --confusion show one model; name only one MODEL")
+        check_own_effects(given, options)
         _check_evaluators(options, given)
         return
     if len(options.models) > 1:
@@ -284,19 +291,6 @@ def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
     settings = {option.name for option in evaluator_options()} - {"features"}
     if decided := [flag(name) for name in given if name in BY_SUITE or name in settings]:
         raise ConfigError(f"--suite {options.suite} decides what is measured and how; leave out {', '.join(decided)}")
-
-
-def _check_images(options: Evaluate) -> None:
-    """Raise `ConfigError` if --validation-share has no effect, or if the models cannot be compared
-    with these options."""
-    share = options.validation_share
-    if share is not None and options.split not in ("held-out", "validation"):
-        raise ConfigError(
-            f"validation_share={share} chooses validation images, but --split {options.split} measures others; leave "
-            "one of them out"
-        )
-    if len(options.models) > 1 and (options.per_class or options.confusion):
-        raise ConfigError("--per-class and --confusion show one model; name only one MODEL")
 
 
 def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
@@ -534,10 +528,7 @@ def per_class_table(split: str, report: ClassificationReport) -> Table:
     )
     table = text_table((f"{split}: class", *columns))
 
-    def order(row: ClassRow) -> float:
-        return 2.0 if row.accuracy is None else row.accuracy
-
-    for row in sorted(report.per_class, key=order):
+    for row in sorted(report.per_class, key=lambda row: 2.0 if row.accuracy is None else row.accuracy):
         shares = (row.accuracy, row.precision, row.f1, *((row.average_precision,) if several else ()))
         table.add_row(escape(row.name), f"{row.images:,}", f"{row.predicted:,}", *map(_share, shares))
     for name in _never_predicted(report):

@@ -240,7 +240,7 @@ def _plan(given: Mapping[str, Any], log: Log) -> tuple[FinetunePlan, OpenedData,
     check_effects(given, base, by_user=True)
     check_request(base)
     data = base.data.open_whole()
-    if "validation_share" in given and (note := data.share_note(base.data.validation)):
+    if note := data.share_note(base.data, given):
         log.note(note)
     initial = load(model, device="cpu")
     if method.protocol == "rule":

@@ -35,7 +35,7 @@ from vitrail.evaluation.evaluators import Bootstrapped
 from vitrail.evaluation.measured_images import common_images, open_images
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import check_listed_folder, check_new_folder, replacing_folder, write_json
-from vitrail.settings import setting
+from vitrail.settings import raise_problems, setting
 from vitrail.training.folder import INSIDE, link_inside, run_of
 from vitrail.weights.answers import check_predicts_classes
 from vitrail.weights.bundle import Bundle, read_image
@@ -135,11 +135,11 @@ def run_explain(call: Call, options: Explain) -> int:
 
 def _check_head(bundle: Bundle, call: Call, *names: str) -> None:
     """Raise `ConfigError` if one of these options, which need a head, is given for a model without one."""
-    for name in names:
-        if not bundle.classes and name in call.options:
-            raise ConfigError(
-                f"{name}={call.options[name]} has no effect, because this model has no head; leave it out"
-            )
+    raise_problems(
+        f"{name}={call.options[name]} has no effect, because this model has no head; leave it out"
+        for name in names
+        if not bundle.classes and name in call.options
+    )
 
 
 def _target(options: Explain, bundle: Bundle) -> int | None:

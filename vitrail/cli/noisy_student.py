@@ -23,8 +23,9 @@ from vitrail.cli.console import (
     terminal_table,
 )
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, check_own_effects
-from vitrail.cli.run_options import check_effects, default_texts, run_options, task_options
+from vitrail.cli.run_options import check_effects, default_texts, dropped_note, run_options, task_options
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
+from vitrail.data.sources import HOLD_OUT
 from vitrail.data.splits import absolute_spec
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.experiments.noisy_student import (
@@ -104,12 +105,12 @@ COMMAND = Command(
 
 
 def main(call: Call) -> None:
-    config = _config(call.options)
-    folder = _folder(config)
     console = Console()
     log = Log(ConsoleDisplay(console, COMMAND.note))
+    config = _config(call.options, log)
+    folder = _folder(config)
     data = config.student.data
-    if "validation_share" in call.options and (note := data.open_whole().share_note(data.validation)):
+    if call.options.keys() & HOLD_OUT and (note := data.open_whole().share_note(data, call.options)):
         log.note(note)
     try:
         with interrupted_by_signals(f"stopped; finished rounds stay in {folder}"):
@@ -127,7 +128,7 @@ def main(call: Call) -> None:
     )
 
 
-def _config(given: Mapping[str, Any]) -> NoisyStudentConfig:
+def _config(given: Mapping[str, Any], log: Log) -> NoisyStudentConfig:
     """Return the settings: those of the recipe with the typed ones."""
     if "overwrite" in given:
         raise ConfigError("--overwrite: finished rounds are never replaced; leave it out, or choose another --run")
@@ -138,16 +139,13 @@ def _config(given: Mapping[str, Any]) -> NoisyStudentConfig:
     settings = {name: value for name, value in given.items() if name not in {*rounds, *labelling, "recipe"}}
     if "data" in given:
         rounds.setdefault("unlabelled", None)  # that of the recipe belongs to the recipe's data
-    if "epochs" in given:
-        settings.setdefault("steps", None)  # a recipe may count steps
     student = recipe.student
     if (init := given.get("init")) is not None:
-        student = replace(
-            student,
-            start=replace(student.start, init=init),
-            model=ModelConfig(),
-            images=load(init, device="cpu").preprocess,
-        )
+        initial, model = load(init, device="cpu"), ModelConfig()
+        if note := dropped_note(student.model, model, initial, given):
+            log.note(note)
+        start = replace(student.start, init=init)
+        student = replace(student, start=start, model=model, images=initial.preprocess)
     student = student.override(**settings)
     check_effects(given, student)
     return NoisyStudentConfig(

@@ -164,8 +164,8 @@ class Command:
             raise ConfigError(f"{' and '.join(missing)} {are} missing; usage: {self.usage}")
 
     def _required(self) -> list[Option]:
-        missing = dataclasses.MISSING
-        return [one for one in self.known_common.values() if one.default is missing or one.name in self.required]
+        options = self.known_common.values()
+        return [one for one in options if one.default is dataclasses.MISSING or one.name in self.required]
 
     def message(self, error: UserError, given: Options) -> str:
         """Return the message of an error with field names replaced by option names.
@@ -467,8 +467,7 @@ class Option:
         if named := self.facts.get("metavar", "H [W]" if self.is_size else None):
             return named
         kinds = get_args(self.kind) if get_origin(self.kind) is tuple else (self.kind,)
-        texts = [_metavar(kind) if kind is not ... else "..." for kind in kinds]
-        return " ".join(texts)
+        return " ".join(_metavar(kind) if kind is not ... else "..." for kind in kinds)
 
 
 def flag(name: str) -> str:
@@ -489,12 +488,14 @@ def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
         yield Option(name, field.name, kind, accepts_none, field.default, cls, section, field.metadata)
 
 
-def names_in(text: str, option: str) -> list[str]:
+def names_in(text: str, option: str, known: Collection[str] = ()) -> list[str]:
     """Return the names in the text of an option that are separated by commas, without repetitions. Raise `ConfigError`
-    for a text without a name, such as a comma."""
+    for a text without a name, such as a comma, and for a name that is not one of the `known` ones, if there are any."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if text and not names:
         raise ConfigError(f"{option}={text!r} names nothing; give a name, or several with commas between them")
+    unknown = [name for name in names if known and name not in known]
+    raise_problems(f"{option}: {name!r} does not exist; {nearest(name, known)}" for name in unknown)
     return names
 
 
@@ -504,8 +505,7 @@ def check_own_effects(given: Options, settings: Any, *, run: Any = None, by_user
     for name, effect in facts(type(settings), "effect").items():
         decisive = run if effect.of_run else settings
         if name in given and not effect.holds(decisive) and (effect.by_user or not by_user):
-            only = effect.condition if effect.condition.startswith("unless") else f"only {effect.condition}"
-            raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
+            raise ConfigError(f"{flag(name)}: {effect.rule}; change that, or leave {flag(name)} out")
 
 
 def convert(option: Option, values: Sequence[str]) -> Any:

@@ -227,7 +227,8 @@ def main(call: Call, options: Predict) -> int:
             write_json(folder / CONTENTS, {"files": sorted(files)})
     if options.coco is not None:
         with saving("the objects", options.coco), replacing_file(options.coco) as partial:
-            partial.write_text(json.dumps(objects, ensure_ascii=False), encoding="utf-8")
+            text = json.dumps(objects, ensure_ascii=False)
+            partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     show.end()
     if not is_shown:
         _say_written(options, folders, objects, len(pictures) - len(broken))

@@ -14,12 +14,13 @@ from vitrail.errors import ConfigError, plural
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.models.vit_config import ViTConfig
-from vitrail.settings import setting, without_none
+from vitrail.settings import raise_problems, setting, without_none
 from vitrail.tasks import TASKS
 from vitrail.tasks.task import Task
-from vitrail.training.config import LENGTHS, ON_RESUME, TrainConfig
+from vitrail.training.config import LENGTHS, OF_TRAINED_NETWORK, ON_RESUME, TrainConfig
 from vitrail.training.job import network_config_of
 from vitrail.training.log import Log
+from vitrail.weights.bundle import Bundle
 
 
 def common_options() -> Iterator[Option]:
@@ -86,6 +87,15 @@ def default_texts(config: TrainConfig) -> dict[str, str]:
     return texts
 
 
+def dropped_note(recipe: ModelConfig, run: ModelConfig, initial: Bundle, given: Collection[str]) -> str:
+    """Return a note about the settings of a recipe's network that are not `given` and that a run with the network of an
+    initial model does not use, or an empty text."""
+    own = {**vars(initial.network.config), **run.overrides}
+    left = {name: recipe.overrides.get(name) for name in OF_TRAINED_NETWORK if name not in given}
+    texts = [setting_text(name, value) for name, value in left.items() if value and value != own.get(name)]
+    return f"--init: {', '.join(texts)} of the recipe has no effect unless it is given" if texts else ""
+
+
 def setting_text(name: str, value: Any) -> str:
     """Return a setting as the words of the command line."""
     if isinstance(value, bool):
@@ -111,12 +121,12 @@ def resume_options(given: Mapping[str, Any], labels: Mapping[str, Option]) -> di
     """Return the arguments of `vitrail.resume` that are given: the changed settings and the names of --allow. Raise
     `ConfigError` if --resume is combined with a setting that a run keeps."""
     changes = {name: value for name, value in given.items() if name not in ("resume", "allow")}
-    for name in changes:
-        if name not in (*LENGTHS, "max_time", *ON_RESUME):
-            raise ConfigError(
-                f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps "
-                f"can make it longer; leave {labels[name].label} out"
-            )
+    raise_problems(
+        f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps can "
+        f"make it longer; leave {labels[name].label} out"
+        for name in changes
+        if name not in (*LENGTHS, "max_time", *ON_RESUME)
+    )
     names = (name.strip().replace("-", "_") for name in given.get("allow", "").split(","))
     return {"changes": changes, "allow": tuple(name for name in names if name)}
 

@@ -159,10 +159,7 @@ def main(call: Call, options: StudyOptions) -> None:
 def _chosen(points: Sequence[Point], text: str) -> list[Point]:
     """Return the points of the arms in a list of names. Raise `ConfigError` for an unknown arm."""
     arms = list(dict.fromkeys(point.arm for point in points))
-    names = names_in(text, "arms")
-    for name in names:
-        if name not in arms:
-            raise ConfigError(f"arm {name!r} does not exist in this study; {nearest(name, arms)}")
+    names = names_in(text, "arms", arms)
     return [point for point in points if not names or point.arm in names]
 
 

@@ -21,6 +21,7 @@ from vitrail.cli.run_options import (
     check_effects,
     common_options,
     default_texts,
+    dropped_note,
     resume_options,
     run_options,
     say_chosen,
@@ -29,7 +30,7 @@ from vitrail.cli.run_options import (
     task_options,
 )
 from vitrail.data.source import fingerprint
-from vitrail.data.sources import OpenedData
+from vitrail.data.sources import HOLD_OUT, OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.files import expanded
 from vitrail.models.variants import ModelConfig, is_variant, override_fields
@@ -271,12 +272,12 @@ def _requested(call: Call, log: Log) -> tuple[TrainConfig, OpenedData | None, Bu
     if not is_chosen(call.options):
         config, initial = _config(call.options, log, call.started)
         data = _data_like(call.options["like"], config, log) if "like" in call.options else None
-        if data is None and "validation_share" in call.options:
+        if data is None and call.options.keys() & HOLD_OUT:
             check_columns(config)
             data = config.data.open_whole(**config.task.wanted)
     else:
         (config, data), initial = _from_data(call.options, log, call.started), None
-    if data is not None and "validation_share" in call.options and (note := data.share_note(config.data.validation)):
+    if data is not None and (note := data.share_note(config.data, call.options)):
         log.note(note)
     return config, data, initial
 
@@ -325,9 +326,7 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
     recipe, initial, init = recipe_for(given), None, given.get("init")
     settings = {name: value for name, value in given.items() if name not in ("recipe", "like", "plan", "budget")}
     settings["task"] = task_of(given, recipe.task.name)
-    if "epochs" in given:
-        settings.setdefault("steps", None)  # a recipe may count steps
-    tunes = recipe.start.init is not None
+    tunes, earlier = recipe.start.init is not None, recipe.model
     if init is not None:
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=recipe.model if tunes else ModelConfig())
     check_request(recipe.override(**settings))
@@ -338,6 +337,8 @@ def _config(given: Mapping[str, Any], log: Log, started: float) -> tuple[TrainCo
         recipe = recipe if tunes else replace(recipe, images=initial.preprocess)
         if initial.words is not None:
             recipe = replace(recipe, task=recipe.task.of_words(initial.words, settings))
+        if note := dropped_note(earlier, recipe.model, initial, given):
+            log.note(note)
     config = recipe.override(**settings)
     check_effects(given, config)
     if initial is not None and config.task.output in DENSE and "crop_share" not in given:

@@ -21,8 +21,9 @@ import numpy as np
 from vitrail.data.batch import Batch, KeptPixels, Loader, LocalViews, Rows, as_batch, collate
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, parts_of, target_kind
-from vitrail.errors import ConfigError, ProcessError
+from vitrail.errors import ProcessError
 from vitrail.processes.launch import Launch
+from vitrail.settings import raise_problems
 
 if TYPE_CHECKING:
     import grain
@@ -93,11 +94,11 @@ class Stage:
 
 def check_divisible(batch_sizes: Iterable[int], world: int) -> None:
     """Raise `ConfigError` if the number of processes does not divide one of the batch sizes."""
-    for batch_size in batch_sizes:
-        if batch_size % world:
-            raise ConfigError(
-                f"batch_size={batch_size} is not a multiple of the number of processes ({world}); choose a multiple"
-            )
+    raise_problems(
+        f"batch_size={batch_size} is not a multiple of the number of processes ({world}); choose a multiple"
+        for batch_size in batch_sizes
+        if batch_size % world
+    )
 
 
 def skips_allowed(images: int, share: float) -> int:
@@ -304,7 +305,8 @@ class _OfWorkers(Iterator[Any]):
             raise ProcessError(
                 f"a worker process that reads images has ended with exit code {code[1]}, for example because the "
                 f"memory or the shared memory in {SHARED_MEMORY} is full; use fewer --processes, or none and more "
-                "--threads, or start the container with a larger --shm-size"
+                "--threads, or start the container with a larger --shm-size. A program that calls vitrail.train needs "
+                'a line `if __name__ == "__main__":` before the call, because each worker process imports the program'
             ) from error
 
     def close(self) -> None:

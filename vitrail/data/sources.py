@@ -4,7 +4,7 @@ per split."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +57,10 @@ Opener = Callable[[Request], Splits]
 FRACTION = re.compile(r"\d*\.\d+")
 
 
+HOLD_OUT = ("validation_share", "cut_method")
+"""Settings that choose the held-out training images. The last one also chooses a part of the training images."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The data of a run. Raises `ConfigError` if a field is invalid; the message names every invalid field."""
@@ -78,7 +82,7 @@ class DataConfig:
     subset_seed: int = setting(
         0,
         effect=Effect(
-            lambda data: data.per_class is not None or data.spec.endswith("]"),
+            lambda data: data.takes_part,
             "with --per-class or an amount such as [:1000] after --data",
             by_user=True,
         ),
@@ -100,7 +104,14 @@ class DataConfig:
         below=1,
     )
     """Fraction of the training images held out if there is no validation split; 0 for none."""
-    cut_method: CutMethod = "stratified"
+    cut_method: CutMethod = setting(
+        "stratified",
+        effect=Effect(
+            lambda data: data.takes_part or SLICE.fullmatch(data.validation) is None,
+            "unless --validation is a slice of the training images and all others are used",
+            by_user=True,
+        ),
+    )
     """Method that holds out and selects training images by a hash of their names. stratified: exactly the requested
     number of images, and nearly the same fraction of every label. threshold: the method of earlier versions, with at
     least one image per class; if images are added, nearly all others stay in their splits."""
@@ -113,6 +124,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         raise_problems([*problems(self), *check_validation(self.validation)])
+
+    @property
+    def takes_part(self) -> bool:
+        """True if only some of the training images are used."""
+        return self.per_class is not None or self.spec.endswith("]")
 
     def open(self, *, unlabelled: bool = False, texts: bool = False, tolerant: bool = False) -> Splits:
         """Return the splits. The training split includes the data of `mix`. Raises `DataError`.
@@ -214,14 +230,16 @@ class OpenedData:
     mixed: tuple[MixedData, ...] = ()
     """Additional training data."""
 
-    def share_note(self, validation: str) -> str:
-        """Return a note that `validation` chooses the same images with any --validation-share, because they are a split
-        of the data. Return an empty text otherwise."""
-        if validation != "auto" or self.whole.validation is None:
+    def share_note(self, config: DataConfig, given: Collection[str]) -> str:
+        """Return a note about the `given` settings that hold out training images, if none are held out because the data
+        has a validation split. Return an empty text otherwise."""
+        names = HOLD_OUT[:1] if config.takes_part else HOLD_OUT
+        unused = [f"--{name.replace('_', '-')}" for name in names if name in given]
+        if not unused or config.validation != "auto" or self.whole.validation is None:
             return ""
         return (
-            f"--validation-share has no effect, because {self.whole.title} has a validation split; use --validation "
-            "train to hold out training images instead"
+            f"{' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect, because {self.whole.title} has "
+            "a validation split; use --validation train to hold out training images instead"
         )
 
     def splits(
@@ -392,6 +410,9 @@ def _open(request: Request) -> Splits:
         if splits.target_kind in ("numbers", "texts") and (idle := request.choice.unused(*OF_ALL_TARGETS)):
             note = f"{request.title}: {' and '.join(idle)} has no effect, because {splits.target_kind} are read"
             splits = replace(splits, notes=(*splits.notes, note))
+        if not one.name and request.location in {other.name for other in FORMATS}:
+            note = f"{request.title}: a file or folder here has this name and is read instead of Vitrail's own data"
+            splits = replace(splits, notes=(note, *splits.notes))
         return splits
     names = sorted(one.name for one in FORMATS if one.name)
     if request.is_url:
@@ -645,11 +666,11 @@ def _beside(folder: Path, tables: Sequence[Path] = ()) -> Iterator[str]:
     if others:
         named = {split_of(table.name): table.name for table in formats.table.tables_in(folder) if not tables}
         choice = ",".join(f"{split}={name}" for split, name in named.items() if split)
-        way = f"--splits {choice}" if len(named) > 1 else f"--data {others[0]}"
+        way = f"add --splits {choice}" if len(named) > 1 else f"name {others[0]} as the data"
         read = " and ".join(path.relative_to(folder).as_posix() for path in tables) or "the class folders"
         yield (
             f"{folder}: the labels are those of {read}, and {listed([path.name for path in others])} beside them was "
-            f"not read; to read it instead, add {way}"
+            f"not read; to read it instead, {way}"
         )
     if archives:
         yield f"{folder}: skipped {listed(archives)}, because archives are not read; unpack the images in them"

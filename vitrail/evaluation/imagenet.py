@@ -303,7 +303,7 @@ def _parse_real(where: str, data: bytes) -> tuple[tuple[int, ...], ...]:
 
 def _parse_synsets(where: str, data: bytes) -> tuple[Synset, ...]:
     try:
-        text = data.decode().strip()
+        text = data.decode("utf-8-sig").strip()
         if text.startswith("{"):
             entries = json.loads(text)
             pairs = [tuple(entries[str(number)][:2]) for number in range(len(entries))]

@@ -33,6 +33,7 @@ from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.experiments.runner import Cell, Pool, experiment, read_cell, run_process, training_speeds
 from vitrail.files import replacing_folder, write_json
 from vitrail.machine import describe, has_bf16_matrix_units
+from vitrail.settings import raise_problems
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
 from vitrail.training.job import first_steps, phases_of, run_flops
@@ -135,9 +136,8 @@ def check_environments(entries: Sequence[str], environments: Mapping[str, str]) 
 
     `environments` has the path of a Python by the library's name. By default it is the Python that runs Vitrail.
     """
-    for library in environments:
-        if library not in PEERS:
-            raise ConfigError(f"environment: unknown library {library!r}; {nearest(library, PEERS)}")
+    unknown = [library for library in environments if library not in PEERS]
+    raise_problems(f"environment: unknown library {library!r}; {nearest(library, PEERS)}" for library in unknown)
     found: dict[str, Peer] = {}
     for library, own in PEERS.items():
         if not set(own) & set(entries):

@@ -141,7 +141,8 @@ def _changes(config: TrainConfig, folder: Path, data: OpenedData, initial: Bundl
     # images, which a run can choose, permission to overwrite, and the place of the run, which can be moved.
     kept = ("accumulation", "threads", "overwrite", *RESOLVED)
     before = {name: getattr(record.config.run, name) for name in kept}
-    same = config.override(run=record.config.run.folder, **before)
+    max_pixels = config.data.max_pixels or record.config.data.max_pixels
+    same = config.override(run=record.config.run.folder, max_pixels=max_pixels, **before)
     return differences(
         {
             "config": record.config.to_plain(),

@@ -21,7 +21,7 @@ from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.models.vit_config import ViTConfig
 from vitrail.registry import Registry
-from vitrail.settings import bare_names, typed, typed_fields
+from vitrail.settings import bare_names, raise_problems, typed, typed_fields
 
 AnyConfig = ViTConfig | ResNetConfig
 AnyNetwork = VisionTransformer | ResNet
@@ -126,9 +126,9 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
     """
     config = _named(name)
     known = bare_names(type(config))
-    for given in fields:
-        if given not in known:
-            raise ConfigError(f"unknown field {given!r} of {name}; {nearest(given, known)}")
+    raise_problems(
+        f"unknown field {given!r} of {name}; {nearest(given, known)}" for given in fields if given not in known
+    )
     size = (image_size, image_size) if isinstance(image_size, Integral) else image_size
     return dataclasses.replace(config, **typed_fields(type(config), {"image_size": size, **fields}))
 

@@ -129,7 +129,7 @@ def linear(model: str, epochs: float, batch_size: int, optimizer: OptimizerConfi
 def _linear_optimizer(kind: Any, rate: float, warmup: int = 0) -> OptimizerConfig:
     return OptimizerConfig(
         kind=kind, momentum=0.9, learning_rate=rate, base_batch_size=256, schedule="cosine",
-        warmup=f"{warmup} epochs", warmup_from_zero=True, weight_decay=0.0, clip=0.0,
+        warmup=f"{warmup} epochs", warmup_from_zero=warmup > 0, weight_decay=0.0, clip=0.0,
     )  # fmt: skip
 
 

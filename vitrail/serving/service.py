@@ -522,8 +522,7 @@ class ModelOutputs:
 
     def run(self, task: Task) -> Run:
         """Return the function that computes the outputs of a task. It keeps the model in memory."""
-        functions: dict[Task, Run] = {"classes": self._classes, "embedding": self._embedding}
-        return functions[task]
+        return self._classes if task == "classes" else self._embedding
 
     def _classes(self, pixels: np.ndarray) -> dict[str, np.ndarray]:
         logits = self._predictor.logits(self._bundle.inputs(pixels)).float().cpu()

@@ -94,18 +94,18 @@ class ServeSettings:
                 f"max_images={self.max_images} is more than max_queue={self.max_queue}, so such a request could never "
                 "be accepted; choose a larger queue"
             )
-        for name in self.allow_host:
-            if not HOST_NAME.fullmatch(name):
-                raise ConfigError(
-                    f"allow_host={name!r} is not the name of a host, which has no scheme, port or path; give for "
-                    "example flowers.example"
-                )
-        for origin in self.allow_origin:
-            if not ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    f"allow_origin={origin!r} is not an origin, which is a scheme and a host without a path; give for "
-                    "example https://flowers.example, or * for all"
-                )
+        raise_problems(
+            f"allow_host={name!r} is not the name of a host, which has no scheme, port or path; give for example "
+            "flowers.example"
+            for name in self.allow_host
+            if not HOST_NAME.fullmatch(name)
+        )
+        raise_problems(
+            f"allow_origin={origin!r} is not an origin, which is a scheme and a host without a path; give for example "
+            "https://flowers.example, or * for all"
+            for origin in self.allow_origin
+            if not ORIGIN.fullmatch(origin)
+        )
         if self.body_bytes < 1:
             raise ConfigError(f"max_body={self.max_body} is less than 1 byte, so every request would be refused")
         if self.body_bytes > self.body_memory_bytes:

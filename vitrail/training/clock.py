@@ -210,8 +210,7 @@ def product_limit(
         processes.gather(None)  # so that they begin together
     if again:
         _measured.cache_clear()
-    own = _measured(precision, device, torch.get_num_threads())
-    return sum(processes.gather(own))
+    return sum(processes.gather(_measured(precision, device, torch.get_num_threads())))
 
 
 @functools.cache

@@ -391,9 +391,13 @@ class TrainConfig(Checked):
     def override(self, **values: Any) -> TrainConfig:
         """Return a copy with some settings replaced. Each setting is given by its bare name, such as `width` or `seed`.
         A bare name belongs to a field of one of the sections, or to a field of the network's config. `task` is the name
-        of the new task. Values may be lists, paths and numbers of numpy. Raises `ConfigError` with all problems. The
-        message for an unknown name suggests similar names.
+        of the new task. Values may be lists, paths and numbers of numpy. New `epochs` replace the `steps` of this
+        config. Raises `ConfigError` with all problems. The message for an unknown name suggests similar names.
         """
+        if values.get("epochs") is not None and values.setdefault("steps", None) is not None:
+            raise ConfigError(
+                f"epochs={values['epochs']} and steps={values['steps']} exclude each other; give only one of them"
+            )
         task = self.task
         if (chosen := values.pop("task", task.name)) != task.name:
             task = _task_named(chosen)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import Readers, check_divisible, default_threads, queue_bytes
+from vitrail.data.pixels.decode import MAX_PIXELS, pixel_limit
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import (
     Sample,
@@ -61,8 +62,8 @@ class Job:
     """The fixed facts of a run: its config, checked on this machine, its open data, and its steps."""
 
     config: TrainConfig
-    """The checked config. This machine's precision, library of float32 products and number of threads replace the
-    defaults, and a run that is resumed on another machine keeps them."""
+    """The checked config. This machine's precision, library of float32 products, number of threads and limit on pixels
+    replace the defaults, and a run that is resumed on another machine keeps them."""
     device: torch.device
     splits: Splits
     steps: int
@@ -171,15 +172,16 @@ def prepare(
         )
     processes.on_first(lambda: check_trackers(config.run.track))
     device = pick_device(processes.device_name(config.run.device))
-    precision = resolve_precision(config.run.precision, device)
+    precision, limit = resolve_precision(config.run.precision, device), pixel_limit()
     config = config.override(
         precision=precision,
         float32_products=resolve_float32_products(config.run.float32_products),
         compute_threads=_fixed_threads(config.run, device),
+        max_pixels=config.data.max_pixels or (None if limit == MAX_PIXELS else limit),
     )
     compiled: Compiled = "off"
     network_config: AnyConfig | None = None
-    unused: list[str] = []
+    notes: list[str] = []
     if network is not None:
         if not isinstance(network, nn.Module) or hasattr(network, "_orig_mod"):
             raise ConfigError(
@@ -187,16 +189,15 @@ def prepare(
                 "network.compile() compiles it in place"
             )
         check_settings(config)
-        unused = [f"{name}={value!r}" for name, value in config.model.overrides.items()]
+        if unused := [f"{name}={value!r}" for name, value in config.model.overrides.items()]:
+            notes.append(f"{', '.join(unused)} have no effect, because network=... is trained as it is")
         config = replace(config, model=ModelConfig())
     else:  # before opening the data, whose number of classes changes none of these checks
         network_config = network_config_of(config, model, origin, num_classes=2)
         _check_network_settings(config, network_config)
         compiled = resolve_compile(config.run.compile, device, network_config)
     config, splits = _opened(config, data, model)
-    if unused:
-        text = "have no effect, because network=... is trained as it is"
-        splits = replace(splits, notes=(*splits.notes, f"{', '.join(unused)} {text}"))
+    splits = replace(splits, notes=(*splits.notes, *notes, *_without_effect(config, network_config)))
     config.task.check_data(splits)
     if not config.task.wanted["unlabelled"]:
         _check_measured(splits)
@@ -239,6 +240,16 @@ def object_names(data: Source | Splits | OpenedData | None, network: nn.Module |
     is none of them, because it is the config's data set, opened earlier."""
     own = {"data": None if isinstance(data, OpenedData) else data, "network": network}
     return tuple(name for name, value in own.items() if value is not None)
+
+
+def _without_effect(config: TrainConfig, network: AnyConfig | None) -> Iterator[str]:
+    """Yield a note for each setting that differs from its default, and has no effect beside the other settings."""
+    for section in (*(getattr(config, item.name) for item in fields(config)), *filter(None, [network])):
+        for item in fields(section):
+            value, effect = getattr(section, item.name), item.metadata.get("effect")
+            is_set = value != item.default if section is not network else item.name in config.model.overrides
+            if effect is not None and is_set and not effect.holds(config if effect.of_run else section):
+                yield f"{item.metadata.get('name', item.name)}={value!r} is not used: {effect.rule}"
 
 
 def _check_network_settings(config: TrainConfig, network: AnyConfig) -> None:
@@ -590,7 +601,7 @@ def check_source(source: Any) -> None:
 def check_settings(config: TrainConfig) -> None:
     """Raise `ConfigError` for settings that work only with a network of this package."""
     start = config.start
-    for name, value, used in (
+    settings = (
         ("init", start.init, start.init is not None),
         ("optimizer", config.optimizer.kind, config.optimizer.kind == "muon"),
         ("layer_decay", config.optimizer.layer_decay, config.optimizer.layer_decay < 1),
@@ -600,12 +611,13 @@ def check_settings(config: TrainConfig) -> None:
         ("shard", config.run.shard, config.run.shard != "none"),
         ("checkpoint_activations", True, config.run.checkpoint_activations),
         ("probe", config.run.probe, bool(config.run.probe)),
-    ):
-        if used:
-            raise ConfigError(
-                f"{name}={value!r} cannot be combined with network=...; {name} works only for networks that are "
-                "built from a config"
-            )
+    )
+    raise_problems(
+        f"{name}={value!r} cannot be combined with network=...; {name} works only for networks that are built from a "
+        "config"
+        for name, value, used in settings
+        if used
+    )
 
 
 def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:

@@ -56,7 +56,15 @@ BELOW_HEAD = Effect(
 class OptimizerConfig(Checked):
     """The optimizer and its learning rate."""
 
-    kind: OptimizerName = setting("adamw", name="optimizer")
+    kind: OptimizerName = setting(
+        "adamw",
+        name="optimizer",
+        effect=Effect(
+            lambda run: run.optimizer.kind != "muon" or run.start.train_blocks != 0,
+            "unless it is muon and no block is trained",
+            of_run=True,
+        ),
+    )
     """Adam (adamw), SGD with momentum, Adafactor in the variant of big_vision, Muon for the weight matrices of blocks
     and residual units with Adam for the other weights (muon), or for large batches LARS (lars: SGD) and LAMB (lamb:
     Adam), which scale each update by the length of its weight."""

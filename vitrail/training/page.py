@@ -329,17 +329,14 @@ class ProgressPage:
         changed = {
             name: value for name, value in settings_of(config).items() if value not in (None, defaults.get(name))
         }
+        measured = {one["split"]: numbers_of(one) for one in events if one["event"] == "evaluation"}  # the last ones
         write_page(
             "the page of the run",
             self.folder / "progress.html",
             "training/progress.html",
             title=f"Run {self.folder.resolve().name}",
             state=self._state(events),
-            results=[
-                (split, text)
-                for split in ("validation", "test")
-                for text in task.texts(_last_evaluation(events, split))
-            ],
+            results=[(split, text) for split in ("validation", "test") for text in task.texts(measured.get(split, {}))],
             charts=[
                 *training_figures(config, events, self.metric, saved_steps[-1] if saved_steps else None),
                 *health_figures(events),
@@ -370,9 +367,3 @@ class ProgressPage:
                 again = f"vitrail train --resume {shlex.quote(str(self.folder))}"
                 return f"The run was stopped after {done}. Continue it with {again}."
         return f"The run is in progress: {done} were done when this page was written. Reload the page to see more."
-
-
-def _last_evaluation(events: Sequence[dict[str, Any]], split: str) -> dict[str, float]:
-    """Return the numbers of the last evaluation on a split."""
-    found = [event for event in events if event["event"] == "evaluation" and event["split"] == split]
-    return numbers_of(found[-1]) if found else {}

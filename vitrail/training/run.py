@@ -173,9 +173,6 @@ def resume(
             f"changes={changes!r:.60} is not a mapping of settings to new values, such as {{'epochs': 20}}"
         )
     length = {name: changes[name] for name in LENGTHS if changes.get(name) is not None}
-    if len(length) > 1:
-        given = " and ".join(f"{name}={value}" for name, value in length.items())
-        raise ConfigError(f"{given}: a run is extended to a number of epochs or of steps; give one of them")
     record = read_record(folder := Path(folder))
     processes = join_processes(record.config.run.process_seconds)
     with processes.reporting(), _locked(folder, processes):
@@ -184,7 +181,7 @@ def resume(
         if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
             model = open_again(record.config.start, str(folder), record.origin)
         config, differences = changed_config(folder, record.config, changes, allow)
-        config = config.override(**({"steps": None} | length if length else {}))
+        config = config.override(**length)
         max_seconds = config.override(max_time=changes.get("max_time")).run.max_seconds
         try:
             job = prepare(

@@ -221,7 +221,14 @@ def network_from(
     with torch.device("meta"):
         network = build(replace(headed.network.config, **{**overrides, **kind}))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)
-    return network, kept, (*resized.notes, note)
+    own, notes = resized.preprocess, [*resized.notes, note]
+    extremes = torch.tensor([0, 255], dtype=torch.uint8).expand(1, images.channels, 1, 2)
+    if not torch.allclose(own.normalise(extremes), images.normalise(extremes)):
+        notes.append(
+            f"images are normalised with mean={images.mean} and std={images.std}, but model {start.init!r} was trained "
+            f"with mean={own.mean} and std={own.std}"
+        )
+    return network, kept, tuple(notes)
 
 
 def _keep_parts_of_head(model: AnyNetwork, network: AnyNetwork) -> bool:

@@ -204,9 +204,7 @@ def choose_length(choices: Choices, steps: int, batch_size: int) -> int:
     """Choose the batch size and the number of steps, unless the user chose epochs. Return the batch size of the run."""
     batch: int = choices.explicit.get("batch_size", batch_size)
     choices.add(batch_size=batch)
-    if "epochs" in choices.explicit:
-        choices.add(steps=None)
-    else:
+    if "epochs" not in choices.explicit:
         choices.add(f"{steps:,} steps of {batch} images", steps=steps)
     return batch
 

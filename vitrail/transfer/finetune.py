@@ -28,7 +28,7 @@ from vitrail.training.folder import check_place, place_of
 from vitrail.training.log import Log
 from vitrail.training.page import try_command, write_examples
 from vitrail.training.run import RunResult, train
-from vitrail.training.start import check_choice
+from vitrail.training.start import check_choice, fitted
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.transfer.dense_rules import NOUNS, TASKS_OF_TARGETS, TIMES_OF_USUAL, plan_dense
 from vitrail.transfer.examination import examine
@@ -142,6 +142,7 @@ def plan(
     if kind in (*TASKS_OF_TARGETS, "texts") or config.task.output in DENSE:
         config.task.check_data(data.whole)
     check_choice(config.start, bundle.network.config)
+    fitted(bundle.network.config, config.start.init, bundle.preprocess, config.model.overrides, 2, config.task)
     keep_freed_memory()  # as in training, so that the measured speeds are those of training
     device = pick_device(config.run.device)
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)

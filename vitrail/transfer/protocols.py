@@ -421,7 +421,6 @@ def _batch_size(images: int, *, gpu: bool) -> int:
 
 def _choose_steps(choices: Choices, images: int, batch: int, *, gpu: bool, limited: bool) -> None:
     if "epochs" in choices.explicit:
-        choices.add(steps=None)
         return
     if gpu:
         bit_steps = 500 if images < FEW else 10_000 if images < MANY else 20_000

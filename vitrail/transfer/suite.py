@@ -191,7 +191,7 @@ def read_suite(name: str | Path) -> Suite:
             f"TASKS{SUFFIX}"
         )
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: the suite cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -415,7 +415,7 @@ def _shards(path: Path) -> list[str]:
     if not path.name.endswith(".index.json"):
         return []
     try:
-        shards = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = sorted(set(json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BundleError(f"{path} is damaged: it does not name the file of each tensor ({error})") from None
     for shard in shards:

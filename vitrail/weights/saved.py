@@ -113,7 +113,7 @@ def read_folder(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
 def read_object(path: Path, kind: type[UserError] = BundleError) -> dict[str, Any]:
     """Return the JSON object in a file. Raise an error of this kind for any other content."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise kind(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):

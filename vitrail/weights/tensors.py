@@ -283,7 +283,7 @@ def _is_torchscript(path: Path) -> bool:
 
 def _open_index(path: Path) -> TensorFile:
     """Open the weights files that an index names. The index maps each tensor to the file that holds it."""
-    weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    weight_map = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
     for shard in set(weight_map.values()):
         if Path(shard).name != shard:
             raise BundleError(f"{path} points outside its folder: {shard!r}")

@@ -312,7 +312,7 @@ def test_class_folders_win_over_tables_beside_them(tree: Trees) -> None:
     splits = opened(root)
     assert splits.classes == ("cat", "dog")
     (note,) = splits.notes
-    assert "licences.csv, other.csv" in note and "--data" in note
+    assert "licences.csv, other.csv" in note and f"name {root / 'licences.csv'} as the data" in note
     assert opened(root / "other.csv").classes == ("x", "y")
     with pytest.raises(DataError, match="has no column of paths"):
         opened(root / "licences.csv")

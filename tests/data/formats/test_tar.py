@@ -140,6 +140,11 @@ def test_a_cls_goes_before_a_json_whichever_comes_first(tmp_path: Path) -> None:
     assert any("2 images with another label in the .json file" in note for note in splits.notes)
 
 
+def test_a_cls_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:
+    files = [("1.jpg", b""), ("1.cls", b"\xef\xbb\xbf1\r\n"), ("2.jpg", b""), ("2.cls", b"0")]
+    assert targets_of(open_shards(write(tmp_path / "x.tar", files), None).train) == [1, 0]
+
+
 def test_several_labels_in_a_json_are_noted_and_a_field_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     files = [("1.jpg", b""), ("1.json", b'{"class": "b", "label": 1}'), ("2.jpg", b""), ("2.json", b'{"cls": 0}')]
     splits = open_shards(write(tmp_path / "x.tar", files), None)

@@ -287,7 +287,7 @@ def _is_plain(path: Path, images: ImageFiles) -> bool:
 def lines_of(path: Path) -> list[str]:
     """Return the lines of a text. Raise `DataError` if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        return path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path} as UTF-8: {error}") from error
 

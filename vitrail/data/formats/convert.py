@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -181,7 +182,8 @@ class CocoWriter(_Writer):
         (self.folder / "annotations").mkdir()
         for split, values in self.files.items():
             path = self.folder / "annotations" / f"instances_{split}.json"
-            path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+            text = json.dumps(values, ensure_ascii=False)
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def image_id(source: Samples, index: int, otherwise: int) -> int | str:
@@ -239,6 +241,13 @@ class VocWriter(_Writer):
             raise DataError(
                 f"images of several splits have the same names, which VOC cannot express: {listed(twice, 4)}; rename "
                 "them"
+            )
+        if wrong := [
+            stem for stem in stems if re.search(r"[\0-\x1f\x7f\x85\u2028\u2029\ud800-\udfff\ufffe\uffff]", stem)
+        ]:
+            raise DataError(
+                "VOC names each image on a line of text and in XML, which cannot hold the control characters, line "
+                f"breaks or bytes in {listed([*map(repr, wrong)], 4)}; rename these images"
             )
         self.lists: dict[str, list[str]] = {split: [] for split in sources}
         self.unused = set(range(len(self.names)))

@@ -513,7 +513,7 @@ def _without_labels(place: Path, plain: bool, classes: tuple[str, ...]) -> str:
 
 def _tiny_imagenet(place: Path, classes: tuple[str, ...] | None) -> Samples:
     """Return the validation split of TinyImageNet. Raise `DataError` for a missing image or an unknown class."""
-    lines = (place / TINY_IMAGENET).read_text(encoding="utf-8").splitlines()
+    lines = (place / TINY_IMAGENET).read_text(encoding="utf-8-sig").splitlines()
     rows = [(cells[0], cells[1]) for cells in (line.split("\t") for line in lines) if len(cells) > 1]
     classes = tuple(sorted({name for _, name in rows})) if classes is None else classes
     numbers = {name: number for number, name in enumerate(classes)}

@@ -185,7 +185,7 @@ def _configurations(found: _Listing) -> tuple[Configurations, str | None]:
 
 def _stated(readme: Path) -> list[dict[str, Any]]:
     """Return the field `configs` of the YAML at the top of a README. Return an empty list if it cannot be read."""
-    text = readme.read_text(encoding="utf-8", errors="replace")
+    text = readme.read_text(encoding="utf-8-sig", errors="replace")
     match = re.match(r"\s*---[ \t]*\r?\n(.*?\n)---", text, re.S)
     yaml = importlib.import_module("yaml")  # a dependency of huggingface_hub
     try:

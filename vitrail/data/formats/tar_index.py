@@ -274,7 +274,7 @@ def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | N
     this file also has other labels. Raises `DataError`."""
     try:
         if not name.lower().endswith(".json"):
-            text = data.decode().strip()
+            text = data.decode("utf-8-sig").strip()
             if not text or "\n" in text:
                 raise ValueError(f"it holds {text[:40]!r}")
             return (int(text) if re.fullmatch("[+-]?[0-9]+", text) else text), None, None, False

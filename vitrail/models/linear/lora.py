@@ -23,6 +23,7 @@ from vitrail.models.blocks import Block
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import with_weights
 from vitrail.models.variants import AnyConfig, AnyNetwork
+from vitrail.settings import raise_problems
 
 Projection = Literal["query", "key", "value", "out", "up", "down"]
 """Names of a block's weights: the projections to queries, keys and values, attention's output, and the MLP's two
@@ -75,9 +76,11 @@ def check_adapters(config: AnyConfig, rank: int, names: Sequence[str]) -> None:
     choices = ", ".join(map(repr, get_args(Projection)))
     if not names:
         raise ConfigError(f"lora_on=() names no weight to adapt; choices: {choices}")
-    for name in names:
-        if name not in get_args(Projection):
-            raise ConfigError(f"lora_on has {name!r}, which matches no weight; choices: {choices}")
+    raise_problems(
+        f"lora_on has {name!r}, which matches no weight; choices: {choices}"
+        for name in names
+        if name not in get_args(Projection)
+    )
 
 
 def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequence[Projection]) -> None:

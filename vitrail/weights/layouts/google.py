@@ -697,6 +697,6 @@ BERT_NAMES: Names = {
 def _tokenizer(place: Path, context: int) -> TextTokenizer:
     file = place if place.is_file() else place / "vocab.txt"
     try:
-        return wordpiece_tokenizer(file.read_text(encoding="utf-8").removesuffix("\n").split("\n"), context=context)
+        return wordpiece_tokenizer(file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n"), context=context)
     except (OSError, UnicodeDecodeError, BundleError) as error:
         raise BundleError(f"tokenizer={str(file)!r} is not a vocabulary of BERT: {error}") from error

@@ -391,8 +391,10 @@ def _tokenizers_of(folder: Path, file: Path) -> Any:
     try:
         if file.is_file():
             return library.Tokenizer.from_buffer(file.read_bytes())
-        lines = [line for line in merges.read_text(encoding="utf-8").splitlines() if line and line[:8] != "#version"]
-        table = json.loads(vocabulary.read_text(encoding="utf-8"))
+        lines = [
+            line for line in merges.read_text(encoding="utf-8-sig").splitlines() if line and line[:8] != "#version"
+        ]
+        table = json.loads(vocabulary.read_text(encoding="utf-8-sig"))
         pieces = [tuple(line.split(" ")) for line in lines]
         made = clip_pipeline(library.models.BPE(vocab=table, merges=pieces, end_of_word_suffix="</w>", unk_token=END))
         made.add_special_tokens([START, END])
