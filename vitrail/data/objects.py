@@ -140,7 +140,8 @@ class Objects:
             return float(self.mask(row, size).sum())
         if outline:
             return float(_coco().area(_runs_of(outline, size)))
-        return float((self.boxes[row, 2:] - self.boxes[row, :2]).prod() * math.prod(size))
+        left, top, right, bottom = (self.boxes[row] * np.tile(size[::-1], 2)).tolist()
+        return float((right - left) * (bottom - top))
 
     def mask(self, row: int, size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
         """Return the mask of an object in an image of a height and width. Without an outline it is the box."""
