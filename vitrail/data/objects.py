@@ -136,10 +136,10 @@ class Objects:
         outline, or without an outline that of the box."""
         if not math.isnan(self.areas[row]):
             return float(self.areas[row] * math.prod(size))
-        if isinstance(outline := self.outlines[row] if self.outlines else None, Runs):
-            return float(self.mask(row, size).sum())
-        if outline:
-            return float(_coco().area(_runs_of(outline, size)))
+        if outline := self.outlines[row] if self.outlines else None:
+            return float(
+                self.mask(row, size).sum() if isinstance(outline, Runs) else _coco().area(_runs_of(outline, size))
+            )
         left, top, right, bottom = (self.boxes[row] * np.tile(size[::-1], 2)).tolist()
         return float((right - left) * (bottom - top))
 

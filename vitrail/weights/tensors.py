@@ -260,11 +260,10 @@ def _places(content: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
     is_list, found = isinstance(content, list | tuple), {}
     place = (*place, "*") if is_list else place
     for key, item in enumerate(content) if is_list else content.items() if isinstance(content, Mapping) else ():
-        if isinstance(item, str | int | float):  # lists of names and numbers can be long
-            continue
         if isinstance(item, Tensor) and item.is_floating_point():
             found[".".join((*place, str(key)))] = item
-        yield from _places(item, (*place, str(key)))
+        if not isinstance(item, str | int | float):  # lists of names and numbers can be long
+            yield from _places(item, (*place, str(key)))
     if found:
         yield place, found
 
