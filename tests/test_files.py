@@ -190,6 +190,15 @@ def test_what_a_killed_process_left_of_a_file_is_deleted_a_day_later(tmp_path: P
     assert sorted(os.listdir(tmp_path)) == [".vitrail-new_one1", ".vitrail-of-the-user", "file"]  # noqa: PTH208
 
 
+def test_what_another_process_still_writes_is_not_deleted(tmp_path: Path) -> None:
+    with replacing_file(tmp_path / "slow") as partial:
+        os.utime(partial.parent, (1, 1))
+        with replacing_file(tmp_path / "file") as other:
+            other.touch()
+        partial.write_text("1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "slow"]
+
+
 @pytest.mark.parametrize("target", ["nowhere", "link"])
 def test_a_link_to_nothing_is_no_destination(tmp_path: Path, target: str) -> None:
     (link := tmp_path / "link").symlink_to(target)

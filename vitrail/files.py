@@ -203,10 +203,11 @@ def replacing_file(path: Path) -> Iterator[Path]:
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(".vitrail-????????"):
-        with suppress(OSError):  # another process deletes it
+        with suppress(OSError, DestinationError):  # another process deletes it, or still writes in it
             if time.time() - left.stat().st_mtime > 24 * 3600:
-                shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vitrail-") as folder:
+                with only_writer(path, left):
+                    shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vitrail-") as folder, only_writer(path, Path(folder)):
         partial = Path(folder) / path.name
         yield partial
         partial.replace(path)

@@ -174,6 +174,13 @@ def test_a_process_needs_what_the_closed_form_says(
     assert measure_memory(Entry(OURS), work) == pytest.approx(work.predicted_bytes, rel=MARGIN)
 
 
+def test_the_free_memory_can_fall_after_it_was_read(tiny_work: MakeWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.machine.available_memory", lambda device: 0)
+    monkeypatch.setattr("vitrail.bench.step.in_process", lambda *given: 10**15)
+    with pytest.raises(ConfigError, match="is not above the 1,000,000,000,000,000 bytes that Python"):
+        largest_batch(tiny_work())
+
+
 @pytest.mark.slow
 @linux
 def test_a_limit_on_the_process_limits_the_batch(tiny_work: MakeWork) -> None:

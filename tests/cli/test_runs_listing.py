@@ -12,6 +12,7 @@ import pytest
 from tests.cli.conftest import Cli
 from tests.make import make_idx_folder, tiny_config
 from vitrail.cli.runs import write_overlay
+from vitrail.training.folder import find_runs
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
 
@@ -48,11 +49,14 @@ def test_the_axis_of_a_fraction_ends_at_1(tmp_path: Path) -> None:
         assert (">1.10<" not in (tmp_path / "page.html").read_text()) == is_fraction
 
 
-def test_runs_that_are_too_deep_are_noted(tmp_path: Path, cli: Cli) -> None:
+def test_runs_that_are_too_deep_are_noted(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b/c/d/e", "1/2/3/4/5/6/7"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "run.json").write_text('{"format": 99}')
+    searched: list[Path] = []
+    monkeypatch.setattr("vitrail.cli.runs.find_runs", lambda *given: searched.append(given[0]) or find_runs(*given))
     printed = cli.call("runs", str(tmp_path))
+    assert searched == [tmp_path], "folders are searched once"
     assert "not listed: 1 run deeper" in printed.out + printed.err and "b/c/d/e" in printed.out + printed.err
     assert "not searched: 1 folder deeper" in printed.out + printed.err and "4/5/6/7" in printed.out + printed.err
 

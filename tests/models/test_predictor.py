@@ -271,3 +271,15 @@ def test_functions_that_would_use_the_original_are_refused(change: Callable[[Any
     change(network)
     with pytest.raises(ConfigError, match=r"^blocks\.\d: .* uses a module of the network.*MethodType"):
         Predictor(network)
+
+
+def update() -> None:
+    OTHERS["last"].zero_grad()
+
+
+def test_the_name_of_an_attribute_is_no_function_of_the_file() -> None:
+    network, seen = small_vit(), set[str]()
+    OTHERS["last"] = network
+    network.blocks[0].register_forward_hook(lambda module, given, result: seen.update({type(module).__name__}))
+    Predictor(network)(images_of(network))
+    assert seen == {"Block"}

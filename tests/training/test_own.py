@@ -23,7 +23,7 @@ from tests.listening import Display
 from tests.make import MemorySource, make_masks_folder, make_voc_folder, wait_for
 from tests.training.jobs import Make, train_until
 from vitrail.data.batch import Batch
-from vitrail.data.source import Sample, target_kind
+from vitrail.data.source import Sample, soft_target_of, target_kind
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, RunError
@@ -342,6 +342,11 @@ def test_soft_targets_that_are_no_amounts_are_refused(amounts: Any, config: Make
     soft = changed(has_soft_targets=True, soft_target=lambda self, index: amounts)
     with pytest.raises(DataError, match=r"^soft_target\(\d+\) of Stripes"):
         train(config(**SIZES), data=soft)
+
+
+def test_amounts_can_be_rounded_above_1() -> None:
+    soft = changed(has_soft_targets=True, soft_target=lambda self, index: [sum([np.float32(0.1)] * 10), 0])
+    assert soft_target_of(soft, 0) is not None
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

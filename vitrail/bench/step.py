@@ -517,7 +517,8 @@ def largest_batch(workload: Workload, limit: int | None = None) -> dict[str, int
     """
     if limit is None:
         limit = available_memory(workload.device)
-    check_memory(limit, workload.device, f"memory_limit={limit}: a step of that size", "choose a lower limit")
+    else:
+        check_memory(limit, workload.device, f"memory_limit={limit}: a step of that size", "choose a lower limit")
     taken = 0 if workload.device.type == "cuda" else in_process(_own_memory, workload, torch.get_num_threads())
     if limit <= taken:
         raise ConfigError(

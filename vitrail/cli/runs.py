@@ -111,8 +111,9 @@ def _folders(folder: Path, *, is_json: bool) -> list[Path]:
     does not exist or holds no run."""
     if not folder.is_dir():
         raise ConfigError(f"folder={str(folder)!r} is not a folder; give the folder that holds your runs")
-    found, unsearched = list(find_runs(folder)), list[Path]()
-    deeper = [one for one in find_runs(folder, 2 * DEPTH, unsearched) if one not in found]
+    unsearched = list[Path]()
+    levels = {one: len(one.relative_to(folder).parts) for one in find_runs(folder, 2 * DEPTH, unsearched)}
+    found, deeper = [one for one in levels if levels[one] <= DEPTH], [one for one in levels if levels[one] > DEPTH]
     for places, what in (
         (deeper, f"not listed: {plural(len(deeper), 'run')} deeper than {DEPTH} levels"),
         (unsearched, f"not searched: {plural(len(unsearched), 'folder')} deeper than {2 * DEPTH} levels"),

@@ -295,8 +295,7 @@ def soft_target_of(source: Source, index: int) -> SoftTarget | None:
     if amounts is None or isinstance(source, Samples):
         return amounts
     found, count = np.asarray(amounts, np.float32), len(source.classes)
-    # A weighted sum of probabilities can be rounded to slightly more than 1.
-    if found.shape != (count,) or not ((found >= 0) & (found <= 1.01)).all():
+    if found.shape != (count,) or not ((found >= 0) & (found <= 1.01)).all():  # a sum of parts is rounded
         raise DataError(
             f"soft_target({index}) of {type(source).__name__} is {amounts!r:.60}, but it must be None or {count} "
             "amounts between 0 and 1, one for each class"

@@ -43,7 +43,14 @@ from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.report.page import printable
 from vitrail.settings import Checked, setting, to_plain
 from vitrail.tasks.classification import Classification
-from vitrail.tasks.distillation import TeacherFacts, check_classifier, check_teacher, load_teacher, teacher_facts
+from vitrail.tasks.distillation import (
+    TeacherFacts,
+    check_classifier,
+    check_teacher,
+    files_of,
+    load_teacher,
+    teacher_facts,
+)
 from vitrail.training.config import TrainConfig
 from vitrail.training.job import prepare
 from vitrail.training.log import Log
@@ -166,7 +173,11 @@ def _round(
             precision="float32" if config.student.run.precision == "float32" else "auto",
             on_progress=on_progress,
         )  # fmt: skip
-    elif (info := read_info(labels)).teacher_sha256 != check_classifier(teacher).sha256:
+    elif (
+        (info := read_info(labels))
+        and files_of(teacher, "model.json")  # the model of a finished round may be deleted
+        and info.teacher_sha256 != check_classifier(teacher).sha256
+    ):
         raise RunError(
             f"{labels} has labels of another teacher: the weights of {teacher} have changed; delete {place} to begin "
             "this round again"

@@ -4,6 +4,7 @@ of networks."""
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import inspect
 import itertools
@@ -472,13 +473,16 @@ def _used_objects(function: Any, *, is_hook: bool) -> Iterator[tuple[Any, bool]]
             waiting += [(part, is_fixed) for part in (one.func, *one.args, *one.keywords.values())]
         elif isinstance(one, FunctionType):
             names, defaults = inspect.getclosurevars(one), (one.__defaults__, one.__kwdefaults__)
+            # Names of attributes are among the names of `getclosurevars` too.
+            loaded = {step.argval for step in dis.get_instructions(one) if step.opname == "LOAD_GLOBAL"}
             around = [
                 value
-                for value in names.globals.values()
-                if not isinstance(value, FunctionType | type) or value.__module__ == one.__module__
+                for name, value in names.globals.items()
+                if name in loaded and (not isinstance(value, FunctionType | type) or value.__module__ == one.__module__)
             ]
             waiting += [(value, True) for value in (*names.nonlocals.values(), *around, *vars(one).values(), *defaults)]
         elif isinstance(one, list | tuple | set | frozenset | dict):
-            waiting += [(value, is_fixed) for value in (one.values() if isinstance(one, dict) else one)]
+            inside = one.values() if isinstance(one, dict) else one
+            waiting += [(value, is_fixed) for value in inside if not isinstance(value, int | float | str | Tensor)]
         elif callable(one) and not is_fixed and not is_hook:
             waiting += [(value, False) for value in getattr(one, "__dict__", {}).values()]

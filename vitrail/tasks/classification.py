@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.source import Source, has_soft_targets, samples_of, truth_of
+from vitrail.data.source import Samples, Source, has_soft_targets, soft_target_of, truth_of
 from vitrail.data.splits import Splits, check_classes
 from vitrail.data.targets import class_indices
 from vitrail.errors import ConfigError, DataError
@@ -68,8 +68,14 @@ class Classification(Task):
                 "loss='sigmoid'"
             )
         if self.loss == "softmax" and has_soft_targets(splits.train):
-            soft = samples_of(splits.train).targets.soft
-            sums = np.concatenate([amounts.sum(axis=1) for amounts, _ in soft.blocks] if soft else [np.ones(1)])
+            train = splits.train
+            # The amounts of a source of the user's own may be too many to hold at once.
+            found = (
+                (amounts for amounts, _ in train.targets.soft.blocks)
+                if isinstance(train, Samples) and train.targets.soft is not None
+                else (soft_target_of(train, index) for index in range(len(train)))
+            )
+            sums = np.hstack([1.0, *(amounts.sum(axis=-1) for amounts in found if amounts is not None)])
             if (wrong := sums[np.abs(sums - 1) > 0.01]).size:  # they can be rounded to bf16
                 raise DataError(
                     f"the soft target of an image of {splits.title} has amounts with the sum {wrong[0]:g}, but "

@@ -106,6 +106,8 @@ def test_two_rounds_are_trained_and_not_repeated(student: TrainConfig, tmp_path:
     run_rounds(config_of(student, rounds=3), folder, longer)
     assert longer.calls[-2:] == ["train 3", "done 3"] and "label 2" in longer.calls, "lost labels are made again"
     assert {name: value for name, value in hash_of(folder).items() if "round-3" not in name} == before
+    shutil.rmtree(folder / "round-0/run/model")
+    assert len(run_rounds(config_of(student, rounds=3), folder)) == 4, "models of finished rounds can be deleted"
 
 
 SCRIPT = """
