@@ -466,5 +466,6 @@ def test_a_format_returns_splits(returned: Any, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("label", [0.5, float("nan")])
 def test_numbers_are_no_labels(label: float, types_unchecked: None) -> None:
     assert Targets.of([0.0, np.uint8(1), None], "class", ("a", "b")).values.tolist() == [0, 1, -1]  # type: ignore[list-item]
+    assert Targets.of(["1", None], "class", ("a", "b")).values.tolist() == [1, -1]  # type: ignore[list-item]
     with pytest.raises(DataError, match=f"label {label} is not the index of a class"):
         Targets.of([0, label], "class", ("a", "b"))  # type: ignore[list-item]

@@ -114,6 +114,20 @@ def test_an_object_without_a_stated_area_has_that_of_its_outline() -> None:
     assert average_precision([truth], [found], 1, resamples=0).by_size == {"small": 1.0, "medium": None, "large": None}
 
 
+def test_the_area_of_a_box_is_that_of_its_pixels() -> None:
+    """A box of 32 x 32 pixels is small and of medium size, unless its area is rounded."""
+    boxes = np.array([(x, y, x + 32, y + 32) for x in range(0, 600, 40) for y in range(0, 440, 40)])
+    truth = Objects.of([0] * len(boxes), (boxes / (640, 480, 640, 480)).tolist())
+    assert {truth.area(row, (480, 640)) for row in range(len(boxes))} == {1024.0}
+
+
+def test_the_area_of_polygons_is_counted_without_a_mask_of_the_image() -> None:
+    """A mask of this image would take 10 GB, and as many in each measurement."""
+    corners = np.array([(0, 0), (0.001, 0), (0.001, 0.001), (0, 0.001)])
+    truth = Objects.of([0, 0], [(0, 0, 1, 1)] * 2, outlines=((corners,), ()), size=(100_000, 100_000))
+    assert [truth.area(row, truth.size) for row in range(2)] == [100.0**2, 100_000.0**2]
+
+
 def test_the_threshold_has_the_best_f1_of_all_scores() -> None:
     truths, found, _ = pictures(5, 12)
     best = best_threshold(truths, found)

@@ -572,3 +572,13 @@ def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     with pytest.raises(BundleError, match="adapter_config"):
         load(tmp_path / "model", device="cpu")
+
+
+def test_names_that_are_taken_and_the_models_own_names_of_classes(tmp_path: Path) -> None:
+    names = ("crane", "crane (2)", "crane")
+    path = replace(random_bundle(square_config(num_classes=3)), classes=names).save(tmp_path / "model")
+    for stated in (None, names):
+        assert load(path, device="cpu", classes=stated).classes == ("crane", "crane (2)", "crane (2) (2)")
+    read = load(path, device="cpu", num_classes=2)
+    assert read.classes == ("0", "1")
+    assert not any("crane" in note for note in read.notes)

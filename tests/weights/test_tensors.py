@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.make import write_file
 from vitrail.errors import BundleError, SaveError
+from vitrail.weights import tensors as tensors_module
 from vitrail.weights.tensors import SUFFIXES, TensorFile, open_tensors, save_tensors
 
 TENSORS = {
@@ -122,6 +123,12 @@ def test_the_average_goes_before_the_trained_weights(average: str, tmp_path: Pat
     assert f"{average}.*" in note and "model.*" in note
 
 
+def test_the_moments_of_an_optimizer_are_no_average_of_the_weights(tmp_path: Path) -> None:
+    moments = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    torch.save({"model": TENSORS, "exp_avg": moments, "exp_avg_sq": moments}, tmp_path / "x.pth")
+    assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)
+
+
 @pytest.mark.parametrize(
     ("beside", "place"),
     [
@@ -137,6 +144,14 @@ def test_a_copy_of_the_weights_that_is_not_read_is_named(beside: dict[str, Any],
     file = open_tensors(tmp_path / "x.pth")
     assert_read(file, TENSORS)
     assert [f"under {place} are not read" in note for note in file.notes] == [True] * bool(place)
+
+
+def test_names_and_numbers_in_long_lists_are_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    visited, search = [], tensors_module._places
+    monkeypatch.setattr(tensors_module, "_places", lambda *place: visited.append(place) or search(*place))
+    torch.save({"model": TENSORS, "order": [*range(1000)], "names": ["x"] * 1000}, tmp_path / "x.pth")
+    assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)
+    assert len(visited) < 100
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,12 @@ class Objects:
         outline, or without an outline that of the box."""
         if not math.isnan(self.areas[row]):
             return float(self.areas[row] * math.prod(size))
-        if self.outlines and self.outlines[row] is not None:
-            return float(self.mask(row, size).sum())
-        return float((self.boxes[row, 2:] - self.boxes[row, :2]).prod() * math.prod(size))
+        if outline := self.outlines[row] if self.outlines else None:
+            return float(
+                self.mask(row, size).sum() if isinstance(outline, Runs) else _coco().area(_runs_of(outline, size))
+            )
+        left, top, right, bottom = (self.boxes[row] * np.tile(size[::-1], 2)).tolist()
+        return float((right - left) * (bottom - top))
 
     def mask(self, row: int, size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
         """Return the mask of an object in an image of a height and width. Without an outline it is the box."""
@@ -154,8 +157,13 @@ class Objects:
 def drawn(polygons: Sequence[Polygon], size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
     """Return the pixels of an image of a height and width that are in at least one of the polygons, as COCO counts
     them."""
+    return _coco().decode(_runs_of(polygons, size)).astype(np.bool_)
+
+
+def _runs_of(polygons: Sequence[Polygon], size: tuple[int, int]) -> Any:
+    """Return the pixels that `drawn` returns in COCO's form, whose area takes less time and memory."""
     corners = [(polygon * size[::-1]).ravel().tolist() for polygon in polygons]
-    return _coco().decode(_coco().merge(_coco().frPyObjects(corners, *size))).astype(np.bool_)
+    return _coco().merge(_coco().frPyObjects(corners, *size))
 
 
 @dataclass(frozen=True, eq=False)

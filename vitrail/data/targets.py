@@ -108,7 +108,7 @@ class Targets:
             amounts = np.array([soft[place] for place in present], np.float32).reshape(len(present), len(names))
             rows = SoftRows(((amounts, np.arange(len(names))),), places)
         if kind == "class":
-            labels = np.array([-1 if one is None else one for one in found])
+            labels = np.array([-1 if one is None else one for one in found], np.float64)
             if len(wrong := labels[labels % 1 != 0]):
                 raise DataError(
                     f"label {wrong[0]} is not the index of a class; numbers are targets of the kind numbers"
@@ -650,10 +650,13 @@ def _must_fit(title: str, one: LabelColumn, other_title: str, other: LabelColumn
 
 
 def distinct_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names of classes without a repetition: the class index is appended to a name that an earlier class has."""
+    """Return names of classes without a repetition: the class index is appended to a name that an earlier class has,
+    again if that name is taken too."""
     found: dict[str, None] = {}
     for place, name in enumerate(names):
-        found[f"{name} ({place})" if name in found else name] = None
+        while name in found:
+            name = f"{name} ({place})"
+        found[name] = None
     return tuple(found)
 
 

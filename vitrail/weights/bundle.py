@@ -431,7 +431,10 @@ def read_described(values: Mapping[str, Any], path: Path) -> tuple[AnyConfig, di
     config = _read_part(ARCHITECTURES[architecture][0], "config", values, path)
     others = {name: values[name] for name in OPTIONAL if name in values and name != "words"}
     others |= {"classes": tuple(values["classes"]), "preprocess": _read_part(Preprocess, "preprocess", values, path)}
-    return config, others
+    try:
+        return config, typed_fields(Bundle, others)
+    except ConfigError as error:
+        raise BundleError(f"{path}: {error}") from None
 
 
 def _read_part(cls: type, name: str, values: Mapping[str, Any], path: Path) -> Any:

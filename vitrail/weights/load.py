@@ -128,10 +128,6 @@ def load(
         bundle = _read(source, layout, hints, None if tokenizer is None else expanded(tokenizer))
     if drop_head_hidden and not getattr(bundle.network.config, "head_hidden", 0):
         raise BundleError(f"drop_head_hidden=True does not fit {source}, which has no hidden layer before its head")
-    names = distinct_names(bundle.classes)
-    if renamed := [name for name in names if name not in bundle.classes]:
-        note = f"classes with the name of an earlier one have their numbers in their names: {listed(renamed)}"
-        bundle = replace(bundle, classes=names, notes=(*bundle.notes, note))
     colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
     preprocess = replace(bundle.preprocess, **colours)
     if preprocess != bundle.preprocess:
@@ -139,6 +135,10 @@ def load(
     bundle = adapted(
         bundle, image_size=image_size, num_classes=num_classes, classes=classes, drop_head_hidden=drop_head_hidden
     )
+    names = distinct_names(bundle.classes)
+    if renamed := [name for name, own in zip(names, bundle.classes, strict=True) if name != own]:
+        note = f"classes with the name of an earlier one have their numbers in their names: {listed(renamed)}"
+        bundle = replace(bundle, classes=names, notes=(*bundle.notes, note))
     bundle.notes = (*told, *bundle.notes)
     bundle.network.to(target)
     if bundle.words is not None:

@@ -35,8 +35,9 @@ WRAPPERS = (
     "timm_model",
 )  # fmt: skip
 """Keys of checkpoints and first parts of tensor names under which training scripts and wrappers store the weights."""
-AVERAGED = re.compile(r"(^|[_-])(ema|swa|teacher|averaged?|avg|shadow)([_-]|$)", re.I)
-"""Pattern of such keys and parts for an average of the weights over the training steps."""
+AVERAGED = re.compile(r"(^|[_-])(ema|swa|teacher|averaged?|(?<!exp_)avg|shadow)([_-]|$)", re.I)
+"""Pattern of such keys and parts for an average of the weights over the training steps. Adam's `exp_avg` is one of the
+gradients."""
 TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that PyTorch's wrappers add anywhere in a tensor name."""
 
@@ -256,13 +257,13 @@ def _open_torch(path: Path) -> TensorFile:
 def _places(content: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
     """Yield the places of a checkpoint, at any depth, that hold floating-point tensors, with these tensors. The names
     of the tensors begin with their place. The place of a list ends with "*"."""
-    if isinstance(content, list | tuple):
-        content, place = {str(number): item for number, item in enumerate(content)}, (*place, "*")
-    found = {}
-    for key, item in content.items() if isinstance(content, Mapping) else ():
+    is_list, found = isinstance(content, list | tuple), {}
+    place = (*place, "*") if is_list else place
+    for key, item in enumerate(content) if is_list else content.items() if isinstance(content, Mapping) else ():
         if isinstance(item, Tensor) and item.is_floating_point():
             found[".".join((*place, str(key)))] = item
-        yield from _places(item, (*place, str(key)))
+        if not isinstance(item, str | int | float):  # lists of names and numbers can be long
+            yield from _places(item, (*place, str(key)))
     if found:
         yield place, found
 

@@ -72,6 +72,14 @@ def test_what_is_saved_is_loaded_and_mapped(labels: list[int], width: int) -> No
         assert len(load_features(path)) == 1
 
 
+@pytest.mark.parametrize("kind", ["float64", "float16", ">f4"])
+def test_features_of_another_number_format_are_saved_as_float32(kind: str, tmp_path: Path) -> None:
+    features = make([0, 1, 2])
+    object.__setattr__(features, "features", features.features.astype(kind))
+    save_features(features, tmp_path / "out")
+    assert_same(load_features(tmp_path / "out"), features)
+
+
 def test_several_labels_and_names_that_are_no_text(tmp_path: Path) -> None:
     features = make([-1, -1, -1], targets=[[1, 0, 1], [0, 0, 0], [0, 1, 0]])
     object.__setattr__(features, "keys", (os.fsdecode(b"\xff.png"), "two\nlines", 'a "name" \N{SNOWMAN}'))

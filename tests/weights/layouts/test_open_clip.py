@@ -205,6 +205,13 @@ def test_siglip_with_an_image_tower_of_timm(tmp_path: Path) -> None:
     assert [note for note in lost if "timm_model_kwargs" not in note] == []
 
 
+def test_open_clips_own_cleaning_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
+    save_siglip_of_open_clip(tmp_path)
+    before = vitrail.load(tmp_path, device="cpu").words.tokenizer
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": False}))
+    assert vitrail.load(tmp_path, device="cpu").words.tokenizer == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("activation", "is_published"), [("gelu-tanh", True), ("gelu", False)])
 def test_an_image_tower_of_a_published_size_is_named(activation: Any, is_published: bool, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def save_features(features: FeatureSet, folder: Path, about: Mapping[str, Any] |
     with replacing_folder("features", folder, NAMES) as partial:
         with (partial / FEATURES).open("wb") as file:  # np.save states no reason if the disk is full
             file.write(npy_header(len(features), features.width))
-            file.write(np.ascontiguousarray(features.features).data)
+            file.write(np.ascontiguousarray(features.features, "<f4").data)
         with (partial / KEYS).open("w", encoding="utf-8") as file:
             for row, key in enumerate(features.keys):
                 file.write(json.dumps({"key": key, _name_of(kind): features.truth.plain(row)}) + "\n")

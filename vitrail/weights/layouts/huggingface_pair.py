@@ -336,15 +336,16 @@ def text_rules(family: PairFamily) -> Table:
 # --- tokenizers
 
 
-def read_tokenizer(place: Path, context: int, family: PairFamily) -> TextTokenizer:
-    """Return the tokenizer in a folder or a file, with the settings beside it. Raise `BundleError` if there is none."""
+def read_tokenizer(place: Path, context: int, family: PairFamily, own: Cleaning | None = None) -> TextTokenizer:
+    """Return the tokenizer in a folder or a file, with the settings beside it. `own` is the cleaning of texts by a
+    library that does not use the family's. Raise `BundleError` if there is no tokenizer."""
     folder = place if place.is_dir() else place.parent
     file = place if place.is_file() else folder / SPIECE
     cleaning: Cleaning = "none"
     path = folder / "tokenizer_config.json"
     settings = read_object(path) if path.is_file() else {}
     for name, read in {**SIDES, **(OF_SIGLIP if family is SIGLIP else {})}.items():
-        if settings.get(name) not in (None, read):
+        if settings.get(name) not in (None, read) and not (own and name == "do_lower_case"):
             raise BundleError(f"{path}: {name}={settings[name]!r} is not supported; only {read!r} is")
     if file.is_file() and file.suffix == ".model":
         content, kind, cleaning = file.read_bytes(), "sentencepiece", "canonical"
@@ -377,7 +378,7 @@ def read_tokenizer(place: Path, context: int, family: PairFamily) -> TextTokeniz
             raise BundleError(f"{path}: {name}={token!r} is not a token of the tokenizer")
     return TextTokenizer(
         content, kind, context, end_token=found["eos_token"], padding=found["pad_token"],  # type: ignore[arg-type]
-        start_token=found.get("bos_token"), cleaning=cleaning,
+        start_token=found.get("bos_token"), cleaning=own or cleaning,
     )  # fmt: skip
 
 

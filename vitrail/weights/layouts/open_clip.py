@@ -8,7 +8,7 @@ that open_clip calls custom. Text towers of transformers, which the config names
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -308,13 +308,13 @@ def _text_config(
 def _tokenizer(place: Path, context: int, text: Mapping[str, Any], folder: Path) -> TextTokenizer:
     """Return the tokenizer: that of CLIP, or one of transformers, which adds no token before a text."""
     if not text.get("hf_tokenizer_name"):
-        return replace(read_tokenizer(place, context, CLIP), cleaning="clip")
+        return read_tokenizer(place, context, CLIP, "clip")
     cleaning = _section(text, "tokenizer_kwargs", folder).get("clean", "whitespace")
     if cleaning not in CLEANINGS:
         raise BundleError(
             f"{folder / CONFIG}: clean={cleaning!r} of texts is not read; choices: {', '.join(CLEANINGS)}"
         )
-    return replace(read_tokenizer(place, context, SIGLIP), cleaning=CLEANINGS[cleaning])
+    return read_tokenizer(place, context, SIGLIP, CLEANINGS[cleaning])
 
 
 def _section(content: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
