@@ -191,12 +191,15 @@ def test_what_a_killed_process_left_of_a_file_is_deleted_a_day_later(tmp_path: P
 
 
 def test_what_another_process_still_writes_is_not_deleted(tmp_path: Path) -> None:
-    with replacing_file(tmp_path / "slow") as partial:
-        os.utime(partial.parent, (1, 1))
+    with replacing_file(tmp_path / "a" / "slow") as partial:
+        used = tmp_path / partial.parent.name
+        os.utime(partial.parent.rename(used), (1, 1))  # to a folder that is searched for the first time
         with replacing_file(tmp_path / "file") as other:
             other.touch()
+        assert used.is_dir()
+        used.rename(partial.parent)
         partial.write_text("1")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "slow"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "file"]
 
 
 @pytest.mark.parametrize("target", ["nowhere", "link"])

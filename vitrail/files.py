@@ -6,6 +6,7 @@ import csv
 import errno
 import fcntl
 import fnmatch
+import functools
 import glob
 import hashlib
 import json
@@ -202,15 +203,21 @@ def replacing_file(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(".vitrail-????????"):
-        with suppress(OSError, DestinationError):  # another process deletes it, or still writes in it
-            if time.time() - left.stat().st_mtime > 24 * 3600:
-                with only_writer(path, left):
-                    shutil.rmtree(left)
+    _delete_left(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vitrail-") as folder, only_writer(path, Path(folder)):
         partial = Path(folder) / path.name
         yield partial
         partial.replace(path)
+
+
+@functools.cache  # a process searches each folder once, because it can write thousands of files in it
+def _delete_left(folder: Path) -> None:
+    """Delete the folders of `replacing_file` that are a day old."""
+    for left in folder.glob(".vitrail-????????"):
+        with suppress(OSError, DestinationError):  # another process deletes it, or still writes in it
+            if time.time() - left.stat().st_mtime > 24 * 3600:
+                with only_writer(left, left):
+                    shutil.rmtree(left)
 
 
 def disk_problem(folder: Path, needed: int) -> OSError | None:
