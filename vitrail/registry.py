@@ -19,6 +19,11 @@ SETTINGS: tuple[Callable[[Any], bool], str] = (
 """`fits` of a registry of classes that have settings."""
 
 
+def subclass_of(base: type, names: str) -> tuple[Callable[[Any], bool], str]:
+    """Return the `fits` of a registry of subclasses of `base`. `names` are the classes that users inherit from."""
+    return lambda part: isinstance(part, type) and issubclass(part, base), f"a subclass of {names}"
+
+
 class Registry(MutableMapping[str, T]):
     """A table of parts by name, such as tasks. A part's module is imported when the part is used first. A user's own
     part is added as to a dictionary."""

@@ -1,4 +1,4 @@
-"""What several tests of runs share: jobs for single steps, ways to stop a run, and readers of journals and weights."""
+"""Jobs for single steps, ways to stop a run, and readers of journals and weights, for the tests of runs."""
 
 from __future__ import annotations
 

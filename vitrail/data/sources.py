@@ -58,7 +58,8 @@ FRACTION = re.compile(r"\d*\.\d+")
 
 
 HOLD_OUT = ("validation_share", "cut_method")
-"""Settings that choose the held-out training images. The last one also chooses a part of the training images."""
+"""Settings that choose the held-out training images. If only a part of the training images is used, `cut_method` also
+chooses that part."""
 
 
 @dataclass(frozen=True, kw_only=True)

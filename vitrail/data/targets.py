@@ -650,8 +650,8 @@ def _must_fit(title: str, one: LabelColumn, other_title: str, other: LabelColumn
 
 
 def distinct_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names of classes without a repetition: the class index is appended to a name that an earlier class has,
-    again if that name is taken too."""
+    """Return names of classes without a repetition. A name that an earlier class has gets its class index appended
+    until it is a new name."""
     found: dict[str, None] = {}
     for place, name in enumerate(names):
         while name in found:

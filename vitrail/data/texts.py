@@ -122,7 +122,7 @@ class TokenizedTexts(NamedTuple):
     tokens: Int64[np.ndarray, "n context"]
     """Numbers of tokens, filled with the padding token."""
     cut: tuple[int, ...]
-    """Indices of the texts that are too long for the context. Their last tokens are left out."""
+    """Indices of the texts that have more tokens than the context. The text tower does not read their last tokens."""
 
 
 @dataclass(frozen=True)

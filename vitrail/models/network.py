@@ -454,9 +454,11 @@ def _replaced(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _used_objects(function: Any, *, is_hook: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield the objects that a function uses: what it is bound to, its arguments with their defaults, the variables
-    around it, and what collections and functions of the same file among these use. The attributes of a callable object
-    are yielded if it replaces a method. An object that is a hook may hold a network that it does not compute with.
+    """Yield the objects that a function uses: what it is bound to, its arguments with their defaults, and the variables
+    around it. Collections among these are searched, and so are functions of the same file.
+
+    If a callable object replaces a method, its attributes are yielded too. Those of a hook are not, because a hook may
+    hold a network that it does not compute with.
 
     The second value is True if a copy of the function has the same object instead of its copy.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vitrail.models.attention.base import AttentionContext, AttentionKind, AttentionLayer, AttentionOperands
 from vitrail.models.positions.embedding import AttentionPositions
-from vitrail.registry import Registry
+from vitrail.registry import Registry, subclass_of
 
 __all__ = [
     "ATTENTION",
@@ -26,6 +26,6 @@ ATTENTION = Registry[type[AttentionKind]](
         "fixed": "vitrail.models.attention.windows:FixedAttention",
         "lsh": "vitrail.models.attention.lsh:LshAttention",
     },
-    fits=(lambda part: isinstance(part, type) and issubclass(part, AttentionKind), "a subclass of AttentionKind"),
+    fits=subclass_of(AttentionKind, "AttentionKind"),
 )
 """All attention mechanisms, by the name that `ViTConfig.attention` uses."""

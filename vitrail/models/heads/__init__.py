@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vitrail.models.heads.dense_head import DenseHead
-from vitrail.registry import Registry
+from vitrail.registry import Registry, subclass_of
 
 __all__ = ["HEADS", "DenseHead"]
 
@@ -15,7 +15,7 @@ HEADS = Registry[type[DenseHead]](
         "fine-patches": "vitrail.models.heads.masks:FinePatchClasses",
         "pyramid": "vitrail.models.heads.boxes:Pyramid",
     },
-    fits=(lambda part: isinstance(part, type) and issubclass(part, DenseHead), "a subclass of BoxHead or MaskHead"),
+    fits=subclass_of(DenseHead, "BoxHead or MaskHead"),
 )
 """Every kind of head by its name in `ViTConfig.head_kind`. The kind "pooled" is a linear layer of the pooled vector and
 is not in this table."""

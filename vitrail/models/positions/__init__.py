@@ -36,7 +36,7 @@ from vitrail.models.positions.embedding import (
     resize_grid,
     sincos_2d,
 )
-from vitrail.registry import Registry
+from vitrail.registry import Registry, subclass_of
 
 __all__ = ["POSITIONS", "Covered", "PositionPlace", "PositionResize", "Positions", "resize_grid", "sincos_2d"]
 
@@ -53,7 +53,7 @@ POSITIONS = Registry[type[Positions]](
         "relative-keys": RelativeKeyPositions,
         "rotary-2d": RotaryPositions,
     },
-    fits=(lambda part: isinstance(part, type) and issubclass(part, Positions), "a subclass of Positions"),
+    fits=subclass_of(Positions, "Positions"),
 )
 """All position embeddings, by the name that `ViTConfig.positions` uses."""
 
