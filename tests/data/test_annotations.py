@@ -252,7 +252,6 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: yolo(root, "2 0.5 0.5 0.2 0.2\n"), "1 to 2, and YOLO counts from 0"),
         (lambda root: yolo(root, "0 .5 .5 .2 .2\n7 0.5 0.5 0.2 0.2\n"), r"a.txt, line 2 \(class 7\)"),
         (lambda root: yolo(root, "0 0.5 0.5 0.2 0.2 0.9\n"), "predictions"),
-        (lambda root: yolo(root, "0 .1 .1 .9 .1 .9 .9 .1 .9\n"), "rotated"),
         (lambda root: yolo(root, "0 .5 .5 .2 .2\nx .5 .5 .2 .2\n"), "line 2 .x .5"),
         (lambda root: (yolo(root), (root / "labels/train/a.txt").write_bytes(b"\xff")), "a.txt as UTF-8"),
         (lambda root: (masks(root, BLANK), (root / "classes.txt").write_bytes(b"\xe9\n")), "as UTF-8"),
@@ -301,6 +300,7 @@ TRIANGLE = "<polygon><x1>1</x1><y1>2</y1><x2>30</x2><y2>2</y2><x3>9</x3><y3>20</
     ("write", "words"),
     [
         (lambda root: voc(root, voc_object(1, 2, 30, 20, more=TRIANGLE)), "1 object with a polygon"),
+        (lambda root: yolo(root, "0 .1 .1 .9 .1 .9 .9 .1 .9\n"), "every object has four corners"),
         (lambda root: yolo(root, names=("dog", "Dog")), "differ only in case or spaces: 'dog' and 'Dog'"),
         (lambda root: [coco(root / "train"), coco(root / "test", annotations=[])], "the test split is skipped"),
         (lambda root: yolo(root, train="../images/train", val="../valid/photos"), "'../valid/photos' has no images"),
@@ -343,10 +343,16 @@ def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("images", "folder"),
-    [("img", "gt"), ("photographs", "masks"), ("data/train", "masks/train"), ("train/images", "train/masks")],
+    [
+        ("img", "gt"),
+        ("photographs", "masks"),
+        ("data/train", "masks/train"),
+        ("train/images", "train/masks"),
+        ("img_dir/train", "ann_dir/train"),
+    ],
 )
 def test_masks_lie_beside_any_folder_of_images(tmp_path: Path, images: str, folder: str) -> None:
-    for name, mask in (("a", "a.png"), ("b", "b.PNG")):
+    for name, mask in (("a", "a_mask.png"), ("b", "b.PNG")):
         picture(tmp_path / f"{images}/{name}.png")
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         Image.fromarray(BLANK).save(tmp_path / f"{folder}/{mask}")
@@ -477,6 +483,12 @@ def test_yolo_reads_boxes_polygons_lists_and_pictures_without_labels(tmp_path: P
     assert target.outlines[0] is None and len(target.outlines[1][0]) == 3
     notes = "\n".join(splits.notes)
     assert "c.png, which no split contains" in notes and "lost.txt" in notes
+
+
+def test_a_description_of_yolo_elsewhere_states_the_folder_of_its_data(tmp_path: Path) -> None:
+    yolo(tmp_path / "data", path=str(tmp_path / "data"))
+    (tmp_path / "data/data.yaml").rename(tmp_path / "data.yaml")
+    assert opened(tmp_path / "data.yaml").train.key(0) == "images/train/a.png"
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,8 @@ def test_a_folder_around_the_data_is_entered_with_a_note(tree: Trees) -> None:
     splits = opened(root)
     assert splits.classes == ("cat", "dog") and keys_of(splits.train) == ["cat/1.png", "dog/2.png"]
     assert any("outer/, the only folder" in note for note in splits.notes)
+    parts = opened(tree("images/cat/1.png", "images/dog/2.png", "parts/parts.txt", "meta/", name="with parts"))
+    assert parts.classes == ("cat", "dog")
     (root / "cats").mkdir()
     doubled = opened(tree("train/train/cat/1.png", "train/train/dog/2.png", "test/test/cat/3.png", name="doubled"))
     assert keys_of(doubled.train) == ["cat/1.png", "dog/2.png"] and keys_of(doubled.test) == ["cat/3.png"]

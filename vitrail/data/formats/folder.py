@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitrail.data import formats
-from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_own_output, is_system_folder, unknown_class
+from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_from_system, is_own_output, unknown_class
 from vitrail.data.pixels.decode import HEAD, SUFFIXES, is_image
 from vitrail.data.source import Samples, Source, file_samples, files_of, inode_of, inodes_in
 from vitrail.data.splits import (
@@ -157,13 +157,13 @@ class Scan:
                 if entry.name.startswith("."):
                     continue
                 if _is_folder(entry):
-                    if is_system_folder(entry.name):
+                    if is_from_system(entry.name):
                         system.append(f"{start}{entry.name}")
                     else:
                         folders.append(f"{start}{entry.name}")
                 elif entry.name.lower().endswith(ENDINGS):
                     found.append((f"{start}{entry.name}", inode_of(entry)))
-                else:
+                elif not is_from_system(entry.name):
                     names.add(entry.name)
         if folder and not names.isdisjoint(OWN_RECORDS) and is_own_output(self.root / folder):
             self.own.append(folder)
@@ -237,7 +237,7 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
 def _never_data(root: Path) -> tuple[list[str], list[str]]:
     """Return the names of the visible folders in `root` that are those of systems, and those that Vitrail wrote."""
     visible = [name for name in _subfolders(root) if not name.startswith(".")]
-    system = [name for name in visible if is_system_folder(name)]
+    system = [name for name in visible if is_from_system(name)]
     return system, [name for name in visible if name not in system and is_own_output(root / name)]
 
 
@@ -289,7 +289,7 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
 def class_folders(root: Path) -> list[Path]:
     """Return the folders directly below `root`, sorted, without those that are never data: hidden folders, those of
     operating systems, and the output of Vitrail."""
-    folders = [root / name for name in _subfolders(root) if not is_system_folder(name)]
+    folders = [root / name for name in _subfolders(root) if not is_from_system(name)]
     return [folder for folder in folders if not is_own_output(folder)]
 
 
@@ -304,7 +304,7 @@ def holds_images(root: Path, depth: int = 4) -> bool:
     return has_images(root) or (depth > 0 and any(holds_images(inner, depth - 1) for inner in class_folders(root)))
 
 
-IMAGES = frozenset({"images", "image", "imgs", "img", "jpegimages", "jpgimages"})
+IMAGES = frozenset({"images", "image", "imgs", "img", "jpegimages", "jpgimages", "imgdir", "leftimg8bit"})
 """Names of folders that hold all images of a data set or of a class, without case and punctuation."""
 
 UNLABELLED = frozenset({"unknown", "unlabelled", "unlabeled"})
@@ -312,7 +312,7 @@ UNLABELLED = frozenset({"unknown", "unlabelled", "unlabeled"})
 
 TARGETS = frozenset({
     "masks", "mask", "labels", "annotations", "annotation", "segmentationclass", "segmentationobject", "segmentation",
-    "segmentations", "groundtruth", "gt", "bboxes", "boxes", "trimaps", "imagesets",
+    "segmentations", "groundtruth", "gt", "gtfine", "anndir", "bboxes", "boxes", "trimaps", "imagesets",
 })  # fmt: skip
 """Names of folders beside the images that hold masks or boxes."""
 
@@ -348,14 +348,14 @@ def open_folders(request: Request) -> Splits:
             "class into a folder of its own"
         )
     if chosen is None:
-        _refuse_targets(root, inner)
+        refuse_targets(root, inner)
     places, notes = _places(root, inner, chosen, unlabelled)
     if not places:
         is_plain = unlabelled and (len(inner) < 2 or has_images(root))
         found = read_folder(root, classes, unlabelled=is_plain)
         return splits_from({"train": found.samples}, (*notes, *_ignored(root, found)), found.faults)
     for place in places.get("train", []):
-        _refuse_targets(place, class_folders(place))
+        refuse_targets(place, class_folders(place))
     first = next(iter(places.values()))[0]
     plain = unlabelled and (len(class_folders(first)) < 2 or has_images(first))
     sources: dict[Split, Source] = {}
@@ -477,7 +477,7 @@ def _word(name: str) -> str:
     return re.sub(r"[\W_]", "", name).lower()
 
 
-def _refuse_targets(root: Path, folders: list[Path]) -> None:
+def refuse_targets(root: Path, folders: list[Path]) -> None:
     """Raise `DataError` if there are folders of masks or boxes beside those of the images."""
     names = [folder.name for folder in folders]
     targets = [name for name in names if _word(name) in TARGETS]
@@ -492,10 +492,10 @@ def _refuse_targets(root: Path, folders: list[Path]) -> None:
             f"{root} has {targets[0]}/ beside {(images or flat)[0]}/, which is the layout of data with masks or boxes, "
             "but neither annotations of COCO, YOLO or Pascal VOC nor PNG files in masks/ beside images/ were found in "
             "it. For masks, use images/SPLIT and masks/SPLIT, in which an image and its mask have the same name; masks "
-            "are PNG, because other formats do not keep the number of a class in each pixel. For classes, put the "
-            "images of each class into a folder of its own, or name a table of paths and labels. For "
-            f"a task that needs no labels, open {root / (images or flat)[0]}. If these folders are classes, "
-            "add --splits none"
+            "are PNG, because other formats do not keep the number of a class in each pixel. For classes "
+            "in folders, and for a task that needs no labels, "
+            f"name {root / (images or flat)[0]} as the data; for other classes, name a table of paths and labels. If "
+            f"{targets[0]}/ and {(images or flat)[0]}/ are classes, add --splits none"
         )
 
 

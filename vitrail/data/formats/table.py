@@ -1,7 +1,8 @@
 """Tables of image files, as CSV, TSV or JSON lines. A table has a column of paths, and a column of labels, a 0/1 column
 per class, or a column of texts.
 
-Paths are relative to the table, or to the only folder beside it that holds the files. The first row names the columns, and the columns are recognised by their names:
+Paths are relative to the table, or to the only folder beside it that holds the files. The first row names the columns,
+and the columns are recognised by their names:
 
     path,label          file,rose,daisy        {"file_name": "1.jpg", "label": "rose"}
     a/1.jpg,rose        1.jpg,1,0
