@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -106,7 +106,13 @@ def run_check(call: Call, options: Check) -> None:
     opened = data.open_whole(unlabelled=options.unlabelled, tolerant=True)
     if note := opened.share_note(data, call.options):
         print_notes(console, note)
-    splits = data.cut(opened)
+    try:
+        splits = data.cut(opened)
+    except DataError as error:
+        if "validation_share" in call.options:
+            raise
+        splits = replace(data, validation_share=0.0).cut(opened)
+        print_notes(console, CHECK.note(str(error)))
     with showing_progress(console, "looking at images", transient=True) as progress:
         report = check_data(
             splits,

@@ -17,7 +17,7 @@ from vitrail.data.source import Samples, Source, fingerprint, key_hash, samples_
 from vitrail.data.sources import KINDS, OpenedData, open_whole
 from vitrail.data.splits import Splits
 from vitrail.data.targets import PLACED
-from vitrail.errors import ConfigError, DataError, UserError, plural
+from vitrail.errors import DataError, UserError, plural
 from vitrail.evaluation.imagenet import ClassMap, map_classes
 from vitrail.files import expanded
 from vitrail.weights.answers import DENSE, OUTPUT_NOUNS
@@ -58,7 +58,7 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
     those that all models that were trained on this data held out, and of these only the fraction `share` that training
     would hold out, if `share` is given. Models that were trained on other data do not restrict the choice.
 
-    Raise `DataError` if the models have no held-out image in common, and `ConfigError` if `share` has no effect.
+    Raise `DataError` if the models have no held-out image in common.
     """
     opened_for = functools.cache(lambda numbers: open_whole(spec, numbers=numbers, needs_training=False))
     opened = {
@@ -67,12 +67,8 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
     whole = next(iter(opened.values())).whole
     for own, source in (("test", whole.test), ("validation", whole.validation)):
         if source is not None and split in (own, "held-out"):
-            if share is not None:
-                raise ConfigError(
-                    f"validation_share={share}: data {spec!r} has a {own} split of its own, which is measured; leave "
-                    "it out"
-                )
-            return CommonImages(None, 0.0, "")
+            unused = f"--validation-share has no effect, because the {own} split of data {spec!r} is measured"
+            return CommonImages(None, 0.0, "" if share is None else unused)
     if split not in ("held-out", "validation"):
         return CommonImages(None, 0.0, "")
     train = whole.train

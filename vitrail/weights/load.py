@@ -345,7 +345,11 @@ def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
             f"model {place!r} is the name of a network without weights; name a file, a folder or a name on the hub, "
             f"or train the network: vitrail train --variant {place} --data DIR"
         )
-    return download(place) if looks_like_hub_name(place) else (shipped_folder(place) or expanded(place), ())
+    if looks_like_hub_name(place):
+        return download(place)
+    file = shipped_folder(place) or expanded(place)
+    is_part = file.name in (WEIGHTS, DESCRIPTION) and file.with_name(DESCRIPTION).is_file()
+    return file.parent if is_part else file, ()
 
 
 def download(name: str) -> tuple[Path, tuple[str, ...]]:
