@@ -43,10 +43,10 @@ TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 """Parts that PyTorch's wrappers add anywhere in a tensor name."""
 
 SCALAR: Any = np.float64().__reduce__()[0]
-PLAIN = (
+PLAIN: list[Any] = [
     argparse.Namespace, SCALAR, (SCALAR, "numpy.core.multiarray.scalar"), np.dtype,
     *(type(np.dtype(kind)) for kind in ("float32", "float64", "int64")),
-)  # fmt: skip
+]  # fmt: skip
 """Objects that training scripts store beside the weights, such as options and the best metric, and that run no code."""
 
 
