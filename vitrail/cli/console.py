@@ -311,11 +311,6 @@ class ConsoleDisplay:
                 ]
                 chosen = _readers(event["threads"])
                 self.say(f"images are read by {chosen} from now on: a step took {' and '.join(times)}")
-            case "limit too low":
-                self.note(
-                    "the steps are faster than the matrix products that were measured alone, so other programs used "
-                    "the machine meanwhile; the fraction of this speed is not shown any more"
-                )
             case "phase":
                 height, width = event["image_size"]
                 self.note(
