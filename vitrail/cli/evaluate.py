@@ -191,7 +191,8 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
             console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
         return
     (name,) = options.models
-    details = plans[name].head if options.per_class or options.confusion else {}
+    has_classes = bundles[name].output in ("softmax", "sigmoid")  # boxes and masks are always measured per class
+    details = plans[name].head if has_classes and (options.per_class or options.confusion) else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
     if options.json:
         print_json({
@@ -301,7 +302,9 @@ def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
     _check_used(set(evaluators), given, options.by or "accuracy")
     for evaluator in evaluators.values():
         check_own_effects(given, evaluator)
-    if (options.per_class or options.confusion) and "accuracy" not in evaluators:
+    if ("accuracy" not in evaluators and options.confusion) or (
+        options.per_class and evaluators.keys().isdisjoint(("accuracy", "detection", "masks"))
+    ):
         raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
     if real := given.get("real"):
         read_real(None if real == "public" else real)
@@ -328,10 +331,12 @@ def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) 
     by = options.by or BY_HEAD[bundle.output]
     evaluators = evaluators_of(by, _settings(given, by))
     _check_used(set(evaluators), given, by)
-    if (options.per_class or options.confusion) and bundle.output not in ("softmax", "sigmoid"):
+    if (options.confusion and bundle.output not in ("softmax", "sigmoid")) or (
+        options.per_class and bundle.output == "numbers"
+    ):
         raise ConfigError(
-            f"--per-class and --confusion are for classes of images, but this model predicts "
-            f"{OUTPUT_NOUNS[bundle.output]}; leave them out"
+            f"--{'confusion' if options.confusion else 'per-class'} is for classes of images, but this model predicts "
+            f"{OUTPUT_NOUNS[bundle.output]}; leave it out"
         )
     return evaluators
 

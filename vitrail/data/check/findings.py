@@ -705,7 +705,7 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
         seen += "none of them can be decoded"
     worst = most_severe_first(found)
     if not worst:
-        return line, seen, "no problem found"
+        return line, f"{seen}; no problem found"
     missing = [one for one in worst[1:] if one.kind.startswith("missing-in-")]
     others = len(worst) - 1 - len(missing)
     more = f" (and {plural(others, 'other finding')})" if others else ""
