@@ -106,6 +106,12 @@ def test_models_of_other_data_are_measured_on_the_usual_fraction_or_the_given_on
         assert common_images(models, birds, "validation", share).keys == held_out(birds, expected)
 
 
+def test_a_tiny_fraction_of_other_data_holds_out_images_of_few(birds: str) -> None:
+    model = bundle_of(data="elsewhere", validation_share=0.001, cut_method="stratified")
+    found = open_images(model, birds, "held-out", by_features=True)
+    assert keys_of(found.sources["validation"]) == held_out(birds, 0.1)
+
+
 def test_data_that_was_moved_is_recognised(birds: str, tmp_path: Path) -> None:
     splits = open_data(birds, validation_share=0.3)
     known = trained_on(birds, 0.3, data_fingerprint=fingerprint(splits.train, splits.validation, splits.test))

@@ -303,7 +303,7 @@ def open_images(
                 raise DataError(
                     f"{opened.whole.title} has no split to measure, and none of its {len(opened.whole.train):,} "
                     f"training images can be held out; choose data with a validation split"
-                    f"{', or measure all images with --split all' if split == 'held-out' else ''}"
+                    f"{', or measure all images with --split all' if split == 'held-out' and not by_features else ''}"
                 ) from error
     found = _measured(bundle, opened, splits, split, is_common=common is not None)
     found = replace(found, notes=(*notes, *found.notes))
@@ -380,14 +380,16 @@ def _measured(
 def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -> Splits:
     """Return the splits with the same held-out images as in the training of the model, if it was trained on this data.
 
-    For other data the fraction of held-out images is the same. Images are held out even if training held out none.
-    `share` replaces the fraction of the training.
+    For other data the fraction of held-out images is the same, unless it is less than one image. Images are held out
+    even if training held out none. `share` replaces the fraction of the training.
     """
     known = bundle.provenance
     if not len(opened.whole.train):
         return opened.whole
     if share is None:
         share = float(known.get("validation_share") or USUAL_SHARE)
+        if share * len(opened.whole.train) <= 0.5 and not is_data_of(known, opened):
+            share = max(share, USUAL_SHARE)
     return cut_of(known, opened, share=share, own=is_data_of(known, opened))
 
 
