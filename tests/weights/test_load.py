@@ -337,7 +337,7 @@ def test_heads_that_contradict_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("classes", "rose"), ("classes", (1, 2)), ("num_classes", 2.0), ("num_classes", True), ("image_size", 48),
+        ("classes", "rose"), ("classes", (1, 2)), ("num_classes", 2.0), ("num_classes", True),
         ("heads", "3"), ("mean", 0.5), ("std", "0.5"), ("layout", 5), ("drop_head_hidden", "no"),
     ],
 )  # fmt: skip

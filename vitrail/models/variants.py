@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -129,8 +128,7 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
     raise_problems(
         f"unknown field {given!r} of {name}; {nearest(given, known)}" for given in fields if given not in known
     )
-    size = (image_size, image_size) if isinstance(image_size, Integral) else image_size
-    return dataclasses.replace(config, **typed_fields(type(config), {"image_size": size, **fields}))
+    return dataclasses.replace(config, **typed_fields(type(config), {"image_size": image_size, **fields}))
 
 
 def is_variant(name: str) -> bool:
