@@ -297,9 +297,7 @@ def _check_names(option: str, pictures: Sequence[Picture]) -> None:
 
 
 def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:
-    """Yield notes about values that the model does not have."""
-    if options.top is not None and options.top > len(bundle.classes):
-        yield f"--top {options.top}: the model has {plural(len(bundle.classes), 'class')}, and all of them are shown"
+    """Yield notes about the boxes of a model, such as on values that it does not have."""
     if bundle.output != "boxes":
         return
     only_coco = options.coco and not (options.json or options.csv or options.out or options.yolo)

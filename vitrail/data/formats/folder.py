@@ -84,13 +84,12 @@ def read_folder(
         images = sorted(scan.images("", set()))
         if not images:
             raise DataError(f"{root} has no images ({ALL}), neither in it nor in its folders")
-        faults = (*_other_folders(root, scan.system, scan.own), *unread_images(root, scan.others))
+        faults = (*_own_output(root, scan.own), *unread_images(root, scan.others))
         targets = Targets.unknown("none", (), len(images))
         samples = file_samples(root, [key for key, _ in images], [inode for _, inode in images], targets)
         return FolderImages(samples, faults, tuple(scan.others))
-    scan.system, scan.own = _never_data(root)
-    never = {*scan.system, *scan.own}
-    folders = [name for name in _subfolders(root) if name not in never and not name.startswith(".")]
+    scan.own = _own_folders(root)
+    folders = [folder.name for folder in class_folders(root)]
     if not folders:
         raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
     named = {name: class_name(name) for name in folders}
@@ -120,7 +119,7 @@ def read_folder(
         )] if unknown else ()),
         *([_empty(root, empty)] if empty else ()),
         *_joined(root, {name: named[name] for name in kept}),
-        *_other_folders(root, scan.system, scan.own),
+        *_own_output(root, scan.own),
         *_loose(root),
         *unread_images(root, scan.others, empty),
     )  # fmt: skip
@@ -135,7 +134,6 @@ class Scan:
         self.root = root
         self.others: list[str] = []
         """Files without an image suffix."""
-        self.system: list[str] = []
         self.own: list[str] = []
 
     def images(self, folder: str, entered: set[tuple[int, int]]) -> list[tuple[str, int]]:
@@ -146,7 +144,7 @@ class Scan:
             return found
         entered.add((status.st_dev, status.st_ino))
         folders = []
-        system, names = [], set()
+        names = set()
         start = f"{folder}/" if folder else ""
         try:
             scanned = os.scandir(self.root / folder)
@@ -154,22 +152,18 @@ class Scan:
             raise DataError(f"folder {self.root / folder} cannot be read: {error.strerror}") from None
         with scanned as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if is_from_system(entry.name):
                     continue
                 if _is_folder(entry):
-                    if is_from_system(entry.name):
-                        system.append(f"{start}{entry.name}")
-                    else:
-                        folders.append(f"{start}{entry.name}")
+                    folders.append(f"{start}{entry.name}")
                 elif entry.name.lower().endswith(ENDINGS):
                     found.append((f"{start}{entry.name}", inode_of(entry)))
-                elif not is_from_system(entry.name):
+                else:
                     names.add(entry.name)
         if folder and not names.isdisjoint(OWN_RECORDS) and is_own_output(self.root / folder):
             self.own.append(folder)
             return []
         self.others += [f"{start}{name}" for name in sorted(names)]
-        self.system += system
         for inner in sorted(folders):  # sorted, so that every machine follows the same one of two equal links
             found += self.images(inner, entered)
         return found
@@ -234,23 +228,13 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
     )  # fmt: skip
 
 
-def _never_data(root: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the visible folders in `root` that are those of systems, and those that Vitrail wrote."""
-    visible = [name for name in _subfolders(root) if not name.startswith(".")]
-    system = [name for name in visible if is_from_system(name)]
-    return system, [name for name in visible if name not in system and is_own_output(root / name)]
+def _own_folders(root: Path) -> list[str]:
+    """Return the names of the folders in `root` that Vitrail wrote."""
+    return [name for name in _subfolders(root) if not is_from_system(name) and is_own_output(root / name)]
 
 
-def _other_folders(root: Path, system: list[str], own: list[str]) -> Iterator[Fault]:
-    """Yield the faults of folders in `root` that are never data: those of systems, and those that Vitrail wrote."""
-    if system:
-        yield Fault(
-            "system-folder", "note", len(system),
-            f"{root}: skipped {plural(len(system), 'folder')} of the system or of other programs: "
-            f"{listed(sorted(system), 3)}",
-            "These folders are skipped, with the copies and thumbnails of images in them.",
-            "Nothing needs to be done.",
-        )  # fmt: skip
+def _own_output(root: Path, own: list[str]) -> Iterator[Fault]:
+    """Yield a fault if Vitrail wrote some folders in `root`, which are never data."""
     if own:
         yield Fault(
             "own-output", "note", len(own),
@@ -359,7 +343,7 @@ def open_folders(request: Request) -> Splits:
     first = next(iter(places.values()))[0]
     plain = unlabelled and (len(class_folders(first)) < 2 or has_images(first))
     sources: dict[Split, Source] = {}
-    faults = [*(_ambiguous(root, places) if chosen is None else ()), *_other_folders(root, *_never_data(root))]
+    faults = [*(_ambiguous(root, places) if chosen is None else ()), *_own_output(root, _own_folders(root))]
     for split, folders in places.items():
         opened: list[Samples] = []
         for place in folders if chosen else folders[:1]:

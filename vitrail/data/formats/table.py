@@ -490,7 +490,11 @@ def _read(
         targets = _Targets(label)
     rows, about_cells = _rows(cells, choice, image, targets)
     used = {image, split, targets.label, targets.text, *targets.flags, *dict(targets.numbers).values()}
-    rest = [name or "(without a name)" for place, name in enumerate(cells.header) if place not in used]
+    rest = [
+        name or "(without a name)"
+        for place, name in enumerate(cells.header)
+        if place not in used and not _is_index(cells, place)
+    ]
     unused = (f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}",) if rest else ()
     classes = tuple(class_name(cells.header[place]) for place in targets.flags) or None
     labels = () if targets.label is None else (cells.header[targets.label],)
