@@ -705,7 +705,7 @@ DATA = {
     "data check colours --validation-share 0.01": "0.01 of 36 training images leaves the validation split",
     "data check colours --validation train[3": "'train[3' is not auto, train or a slice of the training images",
     "data check colours --validation train[99:]": "'train[99:]' has the bound 99, which is beyond the 36 images: data ",
-    "data check no/data --validation train[9:] --validation-share 0.2": "--validation-share: 0.2 has no effect",
+    "data check no/data --validation train[9:] --validation-share 0.2": "an effect unless --validation is a slice",
     "data check colours --page no/such/a.html": "there is no folder no/such",
     "data check colours --page empty": "empty is a folder; choose another path for the file to write",
     "data check colours --page file.txt": "file.txt exists already and is not an earlier page of data check; choose",

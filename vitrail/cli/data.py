@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import print_json, print_notes, showing_progress, text_table
-from vitrail.cli.options import Call, Command, JsonOption
+from vitrail.cli.options import Call, Command, JsonOption, check_own_effects
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, count_rows, page, size_text, text_line
-from vitrail.data.cuts import SLICE
 from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.formats.pack import FILE, Manifest, pack
 from vitrail.data.source import has_soft_targets
@@ -82,11 +81,6 @@ CHECK = Command(
 
 
 def run_check(call: Call, options: Check) -> None:
-    if "validation_share" in call.options and SLICE.fullmatch(options.validation):
-        raise ConfigError(
-            f"validation_share={options.validation_share} has no effect, because --validation {options.validation} "
-            "chooses the images; give only one of them"
-        )
     data = DataConfig(
         spec=options.data,
         numbers=options.numbers,
@@ -94,6 +88,7 @@ def run_check(call: Call, options: Check) -> None:
         validation_share=options.validation_share,
         max_skipped=options.max_skipped,
     )
+    check_own_effects(call.options, data)
     if (path := options.page) is not None:
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"page={str(path)!r} cannot be written: there is no folder {path.parent}")
