@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vitrail.data.targets import distinct_names
-from vitrail.errors import BundleError, ConfigError, listed, nearest
+from vitrail.errors import BundleError, ConfigError, check_known, listed
 from vitrail.files import check_new_file, check_new_folder, expanded
 from vitrail.hub import Repository, cached_folder, fetch, from_cache, keep_branch, listing, parse
 from vitrail.machine import pick_device
@@ -165,8 +165,7 @@ def convert(
     `BundleError` if the layout cannot store an option that changes what the model computes.
     """
     destination, overwrite, to = expanded(destination), typed(bool, overwrite, "overwrite"), typed(str, to, "to")
-    if to != "vitrail" and to not in LAYOUTS:
-        raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
+    check_known(to, ["vitrail", *LAYOUTS], f"to={to!r} is not a layout", BundleError)
     if to == "vitrail":
         check_model_folder(destination, overwrite=overwrite)
     elif LAYOUTS[to].folder_files and destination.suffix != ".safetensors":
@@ -197,8 +196,8 @@ def _is_ours(folder: Path) -> bool:
 
 def _read(path: Path, name: str | None, hints: Hints, tokenizer: Path | None) -> Bundle:
     """Return the model in a file or folder of another library, whose layout has this name."""
-    if name is not None and name not in LAYOUTS:
-        raise BundleError(f"layout={name!r} does not exist; {nearest(name, LAYOUTS)}")
+    if name is not None:
+        check_known(name, LAYOUTS, f"layout={name!r} does not exist", BundleError)
     if tokenizer is not None and not tokenizer.exists():
         raise BundleError(f"tokenizer={str(tokenizer)!r} does not exist: there is no such file or folder")
     checkpoint = replace(open_checkpoint(path), tokenizer=tokenizer)
