@@ -264,8 +264,9 @@ def _described(checkpoint: Checkpoint, layout: Layout, hints: Hints) -> Descript
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a file of weights, or a folder with `config.json` and a file of weights. Raise `BundleError`."""
     if not path.exists():
+        run = f" (but a run runs/{path})" if ("runs" / path).is_dir() else ""
         raise BundleError(
-            f"model {str(path)!r} does not exist: there is no such file or folder, and names on the hub have the "
+            f"model {str(path)!r} does not exist: there is no such file or folder{run}, and names on the hub have the "
             f"form ORG/NAME. Vitrail itself contains {', '.join(SHIPPED)}, which needs no file"
         )
     if not path.is_dir():

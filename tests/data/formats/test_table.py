@@ -194,6 +194,7 @@ def test_a_million_rows_list_each_folder_once(table: Callable[..., Path], monkey
         (("path,label", "4.jpg,", "a/1.jpg,"), r"has no labels: the cells of the label column are all empty"),
         (("path,label,split", "4.jpg,x,mine"), r"line 2: the split 'mine' is not one of .*--splits"),
         (("path,label,split", "4.jpg,x,test"), r"has a test split but no training images"),
+        (("path,label", """4.jpg,"['x', 'y']\"""", "a/1.jpg,['y']"), r"\['x', 'y'\] are lists .*as texts"),
         (("path,label", "4.jpg,x"), r"has only one class, 'x'; classification needs at least two"),
         (("path,xmin,label", "4.jpg,1,x", "a/1.jpg,1,y", "4.jpg,9,y"), r"the columns xmin are boxes, and boxes"),
         (('path,label', '"4.jpg,x'), r"cannot read .*labels\.csv as a table in UTF-8: unexpected end of data"),

@@ -16,12 +16,13 @@ name the same image are texts of this image.
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
@@ -272,12 +273,13 @@ def _with_files(table: Table) -> tuple[Table, list[Fault]]:
         real = folder.resolve()
         keys = [os.path.normpath(f"{'/'.join(real.parts[-above:])}/{key}") for key in keys]
         folder = real.parents[above - 1]
-    files = _Listings(folder)
-    keys, hint = (keys, "") if above else _below(folder, keys, files)
+    # Every folder is listed once, because a million calls of stat would take longer.
+    listing = functools.cache(lambda place: inodes_in(folder / place))
+    keys, hint = (keys, "") if above else _below(folder, keys, listing)
     found: dict[str, TableRow] = {}
     missing, repeated = [], []
     for row, key in zip(table.rows, keys, strict=True):
-        file = files.find(key)
+        file = _file(listing, key)
         if file is None:
             missing.append(f"line {row.line}: {row.path}")
             continue
@@ -291,23 +293,12 @@ def _with_files(table: Table) -> tuple[Table, list[Fault]]:
     return table._replace(rows=list(found.values()), root=folder), list(_faults(table, missing, repeated, hint))
 
 
-class _Listings(dict[str, dict[str, int]]):
-    """The inodes of the files in folders below `root`. Every folder is listed once, because a million calls of stat
-    would take longer."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def __missing__(self, folder: str) -> dict[str, int]:
-        self[folder] = inodes_in(self.root / folder)
-        return self[folder]
-
-    def find(self, key: str) -> tuple[str, int] | None:
-        """Return the path and the inode of a file. A path without a suffix is that of the only image of this name."""
-        folder, slash, name = key.rpartition("/")
-        others = (name + one for suffix in SUFFIXES for one in (suffix, suffix.upper()))
-        names = [name] if name in self[folder] else [one for one in others if one in self[folder]]
-        return (f"{folder}{slash}{names[0]}", self[folder][names[0]]) if len(names) == 1 else None
+def _file(listing: Listing, key: str) -> tuple[str, int] | None:
+    """Return the path and the inode of a file. A path without a suffix is that of the only image of this name."""
+    folder, slash, name = key.rpartition("/")
+    others = (name + one for suffix in SUFFIXES for one in (suffix, suffix.upper()))
+    names = [name] if name in listing(folder) else [one for one in others if one in listing(folder)]
+    return (f"{folder}{slash}{names[0]}", listing(folder)[names[0]]) if len(names) == 1 else None
 
 
 def _from_folder(folder: Path, text: str) -> str:
@@ -321,18 +312,18 @@ def _from_folder(folder: Path, text: str) -> str:
     return os.path.relpath(base / path, base)
 
 
-def _below(folder: Path, keys: list[str], files: _Listings) -> tuple[list[str], str]:
+def _below(folder: Path, keys: list[str], listing: Listing) -> tuple[list[str], str]:
     """Return the paths of files relative to the folder of their table. If none of them is there, they are in a folder
     in it, or the paths begin with the name of the folder, as they do from a folder above. If this can be several
     folders, return the paths as they are, and a hint."""
-    if any(map(files.find, keys)):
+    if any(_file(listing, key) for key in keys):
         return keys, ""
     places = {f"{place.name}/": [f"{place.name}/{key}" for key in keys] for place in class_folders(folder)}
     parts = folder.resolve().parts
     for start in ("/".join(parts[-depth:]) + "/" for depth in range(1, len(parts))):
         if keys[0].startswith(start):
             places[start] = [key.removeprefix(start) for key in keys]
-    found = [place for place, some in places.items() if any(map(files.find, some[:LOOKED_AT]))]
+    found = [place for place, some in places.items() if any(_file(listing, key) for key in some[:LOOKED_AT])]
     if len(found) == 1:
         return places[found[0]], ""
     return keys, f"; there are such files in {listed(found)}, so say in each path which one is meant" * bool(found)
@@ -358,6 +349,9 @@ PATHS = (
     "path", "file", "file_name", "filename", "filepath", "image", "image_path", "file_path", "img_path", "img",
     "image_name", "image_file", "filenames", "filepaths", "images", "image_id", "imageid",
 )  # fmt: skip
+Listing = Callable[[str], dict[str, int]]
+"""Function that returns the inodes of the files in a folder below a given one, by their names."""
+
 LOOKED_AT = 1000
 """Number of paths by which the folder of the files is recognised."""
 LABELS = ("label", "labels", "class", "class_name", "category", "target")
