@@ -203,6 +203,16 @@ def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
     np.testing.assert_array_equal(target.mask(2, (40, 60)), tools.decode(tools.frPyObjects([polygon], 40, 60)[0]) > 0)
 
 
+def test_coco_files_are_named_after_splits_beside_a_word_that_all_have(tmp_path: Path) -> None:
+    whole = coco(tmp_path)
+    (tmp_path / "_annotations.coco.json").unlink()
+    for split, image in zip(("train", "val"), whole["images"], strict=True):
+        found = [dict(one, image_id=image["id"]) for one in whole["annotations"]]
+        (tmp_path / f"pets_{split}.json").write_text(json.dumps(whole | {"images": [image], "annotations": found}))
+    splits = opened(tmp_path)
+    assert len(splits.train) == 1 and splits.validation is not None and splits.validation.key(0) == "b.png"
+
+
 def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
     """A labelling program wrote paths of its own storage, and splits and their folders have files of the same name."""
     for split in ("train", "valid"):

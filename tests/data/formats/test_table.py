@@ -418,6 +418,14 @@ def test_files_are_found_beside_and_above_their_table(tree: Trees, place: str, p
     assert [train[index].image for index in range(2)] == [b"", b""]
 
 
+def test_tables_are_named_after_splits_beside_a_word_that_all_have(tree: Trees) -> None:
+    root = tree("images/1.jpg", "images/2.jpg", "images/3.jpg")
+    (root / "pets_train.csv").write_text("path,label\n1.jpg,a\n2.jpg,b\n")
+    (root / "pets_test.csv").write_text("path,label\n3.jpg,a\n")
+    splits = open_data(str(root), validation_share=0.0)
+    assert len(splits.train) == 2 and splits.test is not None and len(splits.test) == 1
+
+
 def test_files_that_several_folders_hold_are_refused(tree: Trees) -> None:
     root = tree("train/1.jpg", "test/1.jpg", "train/2.jpg")
     (root / "labels.csv").write_text("path,label\n1.jpg,a\n2.jpg,b\n")

@@ -73,7 +73,8 @@ def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
     of splits, else the only table with a column of paths. Predictions are not among them. Raise `DataError` if several
     tables have such a column."""
     found = _tables(folder)
-    named = [table for table in found if split_of(table.name, chosen) is not None]
+    words = named_splits(table.stem for table in found) if chosen is None else {}
+    named = [table for table in found if split_of(table.name, chosen) is not None or table.stem in words]
     if tables := named or [table for table in found if table.stem.lower() == "metadata"]:
         return tables
     inner = [_tables(place) for place in class_folders(folder) if split_of(place.name, chosen) is not None]
