@@ -191,8 +191,8 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
             console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
         return
     (name,) = options.models
-    has_classes = bundles[name].output in ("softmax", "sigmoid")  # boxes and masks are always measured per class
-    details = plans[name].head if has_classes and (options.per_class or options.confusion) else {}
+    is_asked = options.per_class or options.confusion  # boxes and masks are always measured per class
+    details = plans[name].head if is_asked and bundles[name].output in ("softmax", "sigmoid") else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
     if options.json:
         print_json({
@@ -267,9 +267,6 @@ BY_SUITE = ("by", "numbers", "split", "validation_share", "per_class", "confusio
 """Options that cannot be combined with --suite, because the suite sets them. It also sets the evaluators, apart from
 their features."""
 
-HAVE_NUMBERS = ("linear", "knn")
-"""Evaluators for which --numbers chooses the columns of the data."""
-
 
 def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options that exclude each other or have no effect, and `DataError` for
@@ -317,7 +314,7 @@ def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> N
     for name in given:
         users = [user for user, evaluator in EVALUATORS.items() if name in bare_names(evaluator)]
         if name == "numbers":
-            users += HAVE_NUMBERS
+            users += ("linear", "knn")  # of the columns of the data
         if users and not set(users) & set(chosen):
             *others, last = users
             several = f"{', '.join(others)} and {last} use" if others else f"{last} uses"

@@ -344,9 +344,6 @@ SEPARATORS = ("|", ";", ",", "/", "+", "&", " ")
 NEVER_IN_NAMES = ("|", ";")
 """Separators that names of classes do not contain: a part of several names need not be a class of its own."""
 
-LIST = re.compile(r"""\[\s*(["']).*\1\s*\]""")
-"""A list of names that Python or JSON wrote as text."""
-
 WHOLE = re.compile(r"(\d+)(\.0*)?")
 
 
@@ -433,7 +430,7 @@ def refuse_joined(title: str, counts: Mapping[str, int], chosen: str | None = No
     images of each class, and `chosen` the separator that the user chose."""
     if chosen is not None:
         return
-    if lists := [name for name in counts if LIST.fullmatch(name)]:
+    if lists := [name for name in counts if re.fullmatch(r"""\[\s*(["']).*\1\s*\]""", name)]:
         raise DataError(
             f"{title}: labels such as {lists[0]} are lists that were written as texts; write them as lists in JSON "
             "lines, or as cat|fox with --label-separator '|'. If each of them is one class, add --label-separator none"

@@ -67,8 +67,8 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
     whole = next(iter(opened.values())).whole
     for own, source in (("test", whole.test), ("validation", whole.validation)):
         if source is not None and split in (own, "held-out"):
-            unused = f"--validation-share has no effect, because the {own} split of data {spec!r} is measured"
-            return CommonImages(None, 0.0, "" if share is None else unused)
+            note = f"--validation-share has no effect, because the {own} split of data {spec!r} is measured"
+            return CommonImages(None, 0.0, note * (share is not None))
     if split not in ("held-out", "validation"):
         return CommonImages(None, 0.0, "")
     train = whole.train

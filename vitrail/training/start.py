@@ -202,12 +202,12 @@ def network_from(
     kept = bool(names) and same and not numbered and not start.new_head
     if not names:
         headed = adapted(resized, num_classes=0, drop_head_hidden=True)
-        note = f"the head of model {start.init!r} is removed: the task {task.name} trains a network without a head"
-        note *= headed.network.config != resized.network.config
+        removed = f"the head of model {start.init!r} is removed: the task {task.name} trains a network without a head"
+        note = removed * (headed.network.config != resized.network.config)
     elif kept:
-        unless = "unless a linear model of the features is better on the validation split"
-        fate = f"kept {unless}" if start.linear_head else "kept, because its outputs are the same"
-        headed, note = resized, f"the head of model {start.init!r} is {fate}"
+        better = " unless a linear model of the features is better on the validation split"
+        fate = better if start.linear_head else ", because its outputs are the same"
+        headed, note = resized, f"the head of model {start.init!r} is kept{fate}"
     else:
         bare = adapted(resized, num_classes=0, drop_head_hidden=True)
         config = replace(bare.network.config, **kind)

@@ -349,7 +349,7 @@ def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
         return download(place)
     file = shipped_folder(place) or expanded(place)
     is_part = file.name in (WEIGHTS, DESCRIPTION) and file.with_name(DESCRIPTION).is_file()
-    return file.parent if is_part else file, ()
+    return (file.parent if is_part else file), ()
 
 
 def download(name: str) -> tuple[Path, tuple[str, ...]]:

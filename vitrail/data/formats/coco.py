@@ -183,8 +183,8 @@ def _by_split(
     words = named_splits(path.stem for path in names) if chosen is None else {}
     for path, name in names.items():
         parent, _, last = name.rpartition("/")
-        split = split_of(name, chosen) or (None if chosen else split_of(f"{parent}/{TITLE.sub('', last)}".strip("/")))
-        split = split or words.get(path.stem)
+        titled = None if chosen else split_of(f"{parent}/{TITLE.sub('', last)}".strip("/"))
+        split = split_of(name, chosen) or titled or words.get(path.stem)
         if split is None:
             unnamed.append(name)
         elif split in found:

@@ -53,9 +53,6 @@ ENDINGS = tuple(SUFFIXES)
 ALL = ", ".join(sorted(SUFFIXES))
 """The suffixes in messages."""
 
-LOOKS = 3
-"""Number of files of one suffix in one folder that are opened to see if they are images."""
-
 
 class FolderImages(NamedTuple):
     """The images in class folders, or in a folder without classes."""
@@ -205,10 +202,10 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
     for other in others:
         folder, _, name = other.rpartition("/")
         groups[folder, os.path.splitext(name)[1].lower()].append(other)  # noqa: PTH122 (thousands of names)
-    unread = {
+    unread = {  # three files of one suffix in one folder are enough
         place: names
         for place, names in groups.items()
-        if any(is_image(first_bytes(root / name, HEAD)) for name in names[:LOOKS])
+        if any(is_image(first_bytes(root / name, HEAD)) for name in names[:3])
     }
     if not unread:
         return
@@ -542,10 +539,6 @@ def _ambiguous(root: Path, places: Mapping[Split, list[Path]]) -> Iterator[Fault
             )  # fmt: skip
 
 
-LOOKED_INTO = 20
-"""Number of skipped files that are opened to see if they hold annotations."""
-
-
 def _ignored(root: Path, found: FolderImages) -> Iterator[str]:
     if found.samples.targets.kind == "none" and has_images(root) and len(folders := class_folders(root)) > 1:
         yield (
@@ -555,7 +548,8 @@ def _ignored(root: Path, found: FolderImages) -> Iterator[str]:
     if not found.others:
         return
     yield f"{root}: skipped {plural(len(found.others), 'file')} without a suffix of an image format"
-    beside = [root / name for name in found.others if name.lower().endswith(formats.annotated.BESIDE)][:LOOKED_INTO]
+    # Only the first files are opened, because there can be one for each image.
+    beside = [root / name for name in found.others if name.lower().endswith(formats.annotated.BESIDE)][:20]
     if beside and (formats.coco.annotation_files(beside) or formats.voc.holds_voc(beside)):
         yield (
             f"{root}: the folders are classes, and annotations such as {beside[0].relative_to(root)} are not read; to "

@@ -133,9 +133,8 @@ def _images_of_masks(root: Path, folders: Sequence[Path], images: ImageFiles) ->
             # The folder of images that is divided like the masks, such as images/train for masks/train.
             near = "/".join(part for part in (above, *top, folder) if part)
             stem = file.rpartition(".")[0]
-            names = dict.fromkeys((stem, re.sub("[_-]mask$", "", stem, flags=re.I)))
-            keys = (images.find(one, near, split_of(name), outside=insides) for one in names)
-            key = next(filter(None, keys), None)
+            stems = dict.fromkeys((stem, re.sub("[_-]mask$", "", stem, flags=re.I)))
+            key = next(filter(None, (images.find(one, near, split_of(name), outside=insides) for one in stems)), None)
             if key is None:
                 missing.append(name)
             elif key in of_image:

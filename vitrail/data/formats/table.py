@@ -324,7 +324,8 @@ def _below(folder: Path, keys: list[str], listing: Listing) -> tuple[list[str], 
     for start in ("/".join(parts[-depth:]) + "/" for depth in range(1, len(parts))):
         if keys[0].startswith(start):
             places[start] = [key.removeprefix(start) for key in keys]
-    found = [place for place, some in places.items() if any(_file(listing, key) for key in some[:LOOKED_AT])]
+    # A thousand paths are enough, because there can be as many folders as classes.
+    found = [place for place, some in places.items() if any(_file(listing, key) for key in some[:1000])]
     if len(found) == 1:
         return places[found[0]], ""
     return keys, f"; there are such files in {listed(found)}, so say in each path which one is meant" * bool(found)
@@ -352,9 +353,6 @@ PATHS = (
 )  # fmt: skip
 Listing = Callable[[str], dict[str, int]]
 """Function that returns the inodes of the files in a folder below a given one, by their names."""
-
-LOOKED_AT = 1000
-"""Number of paths by which the folder of the files is recognised."""
 LABELS = ("label", "labels", "class", "class_name", "category", "target")
 BOXES = frozenset({"xmin", "ymin", "xmax", "ymax", "x_min", "y_min", "x_max", "y_max", "x1", "y1", "x2", "y2", "bbox"})
 DELIMITERS = ",;\t|"
