@@ -87,11 +87,19 @@ def check_folder(path: Path, settings: Mapping[str, Any], content: str, option: 
 
 @contextmanager
 def experiment(path: Path, settings: Mapping[str, Any], content: str, option: str) -> Iterator[None]:
-    """Hold the folder of an experiment inside the `with` block, with its settings in the file `path`. Raises the errors
-    of `check_folder`, and `RunError` if another process works in the folder."""
+    """Hold the folder of an experiment inside the `with` block, with its settings in the file `path`. A cell whose
+    repetition was killed has its earlier result again. Raises the errors of `check_folder`, and `RunError` if another
+    process works in the folder."""
     check_folder(path, settings, content, option)
     with locked(path.parent):
         check_folder(path, settings, content, option)  # another process may have begun here in the meantime
+        start, end = replaced_path(Path("*")).name.split("*")
+        for earlier in (path.parent / CELLS).glob(f"{start}*{end}"):
+            place = earlier.with_name(earlier.name.removeprefix(start).removesuffix(end))
+            if not (place / RESULT).exists():
+                shutil.rmtree(place, ignore_errors=True)
+                recover_folder(place)
+            shutil.rmtree(earlier, ignore_errors=True)
         with saving(content, path.parent):
             write_json(path, settings)
         yield
