@@ -7,6 +7,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import shlex
 import signal
 import sys
@@ -275,6 +276,11 @@ def bytes_or_escape(error: Any) -> tuple[str | bytes, int]:
     return character.encode("ascii", handler), error.start + 1
 
 
+CONTROLS = re.compile(r"(\x1b\[[\d;]*[AKm]|\x1b\[\?25[hl])|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+"""Control characters that a terminal does not get, but their escape sequences in Python. The group has those that pass:
+the colours and the movements of progress bars."""
+
+
 class Output:
     """The standard output or the standard error output of a command, without the errors of a stream that is lost: the
     reader of a pipe has ended, a disk is full, or a terminal was closed. Everything that follows is discarded.
@@ -282,6 +288,8 @@ class Output:
     A lost standard output ends the command as a closed terminal does. A command that can be continued therefore saves
     its state first, and a command under nohup goes on. Any other command raises `BrokenPipeError` or `SaveError`. If
     the standard error output is lost, the command goes on.
+
+    A terminal gets no control characters of names of files and classes, which could change what it shows or does.
     """
 
     def __init__(self, stream: Any, *, is_error_output: bool = False) -> None:
@@ -292,8 +300,9 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        shown = CONTROLS.sub(lambda found: found[1] or repr(found[0])[1:-1], text) if self._stream.isatty() else text
         with self._discarding():
-            self._stream.write(text)
+            self._stream.write(shown)
         return len(text)
 
     def flush(self) -> None:
