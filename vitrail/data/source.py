@@ -93,6 +93,14 @@ class Samples:
     identity: str | None = None
     """A text of the numbers that determine all samples, if there are such numbers."""
 
+    def __post_init__(self) -> None:
+        """Raise `DataError` unless every sample has a place and a target."""
+        if len(self.targets) != len(self.places):
+            raise DataError(
+                f"targets: {plural(len(self.targets), 'target')} for {plural(len(self.places), 'image')}; give every "
+                "image one, which can be unknown"
+            )
+
     @property
     def classes(self) -> tuple[str, ...]:
         return self.targets.names
