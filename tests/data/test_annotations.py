@@ -104,6 +104,15 @@ def listed(root: Path, folder: str, names: str) -> None:
     (root / f"labels/{folder}/classes.txt").write_text(names)
 
 
+def classes(root: Path) -> None:
+    (root / "classes.txt").write_text("one\ntwo\n")
+
+
+def unreadable(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # whose first byte cannot be read
+
+
 def voc_object(xmin: float, ymin: float, xmax: float, ymax: float, name: str = "cell", more: str = "") -> str:
     sides = f"<xmin>{xmin}</xmin><ymin>{ymin}</ymin><xmax>{xmax}</xmax><ymax>{ymax}</ymax>"
     return f"<object><name>{name}</name><bndbox>{sides}</bndbox>{more}</object>"
@@ -264,7 +273,9 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: yolo(root, names=("a",), nc=3), "states nc: 3"),
         (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
         (lambda root: described(root, "names: {0: a, x: b}"), "are not 0, 1, 2"),
-        (lambda root: described(root, "names: [a, b"), "data.yaml does not describe them: it is valid YAML with"),
+        (lambda root: described(root, "names: [a, b"), "data.yaml is not valid YAML"),
+        (lambda root: (described(root, "val: [x\nnames: [a]"), classes(root)), "data.yaml is not valid YAML"),
+        (lambda root: (yolo(root), classes(root), unreadable(root / "data.yaml")), "data.yaml"),
         (lambda root: described(root, "names: {0: cat, 0: dog, 1: cow}"), "data.yaml states 0 twice"),
         (lambda root: described(root, "names: [cat]\nnames: [dog]"), "data.yaml states names twice"),
         (lambda root: yolo(root, train="elsewhere"), "'elsewhere' is neither a folder"),

@@ -54,23 +54,29 @@ def holds_yolo(root: Path, files: Iterable[Path]) -> bool:
 
 
 def _description(root: Path) -> Path | None:
-    """Return the file in a folder that describes the data. Raise `DataError` if there are several."""
-    found = [path for pattern in ("*.yaml", "*.yml") for path in sorted(root.glob(pattern)) if _described(path)]
+    """Return the file in a folder that describes the data. Raise `DataError` if there are several, or if a file cannot
+    be read."""
+    paths = [path for pattern in ("*.yaml", "*.yml") for path in sorted(root.glob(pattern)) if path.is_file()]
+    found = [path for path in paths if lines_of(path) and _described(path)]
     if len(found) > 1:
         raise DataError(f"{root} has several descriptions of YOLO data: {listed([p.name for p in found])}; name one")
     return found[0] if found else None
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """Return the content of a description, or nothing if the file is another kind of YAML."""
+    """Return the content of a description, or nothing if the file is another kind of YAML. Raise `DataError` if it is
+    not valid."""
     if path.suffix.lower() not in (".yaml", ".yml"):
         return {}
+    text = ""
     try:
         text = path.read_text(encoding="utf-8-sig")
         values, as_text = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        if _describes(re.findall(r"^(\w+)\s*:", text, re.MULTILINE)):
+            raise DataError(f"{path} is not valid YAML: {' '.join(str(error).split())}; correct it") from error
         return {}
-    if not (isinstance(values, dict) and "names" in values and {"train", "val", "test", "nc"} & values.keys()):
+    if not (isinstance(values, dict) and _describes(values)):
         return {}
     root = yaml.compose(text)
     for node in (root, *(value for key, value in root.value if key.value == "names")):
@@ -78,6 +84,10 @@ def _described(path: Path) -> dict[str, Any]:
         if twice := [key for key, count in Counter(keys).items() if count > 1 and (node is not root or key in READ)]:
             raise DataError(f"{path} states {twice[0]} twice, so one of its values would be lost; remove one")
     return {**values, "names": as_text["names"]}  # the class `no` is not the value False
+
+
+def _describes(fields: Collection[Any]) -> bool:
+    return "names" in fields and any(name in fields for name in ("train", "val", "test", "nc"))
 
 
 def _label_files(root: Path) -> Iterator[Path]:
