@@ -257,6 +257,13 @@ def test_a_path_that_the_system_refuses_is_named(words: str, capsys: pytest.Capt
     assert "x" * 300 in shown and "File name too long" in shown
 
 
+def test_a_disk_that_cannot_be_read_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.png").touch()
+    (tmp_path / "model.json").symlink_to("/proc/self/mem")  # whose first byte cannot be read
+    assert main(["predict", str(tmp_path), str(tmp_path)]) == 1
+    assert "Input/output error" in capsys.readouterr().err
+
+
 def test_a_terminal_of_no_columns_has_the_usual_width(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setenv("COLUMNS", "0")
     assert "fashion-mnist" in cli.shows("recipes")

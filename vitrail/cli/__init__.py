@@ -103,6 +103,9 @@ SEVERAL = ("train", "evaluate", "embed")
 OF_PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 """Errors of the operating system about a path that a user typed."""
 
+OF_DISKS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.ENOTCONN)
+"""Errors of the operating system about a disk, or a file system of the network."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vitrail ARGUMENTS...` and return its exit code."""
@@ -218,10 +221,12 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
             print(f"vitrail: {message}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        if debug or error.errno not in OF_PATHS or error.filename is None:
+        is_of_path = error.errno in OF_PATHS and error.filename is not None
+        if debug or not (is_of_path or error.errno in OF_DISKS):
             raise
-        print(f"vitrail: {error.filename} cannot be used: {error.strerror}; correct the path", file=sys.stderr)
-        return UserError.exit_code
+        advice = "correct the path" if is_of_path else "check the disk, or find the place with --debug"
+        print(f"vitrail: {error.filename or 'a file'} cannot be used: {error.strerror}; {advice}", file=sys.stderr)
+        return UserError.exit_code if is_of_path else VitrailError.exit_code
     except ModuleNotFoundError as error:
         if debug or error.name is None or error.name.partition(".")[0] == "vitrail":
             raise
