@@ -119,7 +119,7 @@ class ImageFiles:
     def __init__(self, root: Path) -> None:
         scan = Scan(root)
         self.root = root
-        self.inodes = dict(sorted(scan.images("", set())))
+        self.inodes = dict(sorted(scan.images("")))
         self.others = sorted(scan.others)
         """Paths of all other files."""
         self._named: defaultdict[str, list[str]] = defaultdict(list)
