@@ -19,7 +19,7 @@ from PIL import Image
 from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import default_threads
 from vitrail.data.pixels.decode import open_file, open_image, orientation_of, to_pil
-from vitrail.data.source import Source
+from vitrail.data.source import Source, decodable
 from vitrail.data.targets import Target
 from vitrail.errors import DataError, UndecodableImage, plural
 
@@ -316,19 +316,9 @@ def has_colour(image: bytes | np.ndarray | Image.Image) -> bool:
 
 
 def images_of(source: Source) -> Iterator[bytes | np.ndarray]:
-    """Yield up to 32 evenly spaced images of a source. Images that cannot be read are skipped."""
-    for index in np.unique(np.linspace(0, len(source) - 1, min(MAX_LOOKS, len(source))).astype(np.int64)).tolist():
-        with suppress(DataError):
-            yield source[index].image
-
-
-def colours_in(images: Iterable[bytes | np.ndarray | Image.Image]) -> list[bool]:
-    """Return for each image if it has colours. Images that cannot be decoded are skipped."""
-    found = []
-    for image in images:
-        with suppress(UndecodableImage):
-            found.append(has_colour(image))
-    return found
+    """Return up to 32 evenly spaced images of a source. Images that cannot be read are skipped."""
+    places = np.unique(np.linspace(0, len(source) - 1, min(MAX_LOOKS, len(source))).astype(np.int64)).tolist()
+    return decodable(lambda index: source[index].image, places)
 
 
 def colour_note(images: Iterable[bytes | np.ndarray | Image.Image], channels: int) -> str:
@@ -338,7 +328,7 @@ def colour_note(images: Iterable[bytes | np.ndarray | Image.Image], channels: in
     """
     if channels != 1:
         return ""
-    found = colours_in(images)
+    found = list(decodable(has_colour, images))
     if not found or sum(found) < MIN_IMAGES * len(found):
         return ""
     many = f"{sum(found):,} of {plural(len(found), 'image')} looked at" if len(found) > 1 else "the image"
