@@ -182,10 +182,8 @@ class AccuracyComparison:
             if self.peers:
                 write_images(splits, folder / IMAGES)
             found = pool.run([(f"{cell.entry}, seed {cell.seed}", cell) for cell in cells])
-        curves: dict[str, dict[int, Curve]] = {}
-        for cell in cells:
-            curves.setdefault(cell.entry, {})[cell.seed] = found[cell.name]
-        return curves
+        entries = dict.fromkeys(cell.entry for cell in cells)
+        return {entry: {cell.seed: found[cell.name] for cell in cells if cell.entry == entry} for entry in entries}
 
     def _shared(self, splits: Splits, first: TrainConfig) -> dict[str, Any]:
         """Return what all cells of a folder share."""

@@ -95,14 +95,21 @@ def experiment(path: Path, settings: Mapping[str, Any], content: str, option: st
         check_folder(path, settings, content, option)  # another process may have begun here in the meantime
         start, end = replaced_path(Path("*")).name.split("*")
         for earlier in (path.parent / CELLS).glob(f"{start}*{end}"):
-            place = earlier.with_name(earlier.name.removeprefix(start).removesuffix(end))
-            if not (place / RESULT).exists():
-                shutil.rmtree(place, ignore_errors=True)
-                recover_folder(place)
-            shutil.rmtree(earlier, ignore_errors=True)
+            _end_repetition(earlier.with_name(earlier.name.removeprefix(start).removesuffix(end)))
         with saving(content, path.parent):
             write_json(path, settings)
         yield
+
+
+def _end_repetition(place: Path) -> None:
+    """Delete the earlier result of a cell that was repeated. Without a new result, take it back, with the new log."""
+    earlier = replaced_path(place)
+    if not (place / RESULT).exists():
+        if (place / LOG).exists():
+            (place / LOG).replace(earlier / LOG)
+        shutil.rmtree(place, ignore_errors=True)
+        recover_folder(place)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def complete_run(
@@ -296,15 +303,9 @@ class Pool(Generic[C, R]):
             shutil.rmtree(earlier, ignore_errors=True)
             place.rename(earlier)
         try:
-            result = self.run([(f"cell {cell.name}", cell)])[cell.name]
-        except BaseException:
-            if (place / LOG).exists():
-                (place / LOG).replace(earlier / LOG)
-            shutil.rmtree(place, ignore_errors=True)
-            recover_folder(place)
-            raise
-        shutil.rmtree(earlier, ignore_errors=True)
-        return result
+            return self.run([(f"cell {cell.name}", cell)])[cell.name]
+        finally:
+            _end_repetition(place)
 
     def place(self, name: str) -> Path:
         """Return the folder of a cell."""

@@ -164,13 +164,12 @@ class SuiteResult:
 
         The key None has the means over all tasks.
         """
-        result: dict[str | None, dict[str, tuple[float, int]]] = {}
-        for group in (*self.groups(), None):
-            result[group] = {}
-            for name in self.columns():
-                if values := [row.metrics[name] for row in self.in_group(group) if name in row.metrics]:
-                    result[group][name] = sum(values) / len(values), len(values)
-        return result
+        return {group: self._means_of(group) for group in (*self.groups(), None)}
+
+    def _means_of(self, group: str | None) -> dict[str, tuple[float, int]]:
+        rows = [row.metrics for row in self.in_group(group)]
+        values = {name: [row[name] for row in rows if name in row] for name in self.columns()}
+        return {name: (sum(found) / len(found), len(found)) for name, found in values.items() if found}
 
 
 def suites() -> dict[str, Path]:

@@ -226,9 +226,7 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
     if not unread:
         return
     files = [name for names in unread.values() for name in names]
-    counts: Counter[str] = Counter()
-    for (_, suffix), names in unread.items():
-        counts[suffix or "no suffix"] += len(names)
+    counts = Counter(suffix or "no suffix" for (_, suffix), names in unread.items() for _ in names)
     lost = sorted({name.partition("/")[0] for name in files} & set(empty))
     only = f", and the class folders {listed(lost)} have no other images" if lost else ""
     yield Fault(
