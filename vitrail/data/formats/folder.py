@@ -95,7 +95,7 @@ def read_folder(
         raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
     named = {name: class_name(name) for name in folders}
     check_names(str(root), named.values())
-    owners = {_identity(root / name): name for name in reversed(folders)}
+    owners = {(root / name).resolve(): name for name in reversed(folders)}
     scan.entered |= owners.keys()  # no link inside a class folder takes the images of another one
     found = {name: sorted(scan.images(name)) if name in owners.values() else [] for name in folders}
     empty = [name for name, images in found.items() if not images]
@@ -134,7 +134,7 @@ class Scan:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.entered = {_identity(root)}
+        self.entered = {root.resolve()}
         """The folders that have been found, of which none is entered again through a link."""
         self.others: list[str] = []
         """Files without an image suffix."""
@@ -170,16 +170,10 @@ class Scan:
         self.others += [f"{start}{name}" for name in sorted(names)]
         self.system += system
         for inner in sorted(folders):  # sorted, so that every machine follows the same one of two equal links
-            if (identity := _identity(self.root / inner)) not in self.entered:
-                self.entered.add(identity)
+            if (place := (self.root / inner).resolve()) not in self.entered:
+                self.entered.add(place)
                 found += self.images(inner)
         return found
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    """Return the numbers that identify a folder, through whichever link it is reached."""
-    status = folder.stat()
-    return status.st_dev, status.st_ino
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -68,26 +68,22 @@ def _described(path: Path) -> dict[str, Any]:
     not valid."""
     if path.suffix.lower() not in (".yaml", ".yml"):
         return {}
-    text = ""
+    text, fault = "", None
     try:
         text = path.read_text(encoding="utf-8-sig")
         values, as_text = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        if _describes(re.findall(r"^(\w+)\s*:", text, re.MULTILINE)):
-            raise DataError(f"{path} is not valid YAML: {' '.join(str(error).split())}; correct it") from error
+        fault, values = error, dict.fromkeys(re.findall(r"^(\w+)\s*:", text, re.MULTILINE))
+    if not (isinstance(values, dict) and "names" in values and {"train", "val", "test", "nc"} & values.keys()):
         return {}
-    if not (isinstance(values, dict) and _describes(values)):
-        return {}
+    if fault is not None:
+        raise DataError(f"{path} is not valid YAML: {' '.join(str(fault).split())}; correct it") from fault
     root = yaml.compose(text)
     for node in (root, *(value for key, value in root.value if key.value == "names")):
         keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
         if twice := [key for key, count in Counter(keys).items() if count > 1 and (node is not root or key in READ)]:
             raise DataError(f"{path} states {twice[0]} twice, so one of its values would be lost; remove one")
     return {**values, "names": as_text["names"]}  # the class `no` is not the value False
-
-
-def _describes(fields: Collection[Any]) -> bool:
-    return "names" in fields and any(name in fields for name in ("train", "val", "test", "nc"))
 
 
 def _label_files(root: Path) -> Iterator[Path]:
