@@ -97,7 +97,9 @@ def test_memory_is_that_of_the_control_groups_of_this_process(tmp_path: Path, mo
         inner.mkdir(parents=True, exist_ok=True)
         for name, text in files.get(controllers, {}).items():
             (inner / name).write_text(text)
-            (inner / "memory.stat").write_text("anon 1\nactive_file 3000000\ninactive_file 2000000\n")
+            (inner / "memory.stat").write_text(
+                "anon 1\nactive_file 3000000\ninactive_file 1500000\nslab_reclaimable 500000\n"
+            )
     assert total_memory() == 90_000_000 and available_memory(CPU) == 35_000_000
 
 

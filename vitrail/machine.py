@@ -150,10 +150,13 @@ LIMIT_FILES = {
 }
 """Folder, limit, use and details of control groups: those of version 2, and the controller of memory of version 1."""
 
+KEPT = ("active_file", "inactive_file", "slab_reclaimable")
+"""Details of memory that holds copies of files and folders, which the system gives up for programs."""
+
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield the limit of each control group that this process is in, such as that of a container or of a job in a batch
-    system, and what is free of it, in bytes. Files that are only kept in memory count as free."""
+    system, and what is free of it, in bytes. Copies of files count as free."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -162,10 +165,10 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
         place, *names = LIMIT_FILES.get(controllers, ("",))
         inner = CONTROL_GROUPS / place / path.lstrip("/")
         for folder in (inner, *inner.parents) if names else ():
-            with suppress(OSError, ValueError, KeyError):  # a group of another container, or without a limit
+            with suppress(OSError, ValueError):  # a group of another container, or without a limit
                 limit, used, details = ((folder / name).read_text(encoding="utf-8") for name in names)
                 stated = dict(line.split() for line in details.splitlines())
-                cached = (int(stated.get(f"total_{kind}", stated[kind])) for kind in ("active_file", "inactive_file"))
+                cached = (int(stated.get(f"total_{kind}", stated.get(kind, 0))) for kind in KEPT)
                 yield int(limit), int(limit) - int(used) + sum(cached)
 
 
