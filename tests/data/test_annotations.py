@@ -773,6 +773,16 @@ def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
             Targets.joined([numbered, replace(more, ids=ids)])
 
 
+def test_the_check_counts_objects_by_the_area_that_is_measured(tmp_path: Path) -> None:
+    """A line across the image is small, although its box is not."""
+    line = {"segmentation": [[0, 0, 60, 38, 60, 40, 0, 2]]}
+    values = coco(tmp_path, annotations=box(0, 0, 60, 40, **line))
+    values["annotations"] += [{**box(0, 0, 40, 40)[0], "id": 2, "image_id": 3}]
+    (tmp_path / "_annotations.coco.json").write_text(json.dumps(values))
+    report = check_data(open_data(str(tmp_path), validation_share=0.0))
+    assert [*report.amounts.values()] == [1, 1, 0]
+
+
 def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "valid"):
         coco(tmp_path / "a" / split)
