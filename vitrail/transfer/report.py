@@ -225,7 +225,7 @@ def _settings(
     config: TrainConfig, record: dict[str, Any], events: Sequence[dict[str, Any]], bundle: Bundle
 ) -> list[tuple[str, str]]:
     """Return the names and values of the main settings, and of the run's time and memory."""
-    rates, data, noun = config.optimizer, record["data"], config.task.output_noun
+    rates, data, noun = config.optimizer.for_batch_size(config.run.batch_size), record["data"], config.task.output_noun
     splits = ", ".join(f"{data[name]:,} {name}" for name in ("train", "validation", "test") if data[name])
     height, width = bundle.preprocess.image_size
     epochs = record["steps"] * config.mean_batch_size / max(data["train"], 1)
