@@ -789,7 +789,9 @@ def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.Ca
     page = tmp_path / "page.html"
     assert main(["data", "check", str(tmp_path / "a"), "--page", str(page), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["target_kind"] == "boxes" and sum(report["amounts"].values()) == 4
+    assert report["target_kind"] == "boxes" and sum(report["amounts"].values()) == 2, "crowds are not counted"
+    assert [split["per_class"] for split in report["splits"]] == [[0, 1], [0, 1]]
+    assert {"missing-in-train", "missing-in-validation"} <= {finding["kind"] for finding in report["findings"]}
     assert 'class="maps"' in page.read_text()
     assert main(["data", "pack", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "yolo"]) == 0
     assert "crowd" in capsys.readouterr().out
