@@ -100,6 +100,18 @@ def test_gains_are_compared_seed_by_seed(few: tuple[float, ...], outcome: str) -
     assert claim.check(gains(few)).outcome == outcome
 
 
+def test_equal_gains_show_nothing() -> None:
+    """0.3 - 0.2 is less than 0.2 - 0.1 by a rounding error."""
+    rates = {"pre-trained at 10": 0.3, "scratch at 10": 0.2, "pre-trained at 99": 0.2, "scratch at 99": 0.1}
+    found = results_of({name: (rate, rate) for name, rate in rates.items()})
+    assert (
+        GainShrinks("", ("pre-trained at 10", "scratch at 10"), ("pre-trained at 99", "scratch at 99"))
+        .check(found)
+        .outcome
+        == "not shown"
+    )
+
+
 def test_gains_need_all_four_points() -> None:
     claim = GainShrinks("", ("pre-trained at 10", "scratch at 10"), ("pre-trained at 50", "scratch at 99"))
     assert claim.check(gains((0.5,))).evidence == ("pre-trained at 50 was not measured",)

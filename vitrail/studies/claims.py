@@ -271,7 +271,8 @@ class GainShrinks:
             one, two = results.point(first), results.point(second)
             assert one is not None and two is not None
             values, base = one.values(self.metric), two.values(self.metric)
-            gains.append({seed: value - base[seed] for seed, value in values.items() if seed in base})
+            # Equal gains differ by rounding errors, which would be a certain difference if all seeds had them.
+            gains.append({seed: round(value - base[seed], 12) for seed, value in values.items() if seed in base})
         found = paired(gains[0], gains[1])
         text = f"gain of {self.few[0]} minus gain of {self.many[0]}: {difference_text(found)}"
         return Finding(self.text, _sign(found), (text,))
