@@ -18,7 +18,7 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError, plural
-from vitrail.evaluation.metrics.intervals import LEVEL, Metric
+from vitrail.evaluation.metrics.intervals import LEVEL, Metric, wilson_ends
 from vitrail.evaluation.metrics.report import (
     QUANTILES,
     Calibration,
@@ -32,7 +32,7 @@ from vitrail.evaluation.metrics.report import (
     named_metrics,
 )
 from vitrail.evaluation.mistakes import PlacedReport
-from vitrail.report.charts import Chart, confusion_matrix, reliability_diagram, scatter_plot, shorten
+from vitrail.report.charts import Bin, Chart, confusion_matrix, reliability_diagram, scatter_plot, shorten
 from vitrail.report.page import write_page
 from vitrail.settings import to_plain
 from vitrail.tasks.task import TaskMetric
@@ -573,10 +573,10 @@ def calibration(report: ClassificationReport) -> Section | None:
     }
 
 
-def _filled(calibration: Calibration) -> list[tuple[float, float, int]]:
-    """Return confidence, accuracy and number of images of the bins that have images."""
+def _filled(calibration: Calibration) -> list[Bin]:
+    """Return the bins that have images, with Wilson's intervals of their accuracies."""
     return [
-        (one.confidence, one.accuracy, one.images)
+        (one.confidence, one.accuracy, one.images, wilson_ends(one.accuracy, one.images))
         for one in calibration.bins
         if one.confidence is not None and one.accuracy is not None
     ]
