@@ -86,7 +86,9 @@ def test_numbers_are_named_by_their_split() -> None:
     assert scalars({"event": "step", "time": 5.0, "step": 3, "loss": 0.5}) == {"train/loss": 0.5}
     evaluation = {"event": "evaluation", "time": 5.0, "step": 3, "split": "validation", "best": True, "accuracy": 1}
     assert scalars(evaluation) == {"validation/accuracy": 1.0}
-    assert scalars(evaluation | {"split": "test", "kept": True}) == {"final/test/accuracy": 1.0}
+    trained = {name: value for name, value in evaluation.items() if name != "best"} | {"weights": "trained"}
+    assert scalars(trained) == {"trained/validation/accuracy": 1.0}, "averaged weights are measured beside them"
+    assert scalars(trained | {"split": "test", "kept": True}) == {"final/test/accuracy": 1.0}
     assert scalars({"event": "probe", "time": 5.0, "step": 3, "weights": "trained", "knn_1": 0.25}) == {
         "probe/knn_1": 0.25
     }
