@@ -160,6 +160,11 @@ def test_the_ratio_of_compute_is_found_again(first: str, second: str, outcome: s
     assert found.outcome == outcome and f": {ratio}, 95 % interval" in found.evidence[0]
 
 
+def test_a_small_ratio_of_compute_is_not_rounded_to_0() -> None:
+    found = LessCompute("less", "vit", "bit").check(Results([*arm("vit", law(0.004)), *arm("bit", law(1.0))]))
+    assert found.outcome == "contradicted" and ": 0.004, 95 % interval" in found.evidence[0]
+
+
 def points_of(name: str, values: dict[float, list[float]]) -> list[PointResult]:
     """Return points with these accuracies of the seeds, by their compute."""
     return [measured(name, accuracies, x=x, label=f"{x:g}") for x, accuracies in values.items()]

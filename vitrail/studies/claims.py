@@ -91,7 +91,7 @@ class LessCompute:
         found = estimate([log_x_at(laws[1][seed], error) - log_x_at(laws[0][seed], error) for seed in seeds])
         mean = math.exp(min(found.mean, MAX_LOG))
         text = f"compute of {self.second} divided by that of {self.first} at an error of {error:.2%}: "
-        text += f"{mean:.2f}" if mean < 1000 else f"{mean:.2g}"
+        text += f"{mean:.2f}" if 0.1 <= mean < 1000 else f"{mean:.2g}"
         text += _interval(found, lambda end: f"{math.exp(min(end, MAX_LOG)):.2g}")
         return Finding(self.text, _sign(found), (text,))
 

@@ -238,7 +238,7 @@ def _settings(
         "lamb": f"LAMB with betas {rates.beta1:g} and {rates.beta2:g}",
     }[rates.kind]
     decay_rule = f"{rates.decay_rule} " if rates.weight_decay else ""
-    warmup = rates.warmup if isinstance(rates.warmup, str) else f"{rates.warmup:.0%} of the steps"
+    warmup = rates.warmup if isinstance(rates.warmup, str) else f"{100 * rates.warmup:.4g}% of the steps"
     decay = "" if rates.layer_decay == 1 else f", layer decay {rates.layer_decay:g}"
     rows = [
         ("model", f"{_model(config)}, {sum(one.numel() for one in bundle.network.parameters()):,} parameters"),
