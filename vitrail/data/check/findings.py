@@ -64,8 +64,8 @@ class SplitCounts:
     looked_at: int
     per_class: tuple[int, ...]
     """Number of images per class. An image with several labels counts for each label. With boxes, the number of
-    objects without crowds. With masks, the number of checked images that have the class. Empty if the targets are numbers or the split
-    has no targets."""
+    objects without crowds. With masks, the number of checked images that have the class. Empty if the targets are
+    numbers or the split has no targets."""
     unlabelled: int
 
 
