@@ -213,6 +213,7 @@ def test_the_stated_cost_is_that_of_the_trained_blocks_and_classes(small: Make, 
     phases = with_flops(phases_of(config, network, 24), config, network, 9)
     tflop = sum(phase.steps * phase.flops for phase in phases) / 1e12
     assert tflop < run_flops(phases, network, config.task) / 1e12
+    assert tflop == run_flops(phases, network.with_head(9), config.task, 1) / 1e12
     assert f"compute {tflop:,.3g} TFLOP" in cost_text(phases, network, config.task)
 
 

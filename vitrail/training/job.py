@@ -786,9 +786,10 @@ def first_steps(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
     return tuple(replace(phase, steps=min(phase.steps, steps - phase.first)) for phase in phases if phase.first < steps)
 
 
-def run_flops(phases: Sequence[Phase], network: AnyConfig, task: Task) -> int:
-    """Return the FLOPs of all training steps of a run. Evaluations are not counted."""
-    return sum(phase.steps * phase.step_flops(network, task) for phase in phases)
+def run_flops(phases: Sequence[Phase], network: AnyConfig, task: Task, trained_blocks: int | None = None) -> int:
+    """Return the FLOPs of all training steps of a run. Evaluations are not counted. By default all blocks are trained,
+    otherwise the last `trained_blocks`."""
+    return sum(phase.steps * phase.step_flops(network, task, trained_blocks) for phase in phases)
 
 
 def cost_text(phases: Sequence[Phase], network: AnyConfig, task: Task) -> str:
