@@ -132,6 +132,9 @@ class TensorBoard:
             self._writer.add_text("settings", f"```\n{json.dumps(settings, indent=1)}\n```")
 
     def receive(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "rolled back":
+            self._writer.close()  # the next number opens a file that hides the steps that are repeated
+            self._writer.purge_step = event["step"] + 1
         for name, value in scalars(event).items():
             self._writer.add_scalar(name, value, event["step"], walltime=event["time"])
 
