@@ -817,13 +817,25 @@ def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
             Targets.joined([numbered, replace(more, ids=ids)])
 
 
+def test_the_check_counts_objects_by_the_area_that_is_measured(tmp_path: Path) -> None:
+    """A line across the image is small, although its box is not."""
+    line = {"segmentation": [[0, 0, 60, 38, 60, 40, 0, 2]]}
+    values = coco(tmp_path, annotations=box(0, 0, 60, 40, **line))
+    values["annotations"] += [{**box(0, 0, 40, 40)[0], "id": 2, "image_id": 3}]
+    (tmp_path / "_annotations.coco.json").write_text(json.dumps(values))
+    report = check_data(open_data(str(tmp_path), validation_share=0.0))
+    assert [*report.amounts.values()] == [1, 1, 0]
+
+
 def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "valid"):
         coco(tmp_path / "a" / split)
     page = tmp_path / "page.html"
     assert main(["data", "check", str(tmp_path / "a"), "--page", str(page), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["target_kind"] == "boxes" and sum(report["amounts"].values()) == 4
+    assert report["target_kind"] == "boxes" and sum(report["amounts"].values()) == 2, "crowds are not counted"
+    assert [split["per_class"] for split in report["splits"]] == [[0, 1], [0, 1]]
+    assert {"missing-in-train", "missing-in-validation"} <= {finding["kind"] for finding in report["findings"]}
     assert 'class="maps"' in page.read_text()
     assert main(["data", "pack", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "yolo"]) == 0
     assert "crowd" in capsys.readouterr().out

@@ -217,8 +217,7 @@ def _with_target(seen: Seen, target: Target, classes: int) -> Seen:
             pixels = np.bincount(target.indices(size).ravel(), minlength=256)
             seen = replace(seen, amounts=pixels[[*range(classes), -1]])
         elif isinstance(target, Objects):
-            sides = (target.boxes[:, 2:] - target.boxes[:, :2]) * size[::-1]
-            sizes = np.searchsorted(AREAS, sides.prod(axis=1), side="right")
+            sizes = np.searchsorted(AREAS, target.all_areas(size)[~target.crowd], side="right")
             seen = replace(seen, amounts=np.bincount(sizes, minlength=len(AREAS) + 1))
             target.check_size(size)
     except UndecodableImage as error:
