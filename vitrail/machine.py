@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -22,6 +22,7 @@ Precision = Literal["auto", "bf16", "float32"]
 TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
 """Number format of matrix products during training. "float8" applies to the dense layers in blocks
 (`models/linear/float8.py`); all other matrix products then use bf16."""
+P = TypeVar("P", Precision, TrainingPrecision)
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -46,11 +47,7 @@ def has_bf16_matrix_units(device: torch.device) -> bool:
     return device.type == "cpu" and bool(cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
-@overload
-def resolve_precision(precision: Precision, device: torch.device) -> Precision: ...
-@overload
-def resolve_precision(precision: TrainingPrecision, device: torch.device) -> TrainingPrecision: ...
-def resolve_precision(precision: Precision | TrainingPrecision, device: torch.device) -> Precision | TrainingPrecision:
+def resolve_precision(precision: P, device: torch.device) -> P:
     """Return the precision with "auto" resolved: "bf16" if the device has matrix units for it, else "float32".
 
     Raises `ConfigError` for an unknown precision, and for "float8" on a device that cannot multiply 8-bit
