@@ -74,8 +74,7 @@ def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
     tables have such a column."""
     found = _tables(folder)
     words = named_splits(table.stem for table in found) if chosen is None else {}
-    are_splits = len(words) == len(found)
-    named = [table for table in found if are_splits or split_of(table.name, chosen) is not None]
+    named = [table for table in found if len(words) == len(found) or split_of(table.name, chosen) is not None]
     if tables := named or [table for table in found if table.stem.lower() == "metadata"]:
         return tables
     inner = [_tables(place) for place in class_folders(folder) if split_of(place.name, chosen) is not None]
