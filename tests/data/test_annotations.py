@@ -134,6 +134,17 @@ def opened(root: Path, **more: Any) -> Splits:
     return open_data(str(root), validation_share=0.0, **more)
 
 
+@pytest.mark.parametrize("side", [2**70, "40"])
+def test_sizes_that_no_image_has_are_read_from_the_images(side: Any, tmp_path: Path) -> None:
+    images = [{"id": 7, "file_name": "a.png", "height": side, "width": 60}]
+    coco(tmp_path / "coco", images=images, annotations=box(6, 4, 30, 20))
+    voc(tmp_path / "voc", voc_object(6, 4, 36, 24), size="<width>60</width><height>1e999</height>")
+    for name in ("coco", "voc"):
+        source = opened(tmp_path / name).train
+        assert source[0].target.size == (40, 60)
+        np.testing.assert_allclose(source[0].target.boxes, [[0.1, 0.1, 0.6, 0.6]])
+
+
 def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
     coco(tmp_path)
     splits = opened(tmp_path)

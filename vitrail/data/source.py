@@ -446,7 +446,7 @@ def inodes_in(folder: Path) -> dict[str, int]:
     try:
         with os.scandir(folder) as entries:
             return {entry.name: inode_of(entry) for entry in entries}
-    except OSError:
+    except (OSError, ValueError):  # a path with a null character
         return {}
 
 

@@ -216,6 +216,11 @@ def open_images_alone(request: Request, opener: Callable[[Request], Splits]) -> 
     return splits_from(sources, (*notes, f"{root}: only the images are used, and not their boxes or masks"))
 
 
+def is_size(sides: Iterable[Any]) -> bool:
+    """Return True for the height and width of an image. Other values, such as texts, 0 and infinity, state no size."""
+    return all(isinstance(side, int | float) and 1 <= side < 2**31 for side in sides)
+
+
 def fault_at(
     places: Sequence[str], kind: str, severity: Severity, text: str, training: str, advice: str
 ) -> list[Fault]:

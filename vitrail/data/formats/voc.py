@@ -22,6 +22,7 @@ from vitrail.data.formats.annotated import (
     divided,
     fault_at,
     holds_masks,
+    is_size,
     missing_images,
     object_splits,
     unlisted_images,
@@ -109,7 +110,7 @@ def _images(
     for key, name in pairs:
         tree = read[name]
         height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
-        if not (height >= 1 and width >= 1):
+        if not is_size((height, width)):
             height, width = images.size(key, name)
             unstated.append(name)
         row = len(result.keys)
