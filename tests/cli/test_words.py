@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tests.cli.conftest import Cli
 from tests.listening import Display
-from tests.make import make_colour_folder
+from tests.make import coco_data, make_colour_folder
 from tests.words import model_with_words
 from vitrail.cli import main
 from vitrail.data.sources import DataConfig
@@ -95,6 +95,17 @@ def test_zero_shot_accuracy(words: Path, colour_folder: Path, cli: Cli) -> None:
     (found,) = json.loads(shown.out).values()
     assert 0 <= found["zeroshot_accuracy"] <= 1 and "zeroshot_accuracy_low" in found and found["images"] > 0
     assert "independent" in shown.err and "only numbers" not in shown.err
+
+
+def test_retrieval_measures_the_texts_of_data_with_boxes_too(words: Path, tmp_path: Path, cli: Cli) -> None:
+    data = coco_data(tmp_path / "data", [1, 2, 3])
+    listed = json.loads((data / "train" / "_annotations.coco.json").read_text())["images"]
+    captions = [{"image_id": one["id"], "caption": f"picture {one['id']}"} for one in listed]
+    values = {"images": listed, "annotations": captions}
+    (data / "train" / "captions_train.json").write_text(json.dumps(values))
+    command = ["evaluate", words, "--data", data, "--by", "retrieval", "--split", "all"]
+    assert cli.json(*command)["train"]["texts"] == len(captions)
+    assert "measure retrieval alone" in cli.refuses(*command[:4], "--by", "retrieval,zeroshot")
 
 
 def test_a_note_tells_that_numbers_are_no_names(words: Path, tmp_path: Path, cli: Cli) -> None:

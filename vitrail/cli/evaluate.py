@@ -33,6 +33,7 @@ from vitrail.errors import ConfigError, plural
 from vitrail.evaluation.evaluators import (
     BY_HEAD,
     EVALUATORS,
+    OF_PLACED,
     UNLEARNED,
     Evaluator,
     check_evaluators,
@@ -164,7 +165,13 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
             name: (bundle, evaluators_for(bundle, options, given)) for name, bundle in bundles.items()
         })  # fmt: skip
         common = (
-            common_images(bundles, options.data, options.split, options.validation_share)
+            common_images(
+                bundles,
+                options.data,
+                options.split,
+                options.validation_share,
+                texts=all(evaluators.keys() == OF_PLACED["texts"] for evaluators in prepared.values()),
+            )
             if len(bundles) > 1 or options.validation_share is not None
             else None
         )
@@ -427,7 +434,14 @@ def plan_of(
     learning = by_features.keys() - UNLEARNED
     learned = (
         open_images(
-            bundle, data, split, by_features=True, numbers=options.numbers, common=common, needs_training=bool(learning)
+            bundle,
+            data,
+            split,
+            by_features=True,
+            numbers=options.numbers,
+            common=common,
+            needs_training=bool(learning),
+            texts=evaluators.keys() == OF_PLACED["texts"],
         )
         if by_features
         else None

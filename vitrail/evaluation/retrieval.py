@@ -46,7 +46,8 @@ class ByRetrieval(Bootstrapped):
         if target_kind(held_out) != "texts":
             raise DataError(
                 "retrieval needs images with texts, and this data has none; use data with a column such as text or "
-                "caption, choose one by adding ?text=COLUMN, or measure classes by zeroshot"
+                "caption, choose one by adding ?text=COLUMN, or measure classes by zeroshot. If the data has texts "
+                "beside other targets, measure retrieval alone"
             )
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
