@@ -761,6 +761,20 @@ def test_numbers_and_objects_that_a_format_does_not_hold_are_counted(tmp_path: P
     assert "(1, 2)" in "".join(convert(opened(tmp_path / "void"), tmp_path / "again", "masks"))
 
 
+def test_places_beyond_an_image_and_digits_of_places(tmp_path: Path) -> None:
+    """YOLO's programs refuse all labels of an image if one of them is beyond it."""
+    beyond = box(-6, 20, 36, 40, segmentation=[[-6, 20, 30, 20, 30, 60, -6, 60]])
+    amodal = box(10.5, 4.25, 30, 20, segmentation=[[10.5, 4.25, 20.5, 4.25, 20.5, 14.25]])
+    coco(tmp_path / "a", annotations=[*beyond, *amodal, *box(12.1234, 3, 9, 9)])
+    notes = "\n".join(convert(opened(tmp_path / "a"), tmp_path / "yolo", "yolo"))
+    assert "1 outline partly beyond the image" in notes and "1 box other than that around the outline" in notes
+    lines = (tmp_path / "yolo/labels/train/a.txt").read_text().splitlines()
+    assert all(0 <= float(number) <= 1 for line in lines for number in line.split()[1:])
+    np.testing.assert_allclose(opened(tmp_path / "yolo").train.target(0).boxes[0], [0, 0.5, 0.5, 1])
+    convert(opened(tmp_path / "a"), tmp_path / "voc", "voc")
+    assert "<xmin>12.1234</xmin>" in (tmp_path / "voc/Annotations/a.xml").read_text()
+
+
 def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
     pictures = [Objects.of([1, 0, 1], [(0, 0, 0.1 * n, 1) for n in (1, 2, 3)]), Objects.of([], []),
                 Objects.of([2], [(0, 0, 0.4, 1)])]  # fmt: skip
