@@ -775,6 +775,19 @@ def test_places_beyond_an_image_and_digits_of_places(tmp_path: Path) -> None:
     assert "<xmin>12.1234</xmin>" in (tmp_path / "voc/Annotations/a.xml").read_text()
 
 
+def test_masks_of_objects_beside_those_of_classes_are_no_images(tmp_path: Path) -> None:
+    """Pascal VOC has a mask of both kinds for an image, and more images."""
+    for name in ("a", "b"):
+        picture(tmp_path / f"JPEGImages/{name}.png")
+    for folder in ("SegmentationClass", "SegmentationObject"):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(BLANK).save(tmp_path / folder / "a.png")
+    (tmp_path / "classes.txt").write_text("sky\nroad\n")
+    splits = opened(tmp_path)
+    assert keys_of(splits.train) == ["JPEGImages/a.png"]
+    assert any("skipped 1 image," in note and "JPEGImages/b.png" in note for note in splits.notes)
+
+
 def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
     pictures = [Objects.of([1, 0, 1], [(0, 0, 0.1 * n, 1) for n in (1, 2, 3)]), Objects.of([], []),
                 Objects.of([2], [(0, 0, 0.4, 1)])]  # fmt: skip

@@ -138,7 +138,7 @@ class ImageFiles:
         """
         parts = name.replace("\\", "/").split("/")
         named = self._named.get(parts[-1].casefold(), ())
-        found = [key for key in named if not holds_masks(key) and not key.startswith(outside)]
+        found = [key for key in named if not is_in_masks(key) and not key.startswith(outside)]
         rules: tuple[Callable[[str], int], ...] = (
             lambda key: len(os.path.commonprefix([key.split("/")[::-1], parts[::-1]])),  # noqa: RUF071 (of lists)
             lambda key: key == f"{near}/{name}",
@@ -180,7 +180,7 @@ IMAGES = ("images", "image", "imgs", "jpegimages")
 MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject"})
 
 
-def holds_masks(key: str) -> bool:
+def is_in_masks(key: str) -> bool:
     """Return True for an image in a folder of masks. Below a folder of images, "mask" is a name like others."""
     folders = [part.lower() for part in key.split("/")[:-1]]
     first = next((place for place, part in enumerate(folders) if part in MASKS), None)
@@ -192,7 +192,7 @@ def open_images_alone(request: Request, opener: Callable[[Request], Splits]) -> 
     annotations are held out here too. If it cannot read them, the names of folders divide the images."""
     root, chosen = request.path, request.choice.splits
     images = ImageFiles(root if root.is_dir() else root.parent)
-    keys = [key for key in images.inodes if not holds_masks(key)]
+    keys = [key for key in images.inodes if not is_in_masks(key)]
     try:
         read = opener(replace(request, unlabelled=False)).sources
     except DataError as error:

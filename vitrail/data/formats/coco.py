@@ -26,7 +26,7 @@ from vitrail.data.formats.annotated import (
     ImageFiles,
     fault_at,
     files_beside_images,
-    holds_masks,
+    is_in_masks,
     is_size,
     missing_images,
     object_splits,
@@ -111,7 +111,7 @@ def open_coco(request: Request) -> Splits:
     faults = []
     if root.is_dir():
         listed_keys = {key for one in found.values() for key in one.keys}
-        unlisted = sorted(key for key in images.inodes if key not in listed_keys and not holds_masks(key))
+        unlisted = sorted(key for key in images.inodes if key not in listed_keys and not is_in_masks(key))
         faults = unlisted_images(title, unlisted, "no COCO file lists them")
     return object_splits(
         title, images, found, [*categories.values()], request.classes,

@@ -24,6 +24,7 @@ from vitrail.data.formats.annotated import (
     IMAGES,
     ImageFiles,
     divided,
+    is_in_masks,
     lines_of,
     missing_images,
     names_in,
@@ -106,7 +107,8 @@ def open_masks(request: Request) -> Splits:
         if known is not None and set(kept) == set(known):
             targets = targets.renumbered([known.index(name) for name in kept], known)
         sources[split] = file_samples(root, keys, [images.inodes[key] for key in keys], targets)
-    unlisted = sorted(set(images.inodes) - set(of_image) - set(of_image.values()) - set(missing))
+    used = {*of_image, *of_image.values(), *missing}
+    unlisted = sorted(key for key in images.inodes if key not in used and not is_in_masks(key))
     inside = listed([f"{folder.relative_to(root).as_posix()}/" for folder in folders])
     faults = [
         *missing_images(f"{title}: masks", missing),

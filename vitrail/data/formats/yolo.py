@@ -26,7 +26,7 @@ from vitrail.data.formats.annotated import (
     ImageFiles,
     divided,
     fault_at,
-    holds_masks,
+    is_in_masks,
     lines_of,
     names_in,
     object_splits,
@@ -161,7 +161,7 @@ def _splits(
     chosen: SplitNames | None,
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
     """Return the images of each split, and notes."""
-    keys = [key for key in images.inodes if not holds_masks(key)]
+    keys = [key for key in images.inodes if not is_in_masks(key)]
     stated = {"train": values.get("train"), "validation": values.get("val"), "test": values.get("test")}
     if description is not None and chosen is None and any(stated.values()):
         found: dict[Split, list[str]] = {}
