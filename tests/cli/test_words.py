@@ -191,6 +191,9 @@ def test_search_by_text(words: Path, colour_folder: Path, tmp_path: Path, cli: C
     own, *every = F.normalize(bundle.embed(images), dim=1) @ bundle.embed_texts(["a red wall"])[0]
     assert best["cosine"] == pytest.approx(float(own), abs=5e-3) and best["cosine"] >= max(every) - 1e-2
     assert cli.shows("nearest", out, best["image"], "--text", "a bee", "--csv").splitlines()[0].startswith("query,rank")
+    table = cli.shows("nearest", out, "--text", "a bee " * 500, "--top", "3")
+    widest = max(len(line) for line in cli.shows("nearest", out, "--text", "a", "--top", "3").splitlines())
+    assert all(len(line) <= widest + 100 for line in table.splitlines()), "long texts do not widen the table"
     bare = replace(bundle, words=None).save(tmp_path / "bare")
     cli.shows("embed", bare, "--data", colour_folder, "--out", tmp_path / "others", "--no-cache")
     assert "no text tower" in cli.refuses("nearest", tmp_path / "others", "--text", "a bee")
