@@ -49,17 +49,12 @@ LISTS = ("classes.txt", "labels.txt", "labelmap.txt")
 """Names of files with the names of the classes."""
 
 
-def holds_masks(root: Path) -> bool:
-    """Return True for a folder with a folder of masks, in it or in a folder of a split."""
-    return root.is_dir() and bool(_mask_folders(root))
-
-
 def masks_pair_up(root: Path) -> bool:
     """Return True if every mask has the name of an image in another folder, and the listed classes are not folders.
 
     Without the list, a folder called masks beside any other folder is taken for a class.
     """
-    folders = _mask_folders(root) if root.is_dir() else []
+    folders = mask_folders(root) if root.is_dir() else []
     path = _list_of_classes(root, folders)
     if path is None or {line.strip() for line in lines_of(path)} & {place.name for place in class_folders(root)}:
         return False
@@ -67,7 +62,7 @@ def masks_pair_up(root: Path) -> bool:
     return not missing
 
 
-def _mask_folders(root: Path) -> list[Path]:
+def mask_folders(root: Path) -> list[Path]:
     """Return the folder of masks in `root`, or those in its folders of splits, such as train/masks."""
     inner = class_folders(root)
     for places in ([inner], [class_folders(folder) for folder in inner if split_of(folder.name)]):
@@ -85,7 +80,7 @@ def open_masks(request: Request) -> Splits:
     """Return the splits of images with masks. Raise `DataError` if the masks and their classes cannot be read."""
     root, known = request.path, request.classes
     title = f"data {str(root)!r}"
-    folders = _mask_folders(root)
+    folders = mask_folders(root)
     images = ImageFiles(root)
     of_image, missing = _images_of_masks(root, folders, images)
     names, colours = _classes(root, folders)
