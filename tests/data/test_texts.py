@@ -96,6 +96,7 @@ def test_tar_shards_hold_texts_in_text_files_or_json(tmp_path: Path) -> None:
         opened = open_whole(str(path), texts=True).splits(validation_share=0.0)
         assert texts_of(opened.train) == [("a", (RED,)), ("b", (BLUE, "b")), ("c", None)]
         assert any("2 texts are broken" in note for note in opened.notes)
+        assert any("1 image with another label or text in the .json" in note for note in opened.notes)
 
 
 def test_parquet_holds_texts_and_lists_of_texts(tmp_path: Path) -> None:
