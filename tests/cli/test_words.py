@@ -64,6 +64,22 @@ def test_fine_tuning_begins_with_the_names_of_the_classes(
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("classes", "is_named"),
+    [
+        (("ab", "ab, c"), True),
+        (("bee " * 12 + "a", "bee " * 12 + "b"), False),  # equal within the tokens that the model reads
+        (("1", "2"), False),
+    ],
+)
+def test_heads_are_made_from_names_that_differ(
+    classes: tuple[str, ...], is_named: bool, words: Path, tmp_path: Path
+) -> None:
+    data = make_colour_folder(tmp_path / "colours", classes=classes)
+    found = starting_from_words(load(words), DataConfig(spec=str(data)).open_whole())
+    assert bool(found.classes) == is_named
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("linear_head", [False, True])
 def test_a_run_from_names_of_classes_that_ended_before_its_first_checkpoint_continues(
