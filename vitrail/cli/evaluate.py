@@ -369,8 +369,10 @@ def fitting(
             bundle.reader_of_texts()
         advice = "linear, fewshot or knn"
         if bundle.words is not None:
-            advice += ", the names of the classes by zeroshot, or images with texts by retrieval. If a fine-tuned "
-            advice += "model is named beside it, --by zeroshot,accuracy measures each model by what it has"
+            advice += (
+                ", the names of the classes by zeroshot, or images with texts by retrieval. If a fine-tuned model is "
+                "named beside it, --by zeroshot,accuracy measures each model by what it has"
+            )
         raise ConfigError(
             f"--by {each}: this model has no head, so it cannot classify; fine-tune it, or measure its features by "
             f"{advice}"
