@@ -148,7 +148,7 @@ class Dino(ViewTask):
     smallest_block: int = setting(4, effect=WITH_PATCHES, least=1)
     """Smallest area of a block of masked patches: 4 patches in DINOv2, and 16 in iBOT for 14 x 14 patches."""
     patch_temperature: float | None = setting(None, effect=WITH_PATCHES, above=0, below=math.inf)
-    """As --target-temperature, for patches. By default that of views."""
+    """Temperature of the targets of patches, like --target-temperature. By default that of views."""
     patch_temperature_start: float | None = setting(
         None,
         effect=Effect(
@@ -158,14 +158,14 @@ class Dino(ViewTask):
         above=0,
         below=math.inf,
     )
-    """As --target-temperature-start, for patches. By default that of views."""
+    """First temperature of the targets of patches, like --target-temperature-start. By default that of views."""
     separate_patch_head: bool = setting(False, effect=WITH_PATCHES)
     """True to give patches a projection of their own, as DINOv2's large models have. By default they share that of
     views."""
     patch_bottleneck: int = setting(
         256, effect=Effect(lambda own: own.separate_patch_head, "with --separate-patch-head"), least=1, most=2**24
     )
-    """As --bottleneck, for the projection of patches."""
+    """Width of the bottleneck in the projection of patches, like --bottleneck."""
 
     def _problems(self) -> Iterator[str]:
         low, high = self.local_crop_area

@@ -96,7 +96,7 @@ Contents = Literal["logits", "embedding", "tokens", "text_embedding"]
 
 @dataclass(frozen=True)
 class Interface:
-    """What an exported file takes and returns, beside the description of its model. The file takes images of shape
+    """The inputs and outputs of an exported file, beside the description of its model. The file takes images of shape
     (batch, height, width, channels), whose levels are in 0 to 255, and normalises them itself. The file of a text tower
     takes the numbers of tokens, int64 of shape (batch, context)."""
 
