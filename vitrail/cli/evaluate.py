@@ -305,7 +305,7 @@ def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
     unreadable files."""
     by = options.by or ",".join(sorted(set(BY_HEAD.values())))
     evaluators = evaluators_of(by, _settings(given, by))
-    _check_used(set(evaluators), given, options.by or "accuracy")
+    _check_used(set(evaluators), given, f"--by is {options.by}" if options.by else "the model's own head is measured")
     for evaluator in evaluators.values():
         check_own_effects(given, evaluator)
     if (options.per_class or options.confusion) and "accuracy" not in evaluators:
@@ -316,8 +316,9 @@ def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
         read_synsets(class_names)
 
 
-def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> None:
-    """Raise `ConfigError` if an option was typed that none of the chosen evaluators uses."""
+def _check_used(chosen: Collection[str], given: Mapping[str, Any], reason: str) -> None:
+    """Raise `ConfigError` if an option was typed that none of the chosen evaluators uses. The message has the
+    `reason` for which they are chosen."""
     for name in given:
         users = [user for user, evaluator in EVALUATORS.items() if name in bare_names(evaluator)]
         if name == "numbers":
@@ -326,7 +327,7 @@ def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> N
             *others, last = users
             several = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
             raise ConfigError(
-                f"{flag(name)}: only {several} it, but --by is {by}; add {users[0]} to --by, or leave out {flag(name)}"
+                f"{flag(name)}: only {several} it, but {reason}; add {users[0]} to --by, or leave out {flag(name)}"
             )
 
 
@@ -334,7 +335,7 @@ def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) 
     """Return the evaluators for a model by name. Raise `ConfigError` for options that do not fit the model."""
     by = options.by or BY_HEAD[bundle.output]
     evaluators = evaluators_of(by, _settings(given, by))
-    _check_used(set(evaluators), given, by)
+    _check_used(set(evaluators), given, f"--by is {by}")
     if (options.per_class or options.confusion) and bundle.output not in ("softmax", "sigmoid"):
         raise ConfigError(
             f"--per-class and --confusion are for classes of images, but this model predicts "
