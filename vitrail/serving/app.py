@@ -301,16 +301,21 @@ FUNCTIONS = ("softmax", "sigmoid", "none")
 """Functions that turn logits into scores, by Hugging Face's names."""
 
 
+async def _body_of(request: Request) -> bytes:
+    """Return a body that is one image or JSON. Raise `Refused` for a form."""
+    if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise Refused(415, "the body is a form; send it to /predict, or send the bytes of one image")
+    return await request.body()
+
+
 async def _hugging_face(request: Request, service: Service) -> Response:
     """Answer in the shape of Hugging Face's inference API: image classification, object detection, image segmentation,
     or feature extraction for a model without classes."""
-    body = await request.body()
+    body = await _body_of(request)
     model = service.model(request.query_params.get("model"))
     image, asked, kind = body, _Asked(), request.headers.get("content-type", "").lower()
     if kind.startswith(JSON):
         image, asked = await service.parse(_parse_hugging_face, body, model)
-    elif kind.startswith("multipart/form-data"):
-        raise Refused(415, "the body is a form; send it to /predict, or send the bytes of one image")
     elif body[:1] == b"{":
         raise Refused(415, f"the body looks like JSON; send it with the header Content-Type: {JSON}")
 
@@ -397,8 +402,6 @@ def _asked_in_address(request: Request, model: ServedModel) -> _Asked:
     for name, value, fitting in (("top", top, ("softmax", "sigmoid")), ("threshold", threshold, ("boxes",))):
         if value is not None and output not in fitting:
             raise Refused(400, f"{name}: it does not fit model {model.name!r}, whose output is {output}; leave it out")
-    if top is not None and parse_top(top) > (classes := len(model.bundle.classes)):
-        raise Refused(400, f"top: {top} is out of range, because model {model.name!r} has {classes} classes")
     return _Asked(TOP if top is None else parse_top(top), None, _parse_threshold(threshold))
 
 
@@ -524,7 +527,7 @@ class _Form(MultiPartParser):
 async def _form_files(request: Request, most: int) -> list[tuple[str, bytes]]:
     """Return the names and contents of the files of a form. Raise `Refused` for other bodies."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise Refused(415, "the body is not a form; send images as multipart/form-data")
+        raise Refused(415, "the body is not a form; send images as multipart/form-data, or the bytes of one image to /")
 
     async def whole() -> AsyncGenerator[bytes, None]:
         async for chunk in request.stream():
@@ -569,7 +572,7 @@ async def _explain(request: Request, service: Service) -> Response:
     """Answer the bytes of an image with an overlay, as a data URI. `?label=CLASS` chooses the class."""
     model = service.model(request.query_params.get("model"))
     target = _target(model, request.query_params.get("label"))
-    content = await service.overlay(model, await request.body(), target)
+    content = await service.overlay(model, await _body_of(request), target)
     answer = {
         "model": model.name,
         "sha256": model.sha256,
@@ -607,7 +610,7 @@ THUMBNAIL = 512
 async def _search(request: Request, service: Service) -> Response:
     """Answer with the nearest images, their cosines and labels, and the paths of their pictures. The body is an image,
     or JSON with a text: `{"text": "a red car", "top": 5}`."""
-    body = await request.body()
+    body = await _body_of(request)
     model, top = service.searched_by(), parse_top(request.query_params.get("top", TOP), what="images")
     if request.headers.get("content-type", "").lower().startswith(JSON):
         text, stated = await service.parse(_parse_search, body)
