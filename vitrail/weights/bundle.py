@@ -174,10 +174,11 @@ class Bundle:
         return self.metrics.get("validation_score_threshold")
 
     def shown(self, found: AnyPrediction, threshold: float | None = None) -> AnyPrediction:
-        """Return a prediction without the objects whose score is below a threshold, by default that of the model."""
+        """Return a prediction without the objects whose score is below a threshold, by default that of the model. This
+        is the score of an object itself, which another runtime or batch can round to a slightly lower one."""
         if not isinstance(found, Detections):
             return found
-        usual = USUAL_THRESHOLD if self.score_threshold is None else self.score_threshold
+        usual = USUAL_THRESHOLD if self.score_threshold is None else self.score_threshold - 1e-5
         return found.above(usual if threshold is None else threshold)
 
     @overload
