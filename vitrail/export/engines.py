@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from vitrail import __version__
 from vitrail.bench.workload import timed
 from vitrail.data.sources import open_whole
 from vitrail.errors import BundleError, ConfigError, ExportFailed, VitrailError
@@ -35,10 +36,10 @@ from vitrail.export.program import describe, trace
 from vitrail.files import cache_folder, saving, write_json
 from vitrail.machine import Precision, cpu_name, resolve_precision
 from vitrail.models.cost import prediction_batch
-from vitrail.models.predictor import Engine, EngineChoice, EngineName, Predictor
+from vitrail.models.predictor import Engine, EngineChoice, EngineName, Predictor, network_state
 from vitrail.settings import to_plain, typed
 from vitrail.weights.bundle import Bundle, is_described, weights_sha256
-from vitrail.weights.exported import ExportedNetwork, open_onnx, open_openvino
+from vitrail.weights.exported import ExportedNetwork, altered, open_onnx, open_openvino
 
 COMPARED = 32
 """Number of bundled images on which a runtime is compared with PyTorch."""
@@ -161,6 +162,7 @@ class _Engines:
     def __init__(self, bundle: Bundle, precision: Precision, images: int | None = None) -> None:
         self.bundle, self.precision, self.images = bundle, precision, images
         self.contents: Literal["logits", "embedding"] = "logits" if bundle.classes else "embedding"
+        self.state, self.weights = network_state(bundle.network), weights_sha256(bundle.network)
         usual = prediction_batch(bundle.network, bundle.preprocess.image_size, bundle.device, precision)
         self.sizes = (1, 8) if images is None else (min(usual, max(images, 1)),)
         """Sizes of batches that are timed."""
@@ -169,13 +171,13 @@ class _Engines:
         self.predictor = Predictor(bundle.network, precision)
 
     def _key(self) -> str:
-        versions = [importlib.metadata.version(name) for name in ("torch", "numpy")]
+        versions = [__version__, *(importlib.metadata.version(name) for name in ("torch", "numpy"))]
         for kind in ("openvino", "onnxruntime", "onnx", "onnxscript"):
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions.append(f"{kind} {importlib.metadata.version(kind)}")
         bundle = self.bundle
         parts = [
-            weights_sha256(bundle.network), bundle.network.config.architecture, to_plain(bundle.network.config),
+            self.weights, bundle.network.config.architecture, to_plain(bundle.network.config),
             bundle.output, self.contents, self.precision, versions, cpu_name(), torch.get_num_threads(),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -221,13 +223,14 @@ class _Engines:
         """Return the kept measurement of these runtimes and sizes of batches, or None."""
         try:
             found = json.loads(self._measured.read_text(encoding="utf-8"))
-            is_whole = all(
-                name in found["refused"] or all(float(found["seconds"][name][str(size)]) > 0 for size in self.sizes)
-                for name in ("torch", *names)
-            )
+            timed_names = ("torch", *(name for name in names if name not in found["refused"]))
+            seconds = {
+                name: {str(size): float(found["seconds"][name][str(size)]) for size in self.sizes}
+                for name in timed_names
+            }
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return found if is_whole else None
+        return {"seconds": seconds} if all(time > 0 for row in seconds.values() for time in row.values()) else None
 
     def _measure(self, names: Sequence[EngineName]) -> dict[str, Any]:
         """Time PyTorch and the runtimes whose outputs are PyTorch's, and keep the result."""
@@ -277,14 +280,16 @@ class _Engines:
         return self._opened(name, path)
 
     def _opened(self, name: EngineName, path: Path) -> Engine:
-        _, _, session = KINDS[name].open(path, self.precision)
+        text, _, session = KINDS[name].open(path, self.precision)
+        if json.loads(text)["weights_sha256"] != self.weights:
+            raise altered(str(path))
 
         def run(images: Float[Tensor, "b c h w"]) -> Tensor:
             outputs = session(images.permute(0, 2, 3, 1).contiguous().numpy())
             return torch.from_numpy(next(iter(outputs.values())))
 
         precision: Literal["float32", "bf16"] = "bf16" if self.precision == "bf16" else "float32"
-        return Engine(name, self.bundle.network, precision, self.contents, run)
+        return Engine(name, self.bundle.network, precision, self.contents, run, self.state)
 
     def _compare(self, engine: Engine) -> None:
         """Raise `ExportFailed` if the outputs of a runtime differ from PyTorch's."""
