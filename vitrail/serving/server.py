@@ -7,6 +7,7 @@ accepted stay with the socket, so the other workers or the new one answer them.
 from __future__ import annotations
 
 import asyncio
+import errno
 import multiprocessing
 import os
 import resource
@@ -199,11 +200,13 @@ def open_socket(settings: ServeSettings) -> socket.socket:
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((settings.host, settings.port))
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: no name of a host can be so long
         opened.close()
+        is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        advice = "another port, or 0 for a free one" if is_port else "an address of this machine, such as 127.0.0.1"
         raise ConfigError(
-            f"port={settings.port} on host={settings.host!r} cannot be used: {error.strerror}; choose another port, or "
-            "0 for a free one"
+            f"port={settings.port} on host={settings.host!r} cannot be used: {getattr(error, 'strerror', error)}; "
+            f"choose {advice}"
         ) from None
     return opened
 
@@ -248,6 +251,10 @@ def named_models(models: Sequence[str]) -> dict[str, str]:
             name, path = model_name(text), text
         if not name or not path:
             raise ConfigError(f"MODEL: {text!r} lacks a name or a path; give NAME=MODEL")
+        if name != name.strip() or not name.isprintable():
+            raise ConfigError(
+                f"MODEL: {name!r} begins or ends with a space, or has control characters; give NAME=MODEL"
+            )
         if name in paths:
             raise ConfigError(f"MODEL: two models are called {name!r}; give another name to one of them: NAME=MODEL")
         paths[name] = path
