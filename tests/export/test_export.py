@@ -134,6 +134,37 @@ def test_an_altered_file_is_refused(to: str, exported: Callable[[str], Path], tm
         load(tmp_path / f"cut{suffix}")
 
 
+@pytest.mark.slow
+def test_a_damaged_archive_is_refused(exported: Callable[[str], Path], tmp_path: Path) -> None:
+    content = bytearray(exported("pt2").read_bytes())
+    content[content.index(b"PK\x01\x02") + 10] = 99  # the method of compression of the first entry
+    (tmp_path / "damaged.pt2").write_bytes(content)
+    with pytest.raises(BundleError, match=r"damaged\.pt2 is not a file"):
+        load(tmp_path / "damaged.pt2")
+
+
+def test_a_file_beside_an_export_that_is_no_part_of_one_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "flowers.bin").write_text("weights of another library")
+    with pytest.raises(DestinationError, match=r"flowers\.bin"):
+        check_export(tmp_path / "flowers.xml", "openvino", overwrite=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["pt2", "onnx", "triton"])
+def test_names_that_utf_8_cannot_express(to: str, bundle: Bundle, samples: list[Sample], tmp_path: Path) -> None:
+    path = tmp_path / f"flowers{FORMATS[to].suffix}"
+    classes = ("caf\udce9", *bundle.classes[1:])
+    export(replace(bundle, classes=classes), path, to, samples)
+    assert load(path).classes == classes
+
+
+@pytest.mark.slow
+def test_a_program_refuses_a_size_that_it_was_not_traced_for(exported: Callable[[str], Path]) -> None:
+    network: Any = load(exported("pt2")).network
+    with pytest.raises(BundleError, match=r"does not take inputs of \(1, 12, 5, 3\)"):
+        network.run(np.zeros((1, 12, 5, 3), np.uint8))
+
+
 def test_another_process_opens_the_same_file(
     exported: Callable[[str], Path], samples: list[Sample], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from vitrail.bench.workload import interleave, timed
 from vitrail.data.source import Sample
 from vitrail.data.texts import FILES
-from vitrail.errors import ConfigError, DataError, nearest
+from vitrail.errors import ConfigError, DataError, DestinationError, nearest
 from vitrail.export.formats import CALIBRATION_BATCH, FORMATS, OPSETS, Format, Int8, Traced, check_precision
 from vitrail.export.parity import (
     RESIZING_TOLERANCE,
@@ -118,7 +118,12 @@ def check_export(
     elif path.suffix != chosen.suffix:
         raise ConfigError(f"out={str(path)!r} must end in {chosen.suffix!r}, by which the file is recognised")
     else:
-        for file in _files(path, chosen, reads_texts=reads_texts):
+        files = _files(path, chosen, reads_texts=reads_texts)
+        if not path.exists() and (others := [file for file in files if file.exists()]):
+            raise DestinationError(
+                f"{others[0]} is no part of an earlier {path}, so it is not replaced; choose another out"
+            )
+        for file in files:
             check_new_file(file, overwrite=overwrite)
     chosen.check(precision)
 

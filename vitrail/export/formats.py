@@ -211,7 +211,8 @@ def write_triton(traced: Traced, path: Path) -> None:
     (path / "config.pbtxt").write_text(_triton_config(traced), encoding="utf-8")
     classes = traced.bundle.classes if traced.interface.contents == "logits" else ()
     names = [" ".join(name.split()) for name in classes]
-    (path / "labels.txt").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    labels = "".join(f"{name}\n" for name in names)
+    (path / "labels.txt").write_text(labels, encoding="utf-8", errors="backslashreplace")
 
 
 def _is_triton_model(folder: Path) -> bool:

@@ -283,7 +283,7 @@ def serve(
     files = {name: ModelFiles.of(path, job.device) for name, path in watched.items()}
     states = {name: one.state() for name, one in files.items()}
     index = None if job.index is None else FeatureIndex.open(job.index)  # before the models are loaded in vain
-    service = Service(_load(job, files, on_note), job.settings, job.precision, job.overlays, index)
+    service = Service(load_models(job, files, on_note), job.settings, job.precision, job.overlays, index)
     watch = Watcher(service, files, states).run if files else None
     Server(service, on_start, watch=watch, supervisor=supervisor).run(sockets=[listening])
 
@@ -309,7 +309,8 @@ def serve_as_worker(
         raise SystemExit(error.exit_code) from None
 
 
-def _load(job: ServeJob, files: Mapping[str, ModelFiles], on_note: Callable[[str], None]) -> dict[str, Bundle]:
+def load_models(job: ServeJob, files: Mapping[str, ModelFiles], on_note: Callable[[str], None]) -> dict[str, Bundle]:
+    """Return the models of a server with their runtimes. Those of `files` are read from a private copy."""
     bundles = {}
     for name, path in job.models.items():
         bundle = files[name].load() if name in files else load(path, device=job.device)
@@ -590,4 +591,5 @@ class Watcher:
             log_line(event="model refused", model=name, sha256=before, error=f"{type(error).__name__}: {error}")
         else:
             engine = "torch" if made.bundle.engine is None else made.bundle.engine.name
-            log_line(event="model replaced", model=name, sha256=made.sha256, before=before, engine=engine)
+            notes = {"notes": bundle.notes} if bundle.notes else {}
+            log_line(event="model replaced", model=name, sha256=made.sha256, before=before, engine=engine, **notes)

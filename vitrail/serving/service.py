@@ -22,7 +22,7 @@ from vitrail.cores import compute_threads
 from vitrail.data.pixels.decode import allow_pixels, image_size_of, pixel_limit
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.data.texts import is_usable
-from vitrail.errors import ConfigError, ExportFailed, UndecodableImage
+from vitrail.errors import ConfigError, UndecodableImage, VitrailError
 from vitrail.evaluation.features.index import FeatureIndex, Similar
 from vitrail.export.engines import with_engine
 from vitrail.machine import Precision
@@ -119,7 +119,7 @@ class Service:
         served."""
         before = self.models[name]
         engine: EngineChoice = "torch" if before.bundle.engine is None else before.bundle.engine.name
-        with suppress(ExportFailed):  # then PyTorch computes
+        with suppress(VitrailError):  # then PyTorch computes
             bundle = await asyncio.to_thread(with_engine, bundle, engine, precision=self._precision)
         made = await asyncio.to_thread(self._served, name, bundle, before)
         self.models[name] = made
