@@ -45,7 +45,7 @@ class ServeSettings:
     allow_origin: tuple[str, ...] = ()
     """Origins of web pages that may read the answers (CORS), such as https://flowers.example, or * for all. By default
     only the server's own page may."""
-    workers: int = setting(1, least=1)
+    workers: int = setting(1, least=1, most=1024)
     """Processes that answer requests to the port, each with its own copy of the models, its part of the compute threads
     and its own limits. A process that dies is started again."""
     watch: bool = False
