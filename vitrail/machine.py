@@ -87,6 +87,18 @@ def autocast(precision: TrainingPrecision, device: torch.device) -> torch.autoca
     return torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bf16", "float8"))
 
 
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the `with` block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ |= {} if before is None else {name: before}
+
+
 def keep_freed_memory() -> bool:
     """Make this process keep the memory that it frees. Return True if the C library supports this setting, as glibc
     does.

@@ -24,7 +24,7 @@ from tests.serving.conftest import CLASSES, make_bundle, make_samples, probabili
 from vitrail import load
 from vitrail.data.source import Sample
 from vitrail.errors import BundleError, ConfigError, DestinationError, ExportFailed, VitrailError
-from vitrail.export.export import Exporter, check_export, export
+from vitrail.export.export import Exporter, check_export, export, replacing_files
 from vitrail.export.formats import FORMATS
 from vitrail.export.parity import compare, expected_outputs
 from vitrail.export.program import describe
@@ -147,6 +147,16 @@ def test_a_file_beside_an_export_that_is_no_part_of_one_is_not_replaced(tmp_path
     (tmp_path / "flowers.bin").write_text("weights of another library")
     with pytest.raises(DestinationError, match=r"flowers\.bin"):
         check_export(tmp_path / "flowers.xml", "openvino", overwrite=True)
+
+
+def test_a_file_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "link.xml").symlink_to("flowers.xml")
+    (tmp_path / "flowers.xml").write_text("old")
+    with replacing_files(tmp_path / "link.xml", FORMATS["openvino"]) as partial:
+        partial.write_text("new")
+        partial.with_suffix(".bin").write_text("weights")
+    assert (tmp_path / "link.xml").is_symlink() and (tmp_path / "flowers.xml").read_text() == "new"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["flowers.bin", "flowers.xml", "link.xml"]
 
 
 @pytest.mark.slow

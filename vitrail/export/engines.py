@@ -274,8 +274,7 @@ class _Engines:
         interface = describe(bundle, self.contents)
         FORMATS[kind.to].check_size(kind.to, bundle.network)
         with replacing_files(path, FORMATS[kind.to]) as partial_path:
-            with saving("the network of another runtime", path):
-                FORMATS[kind.to].write(Traced(trace(bundle, interface), bundle, interface), partial_path)
+            FORMATS[kind.to].write(Traced(trace(bundle, interface), bundle, interface), partial_path)
             self._compare(self._opened(name, partial_path))
         return self._opened(name, path)
 

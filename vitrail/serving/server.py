@@ -35,7 +35,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vitrail.errors import BundleError, ConfigError, ProcessError, VitrailError
 from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.export.engines import with_engine
-from vitrail.machine import Precision, keep_freed_memory
+from vitrail.machine import Precision, environment, keep_freed_memory
 from vitrail.models.predictor import EngineChoice
 from vitrail.serving.app import make_app
 from vitrail.serving.service import FOLDER, OverlayMaker, Service, log_line
@@ -365,7 +365,8 @@ class Supervisor:
     def run(self) -> None:
         """Run until a signal has stopped all workers. Raise the `VitrailError` of a worker that cannot start, and
         `ProcessError` if a worker dies before all have started."""
-        with tempfile.TemporaryDirectory(prefix="vitrail-metrics-") as self._metrics, self._waking() as woken:
+        made = tempfile.TemporaryDirectory(prefix="vitrail-metrics-")
+        with made as self._metrics, environment(FOLDER, made.name), self._waking() as woken:
             try:
                 for number in range(self._count):
                     self._start(number)
@@ -379,14 +380,7 @@ class Supervisor:
     def _start(self, number: int) -> None:
         told, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=self._work, args=(number, self._listening, theirs))
-        before = os.environ.get(FOLDER)
-        os.environ[FOLDER] = self._metrics
-        try:
-            process.start()
-        finally:
-            os.environ.pop(FOLDER)
-            if before is not None:
-                os.environ[FOLDER] = before
+        process.start()
         theirs.close()
         self._workers.append(_Running(number, process, told))
 

@@ -354,6 +354,8 @@ def open_openvino(path: Path, precision: str = "float32") -> Loaded:
     Raise `BundleError`."""
     core = openvino_core()
     weights = path.with_suffix(".bin")
+    if path.is_symlink() and not weights.exists():
+        weights = path.resolve().with_suffix(".bin")
     try:
         content, numbers = path.read_bytes(), weights.read_bytes()
         model = core.read_model(path)
