@@ -31,7 +31,7 @@ import vitrail
 from vitrail.bench.peers import benchmark_script, run_python
 from vitrail.cores import compute_threads
 from vitrail.errors import ConfigError
-from vitrail.machine import Precision
+from vitrail.machine import Precision, system_bytes
 from vitrail.models.predictor import Predictor
 from vitrail.settings import raise_problems
 from vitrail.training.stop import StopRequest
@@ -473,12 +473,7 @@ def cpu_seconds(process: int) -> float:
 
 def memory_bytes(process: int) -> int:
     """Return the memory of a process and its descendants. Pages that several processes share are divided among them."""
-    total = 0
-    for one in _tree(process):
-        with suppress(OSError):
-            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total
+    return sum(system_bytes(f"{one}/smaps_rollup", "Pss") or 0 for one in _tree(process))
 
 
 def _tree(process: int) -> list[int]:
