@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,7 +212,7 @@ class _Engines:
         size = self.sizes[0]
         if kept is not None:
             return bool(count / size * kept["seconds"]["torch"][str(size)] < WORTH_LOADING)
-        run, images = self._run_of_torch(), self._some_images()[:1].repeat(size, 1, 1, 1)
+        run, images = self._run_of_torch(), self._images[:1].repeat(size, 1, 1, 1)
         run(images)
         return count / size * timed(partial(run, images))() < WORTH
 
@@ -242,7 +242,7 @@ class _Engines:
             except VitrailError as error:
                 refused[name] = str(error)
         runs = {"torch": _on_arrays(self._run_of_torch()), **runs}
-        found = batch_seconds(runs, self._some_images()[:1].numpy(), self.sizes) if len(runs) > 1 else {"torch": ()}
+        found = batch_seconds(runs, self._images[:1].numpy(), self.sizes) if len(runs) > 1 else {"torch": ()}
         seconds = {name: dict(zip(map(str, self.sizes), times, strict=False)) for name, times in found.items()}
         kept = {"seconds": seconds, "refused": refused}
         with saving("the measurement of runtimes", self.folder):
@@ -292,7 +292,7 @@ class _Engines:
 
     def _compare(self, engine: Engine) -> None:
         """Raise `ExportFailed` if the outputs of a runtime differ from PyTorch's."""
-        images = self._some_images()
+        images = self._images
         plain = Predictor(self.bundle.network)
         exact = plain.logits(images) if self.contents == "logits" else plain.embed(images)
         found = engine.run(images)
@@ -321,13 +321,11 @@ class _Engines:
             return float((exact - found).abs().max())
         return float((exact - found).abs().max() / exact.abs().max().clamp(min=1e-30))
 
-    def _some_images(self) -> Float[Tensor, "b c h w"]:
-        """Return bundled images as the network takes them."""
-        if not hasattr(self, "_images"):
-            samples = spread_samples(open_whole("bundled", unlabelled=True).whole.train, COMPARED)
-            pixels = [self.bundle.preprocess.pixels(sample.image) for sample in samples]
-            self._images = self.bundle.inputs(pixels)
-        return self._images
+    @cached_property
+    def _images(self) -> Float[Tensor, "b c h w"]:
+        """Bundled images as the network takes them."""
+        samples = spread_samples(open_whole("bundled", unlabelled=True).whole.train, COMPARED)
+        return self.bundle.inputs([self.bundle.preprocess.pixels(sample.image) for sample in samples])
 
 
 def _best(kept: Mapping[str, Any]) -> Any:

@@ -109,10 +109,9 @@ class Format:
 
     def check(self, precision: str = "float32") -> None:
         """Raise `ConfigError` with the command that installs a missing package."""
-        for name in self.needs:
-            optional_module(name, self.extra)
+        further = (self.int8_needs or ()) if precision == "int8" else ()
         with environment(NNCF_SILENT, "1"):
-            for name in (self.int8_needs or ()) if precision == "int8" else ():
+            for name in (*self.needs, *further):
                 optional_module(name, self.extra)
 
 
@@ -210,8 +209,7 @@ def write_triton(traced: Traced, path: Path) -> None:
     write_onnx(traced, path / "1" / "model.onnx")
     (path / "config.pbtxt").write_text(_triton_config(traced), encoding="utf-8")
     classes = traced.bundle.classes if traced.interface.contents == "logits" else ()
-    names = [" ".join(name.split()) for name in classes]
-    labels = "".join(f"{name}\n" for name in names)
+    labels = "".join(f"{' '.join(name.split())}\n" for name in classes)
     (path / "labels.txt").write_text(labels, encoding="utf-8", errors="backslashreplace")
 
 

@@ -123,12 +123,15 @@ def make_app(service: Service, watch: Callable[[], Coroutine[Any, Any, None]] | 
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     guard = Guard(app, service)
     # Browsers send origins in lower case, and without the usual port of their scheme.
-    given = [origin.lower() for origin in service.settings.allow_origin]
-    origins = {*given, *(re.sub(r"^(http:.*):80$|^(https:.*):443$", r"\1\2", origin) for origin in given)}
+    origins = [
+        form
+        for origin in map(str.lower, service.settings.allow_origin)
+        for form in (origin, re.sub(r"^(http:.*):80$|^(https:.*):443$", r"\1\2", origin))
+    ]
     if not origins:
         return guard
     return CORSMiddleware(  # outside, because browsers send no token with the request that asks for permission
-        guard, allow_origins=list(origins), allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
+        guard, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
     )
 
 

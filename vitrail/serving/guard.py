@@ -10,6 +10,7 @@ import json
 import time
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -45,8 +46,9 @@ class JsonAnswer(JSONResponse):
     """An answer in JSON. Half characters, which stand for bytes of file names that are not UTF-8, are escaped."""
 
     def render(self, content: Any) -> bytes:
-        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return text.encode("utf-8", "backslashreplace")
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+            "utf-8", "backslashreplace"
+        )
 
 
 class Guard:
@@ -94,8 +96,8 @@ class Guard:
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").strip().lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         name = name.removesuffix(".")
-        known = {one.lower().removesuffix(".") for one in self._settings.allow_host}
-        is_known = not host or is_loopback(name) or name in known
+        allowed = (one.lower().removesuffix(".") for one in self._settings.allow_host)
+        is_known = not host or is_loopback(name) or name in allowed
         if is_known or not self._settings.checks_host or scope["path"] in PROBE_PATHS:
             return None
         return Refused(421, f"Host: {host!r} is not a name of this server; start it with --allow-host {name}")
@@ -202,10 +204,10 @@ class Guard:
         )  # fmt: skip
 
 
+@dataclass
 class _Body:
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.size = 0
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
 
     def take(self) -> bytes:
         """Return the content of the body, and free the received parts."""

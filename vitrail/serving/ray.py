@@ -51,9 +51,10 @@ class ModelDeployment:
         # given.
         chosen = ServeSettings(**{"host": "0.0.0.0", "token": os.environ.get(TOKEN_VARIABLE) or None, **settings})
         job = ServeJob(models=named_models(models), settings=chosen, device=device, precision=precision, engine=engine)
-        features = None if index is None else FeatureIndex.open(index)
         bundles = load_models(job, {}, lambda note: log_line(event="note", note=note))
-        self._service = Service(bundles, chosen, precision, overlays, features)
+        self._service = Service(
+            bundles, chosen, precision, overlays, None if index is None else FeatureIndex.open(index)
+        )
         self._app = make_app(self._service)
 
     async def __call__(self, request: Request) -> Response:

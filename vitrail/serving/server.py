@@ -17,7 +17,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -202,8 +202,11 @@ def open_socket(settings: ServeSettings) -> socket.socket:
         opened.bind((settings.host, settings.port))
     except (OSError, TypeError) as error:  # TypeError: no name of a host can be so long
         opened.close()
-        is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
-        advice = "another port, or 0 for a free one" if is_port else "an address of this machine, such as 127.0.0.1"
+        advice = (
+            "another port, or 0 for a free one"
+            if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+            else "an address of this machine, such as 127.0.0.1"
+        )
         raise ConfigError(
             f"port={settings.port} on host={settings.host!r} cannot be used: {getattr(error, 'strerror', error)}; "
             f"choose {advice}"
@@ -504,11 +507,9 @@ class ModelFiles:
             return ()
         found = []
         for file in files:
-            try:
-                status = file.stat()
-            except OSError:
-                continue
-            found.append((str(file.relative_to(self.path.parent)), status.st_size, status.st_mtime_ns, status.st_ino))
+            with suppress(OSError):  # it was removed
+                status, name = file.stat(), str(file.relative_to(self.path.parent))
+                found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
         return tuple(found)
 
     def load(self) -> Bundle:
@@ -585,5 +586,7 @@ class Watcher:
             log_line(event="model refused", model=name, sha256=before, error=f"{type(error).__name__}: {error}")
         else:
             engine = "torch" if made.bundle.engine is None else made.bundle.engine.name
-            notes = {"notes": bundle.notes} if bundle.notes else {}
-            log_line(event="model replaced", model=name, sha256=made.sha256, before=before, engine=engine, **notes)
+            log_line(
+                event="model replaced", model=name, sha256=made.sha256, before=before, engine=engine,
+                **({"notes": bundle.notes} if bundle.notes else {}),
+            )  # fmt: skip

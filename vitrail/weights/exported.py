@@ -353,9 +353,8 @@ def open_openvino(path: Path, precision: str = "float32") -> Loaded:
     """Return the content of OpenVINO's files that Vitrail wrote, on the CPU, with matrix products in float32 or bf16.
     Raise `BundleError`."""
     core = openvino_core()
-    weights = path.with_suffix(".bin")
-    if path.is_symlink() and not weights.exists():
-        weights = path.resolve().with_suffix(".bin")
+    beside = path.with_suffix(".bin")
+    weights = beside if beside.exists() else path.resolve().with_suffix(".bin")  # beside the file that a link names
     try:
         content, numbers = path.read_bytes(), weights.read_bytes()
         model = core.read_model(path)
