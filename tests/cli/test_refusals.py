@@ -201,6 +201,7 @@ BENCH = {
     "bench data --threads 10000": "--threads: 10000 is not in [0, 4096]",
     "bench serve --clients --rates": "leave nothing to measure",
     "bench serve --against naive,litserv": "--against: 'litserv' does not exist; nearest: litserve",
+    "bench serve model --requests 10 --rates 0.5": "--rates: it has an effect only without --requests",
     "bench serve --against litserve": "--against litserve: ModuleNotFoundError: No module named 'litserve'. Install",
     "bench serve --environment litserve=python": "--environment: 'litserve' is not a library of the servers to measure",
     "bench serve --against litserve --environment litserve=no/python": "no/python cannot be run as the Python",
