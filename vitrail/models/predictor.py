@@ -61,7 +61,8 @@ class Predictor:
         """Device of the weights. Images have to be on the same device."""
         empty = "network is on the device meta, so its weights have no values" if self.device.type == "meta" else ""
         raise_problems([problem_of("precision", precision, Precision, {}), empty])
-        self.precision: Precision = resolve_precision(precision, self.device)
+        has_own = precision == "auto" and isinstance(getattr(network, "sha256", None), str)  # an exported file
+        self.precision: Precision = resolve_precision("float32" if has_own else precision, self.device)
         """Format of matrix products: "bf16" or "float32"."""
         self.network: Any = shared_copy(network)
         """The copy of the network that predicts, with its weights in the form that products use."""

@@ -430,7 +430,13 @@ class ServedModel:
                 finite(torch.from_numpy(values))
             self.outputs[task] = {name: values.shape[1:] for name, values in made.items()}
         run, known = self.computed.run(self.tasks[0]), before if self._is_like(before) else None
-        self.threads: int = settings.batch_threads or (known.threads if known else self._threads(run, blank, compute))
+        self.threads: int = settings.batch_threads or (
+            known.threads
+            if known
+            else choose_threads(run, blank, compute.threads)
+            if bundle.device.type == "cpu"
+            else compute.threads  # on a GPU it hardly matters
+        )
         """Number of compute threads of a batch that is alone."""
         self.largest: int = settings.max_batch or (known.largest if known else choose_batch(run, blank))
         """Largest number of images that are computed together."""
@@ -485,11 +491,6 @@ class ServedModel:
             raise ConfigError(f"{network.path} returns tokens, which the server does not send; export the embedding")
         possible: dict[Task, bool] = {"classes": bool(self.bundle.classes), "embedding": contents != "logits"}
         return tuple(task for task in get_args(Task) if possible[task])
-
-    def _threads(self, run: Run, blank: np.ndarray, compute: Compute) -> int:
-        """Return the number of compute threads of a batch that is alone. On a GPU it hardly matters."""
-        is_on_cpu = self.bundle.device.type == "cpu"
-        return choose_threads(run, blank, compute.threads) if is_on_cpu else compute.threads
 
     def _is_like(self, before: ServedModel | None) -> bool:
         """Return True if measurements of an earlier model hold for this one too."""

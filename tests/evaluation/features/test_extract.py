@@ -131,6 +131,7 @@ def test_an_exported_file_has_its_own_precision() -> None:
     exported = ExportedNetwork(config, PREPROCESS, Interface("embedding"), run, "flowers.onnx", "0" * 64)
     with patch("vitrail.machine.has_bf16_matrix_units", return_value=True):
         found = extracted(exported, Pictures(5), feature_precision="auto")
+        assert Bundle(exported, (), PREPROCESS).predictor("auto").precision == "float32"
     assert found.precision == "float32" and found.features.shape == (5, 16)
 
 
