@@ -21,6 +21,7 @@ from vitrail.files import (
     check_new_file,
     check_new_folder,
     check_parent,
+    expanded,
     replacing_file,
     replacing_folder,
     saving,
@@ -39,6 +40,11 @@ def write(folder: Path, **files: str) -> None:
     with replacing_folder("the test", folder, OURS) as partial:
         for name, text in files.items():
             (partial / name).write_text(text)
+
+
+def test_a_path_like_an_option_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert expanded("-a/b") == tmp_path / "-a/b" and expanded("a/-b") == Path("a/-b")
 
 
 def test_a_folder_appears_with_all_its_files(tmp_path: Path) -> None:

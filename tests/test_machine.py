@@ -85,6 +85,25 @@ def test_total_memory_is_what_the_kernel_lets_this_process_have() -> None:
 
 
 @linux
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the GPU's memory then")
+def test_memory_is_that_of_the_control_groups_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.machine.CONTROL_GROUPS", tmp_path)
+    files = {
+        "": {"memory.max": "90000000\n", "memory.current": "60000000\n"},
+        "memory": {"memory.limit_in_bytes": "90000000\n", "memory.usage_in_bytes": "60000000\n"},
+    }
+    for _, controllers, path in (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()):
+        inner = tmp_path / controllers / path.lstrip("/")
+        inner.mkdir(parents=True, exist_ok=True)
+        for name, text in files.get(controllers, {}).items():
+            (inner / name).write_text(text)
+            (inner / "memory.stat").write_text(
+                "anon 1\nactive_file 3000000\ninactive_file 1500000\nslab_reclaimable 500000\n"
+            )
+    assert total_memory() == 90_000_000 and available_memory(CPU) == 35_000_000
+
+
+@linux
 def test_bf16_units_are_those_of_the_processor() -> None:
     words = Path("/proc/cpuinfo").read_text().split()
     assert has_bf16_matrix_units(CPU) == any(flag in words for flag in ("amx_bf16", "avx512_bf16", "bf16"))

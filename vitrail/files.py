@@ -23,8 +23,10 @@ from vitrail.errors import ConfigError, DestinationError, SaveError
 
 
 def expanded(path: str | Path) -> Path:
-    """Return a path with the home folder in place of ~ at its beginning. If there is no such user, ~ stays."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111 (the method raises an error if there is no such user)
+    """Return a path with the home folder in place of ~ at its beginning. If there is no such user, ~ stays. A path that
+    begins with - becomes absolute, because commands that a message advises would take it for an option."""
+    found = Path(os.path.expanduser(path))  # noqa: PTH111 (the method raises an error if there is no such user)
+    return found.absolute() if str(found).startswith("-") else found
 
 
 def cache_folder(name: str) -> Path:

@@ -10,7 +10,8 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, get_args, overload
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -21,6 +22,7 @@ Precision = Literal["auto", "bf16", "float32"]
 TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
 """Number format of matrix products during training. "float8" applies to the dense layers in blocks
 (`models/linear/float8.py`); all other matrix products then use bf16."""
+P = TypeVar("P", Precision, TrainingPrecision)
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -45,11 +47,7 @@ def has_bf16_matrix_units(device: torch.device) -> bool:
     return device.type == "cpu" and bool(cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
-@overload
-def resolve_precision(precision: Precision, device: torch.device) -> Precision: ...
-@overload
-def resolve_precision(precision: TrainingPrecision, device: torch.device) -> TrainingPrecision: ...
-def resolve_precision(precision: Precision | TrainingPrecision, device: torch.device) -> Precision | TrainingPrecision:
+def resolve_precision(precision: P, device: torch.device) -> P:
     """Return the precision with "auto" resolved: "bf16" if the device has matrix units for it, else "float32".
 
     Raises `ConfigError` for an unknown precision, and for "float8" on a device that cannot multiply 8-bit
@@ -147,13 +145,37 @@ def total_memory() -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(limit, encoding="utf-8") as file:
-                return min(installed, int(file.read()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return installed
+    return min([installed, *(limit for limit, _ in _memory_limits())])
+
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+LIMIT_FILES = {
+    "": ("", "memory.max", "memory.current", "memory.stat"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+}
+"""Folder, limit, use and details of control groups: those of version 2, and the controller of memory of version 1."""
+
+KEPT = ("active_file", "inactive_file", "slab_reclaimable")
+"""Details of memory that holds copies of files and folders, which the system gives up for programs."""
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield the limit of each control group that this process is in, such as that of a container or of a job in a batch
+    system, and what is free of it, in bytes. Copies of files count as free."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        place, *names = LIMIT_FILES.get(controllers, ("",))
+        inner = CONTROL_GROUPS / place / path.lstrip("/")
+        for folder in (inner, *inner.parents) if names else ():
+            with suppress(OSError, ValueError):  # a group of another container, or without a limit
+                limit, used, details = ((folder / name).read_text(encoding="utf-8") for name in names)
+                stated = dict(line.split() for line in details.splitlines())
+                cached = (int(stated.get(f"total_{kind}", stated.get(kind, 0))) for kind in KEPT)
+                yield int(limit), int(limit) - int(used) + sum(cached)
 
 
 def available_memory(device: torch.device) -> int:
@@ -166,7 +188,7 @@ def available_memory(device: torch.device) -> int:
     free = system_bytes("meminfo", "MemAvailable")
     if free is None:
         raise ConfigError("the free memory is unknown: this system has no /proc/meminfo; set --memory-limit")
-    return free if torch.cuda.is_available() else min(free, total_memory())
+    return free if torch.cuda.is_available() else max(0, min([free, *(left for _, left in _memory_limits())]))
 
 
 def check_memory(needed: int, device: torch.device, work: str, advice: str) -> str:

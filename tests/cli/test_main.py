@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 from tests.cli.conftest import Cli
 from vitrail import __version__
@@ -154,6 +156,33 @@ def test_messages_without_a_reader_do_not_change_the_exit_code(abandoned: Any, m
     assert main(["no-command"]) == 2
 
 
+class Terminal(io.StringIO):
+    """A terminal, as far as `isatty` can tell."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_no_control_characters_of_names() -> None:
+    terminal, file = Terminal(), io.StringIO()
+    name = "a\x1b]0;title\x07\x1b[2J\x9b\x7fb\tc\n"
+    for stream in (terminal, file):
+        print(name, end="", file=Output(stream))
+    assert terminal.getvalue() == "a\\x1b]0;title\\x07\\x1b[2J\\x9b\\x7fb\tc\n"
+    assert file.getvalue() == name, "a file gets what another program can read"
+
+
+def test_a_terminal_gets_colours_and_progress_bars() -> None:
+    plain, shown = Terminal(), Terminal()
+    for stream, file in ((plain, plain), (shown, Output(shown))):
+        console = Console(file=file, force_terminal=True, width=40)
+        with Progress(console=console, auto_refresh=False, redirect_stdout=False) as bar:
+            bar.add_task("[red]reading", total=3)
+            console.print("[bold]a line")
+        assert "\x1b" in stream.getvalue()
+    assert shown.getvalue() == plain.getvalue()
+
+
 def test_a_full_disk_below_the_output_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +255,13 @@ def test_a_path_that_the_system_refuses_is_named(words: str, capsys: pytest.Capt
     assert main(words.format("x" * 300).split()) == 2
     shown = capsys.readouterr().err
     assert "x" * 300 in shown and "File name too long" in shown
+
+
+def test_a_disk_that_cannot_be_read_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.png").touch()
+    (tmp_path / "model.json").symlink_to("/proc/self/mem")  # whose first byte cannot be read
+    assert main(["predict", str(tmp_path), str(tmp_path)]) == 1
+    assert "Input/output error" in capsys.readouterr().err
 
 
 def test_a_terminal_of_no_columns_has_the_usual_width(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:

@@ -42,11 +42,19 @@ def runs(trained_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_axis_of_a_fraction_ends_at_1(tmp_path: Path) -> None:
-    events = [{"event": "evaluation", "step": step, "accuracy": value} for step, value in ((1, 1.0), (2, 1.0))]
+    events = [{"event": "evaluation", "step": step, "best": False, "accuracy": 1.0} for step in (1, 2)]
     (tmp_path / "journal.jsonl").write_text("\n".join(map(json.dumps, events)))
     for is_fraction in (True, False):
         write_overlay(tmp_path / "page.html", [tmp_path], metrics={"accuracy": is_fraction})
         assert (">1.10<" not in (tmp_path / "page.html").read_text()) == is_fraction
+
+
+def test_a_line_has_the_averaged_weights_if_both_are_measured(tmp_path: Path) -> None:
+    common = {"event": "evaluation", "split": "validation", "step": 3}
+    events = [{**common, "weights": "trained", "accuracy": 0.25}, {**common, "best": True, "accuracy": 0.75}]
+    (tmp_path / "journal.jsonl").write_text("\n".join(map(json.dumps, events)))
+    write_overlay(tmp_path / "page.html", [tmp_path], metrics={"accuracy": True})
+    assert re.findall(r": 3, ([.\d]+)<", (tmp_path / "page.html").read_text()) == ["0.75"]
 
 
 def test_runs_that_are_too_deep_are_noted(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.make import MemorySource, keys_of, make_masks_folder, orientation
+from tests.make import MemorySource, keys_of, make_masks_folder, orientation, png_chunk
 from vitrail.cli import main
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
@@ -100,6 +102,15 @@ def listed(root: Path, folder: str, names: str) -> None:
     (root / "data.yaml").unlink(missing_ok=True)
     (root / f"labels/{folder}").mkdir()
     (root / f"labels/{folder}/classes.txt").write_text(names)
+
+
+def classes(root: Path) -> None:
+    (root / "classes.txt").write_text("one\ntwo\n")
+
+
+def unreadable(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # whose first byte cannot be read
 
 
 def voc_object(xmin: float, ymin: float, xmax: float, ymax: float, name: str = "cell", more: str = "") -> str:
@@ -262,7 +273,9 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: yolo(root, names=("a",), nc=3), "states nc: 3"),
         (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
         (lambda root: described(root, "names: {0: a, x: b}"), "are not 0, 1, 2"),
-        (lambda root: described(root, "names: [a, b"), "data.yaml does not describe them: it is valid YAML with"),
+        (lambda root: described(root, "names: [a, b"), "data.yaml is not valid YAML"),
+        (lambda root: (described(root, "val: [x\nnames: [a]"), classes(root)), "data.yaml is not valid YAML"),
+        (lambda root: (yolo(root), classes(root), unreadable(root / "data.yaml")), "data.yaml"),
         (lambda root: described(root, "names: {0: cat, 0: dog, 1: cow}"), "data.yaml states 0 twice"),
         (lambda root: described(root, "names: [cat]\nnames: [dog]"), "data.yaml states names twice"),
         (lambda root: yolo(root, train="elsewhere"), "'elsewhere' is neither a folder"),
@@ -443,13 +456,13 @@ def test_pictures_that_share_a_name_keep_their_own_annotations(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("to", ["yolo", "voc", "coco", "masks"])
-@pytest.mark.parametrize("name", ["bad\udcff", "two\nlines", "par\u2028t", "c\x01", "tab\t\x7f"])
+@pytest.mark.parametrize("name", ["bad\udcff", "two\nlines", "par\u2028t", "c\x01", "tab\t\x7f", " a ", "a "])
 def test_unusual_names_of_pictures_are_read_again_or_refused(tmp_path: Path, to: AnnotationFormat, name: str) -> None:
     values = coco(tmp_path / "in", annotations=box(6, 4, 30, 20))
     (tmp_path / "in/a.png").rename(tmp_path / "in" / f"{name}.png")
     values["images"][0]["file_name"] = f"{name}.png"
     (tmp_path / "in/_annotations.coco.json").write_text(json.dumps(values))
-    if to == "voc" and "\t" not in name:
+    if to == "voc" and not {"\t", " "} & {*name}:
         with pytest.raises(DataError, match="VOC names each image on a line of text"):
             convert(opened(tmp_path / "in"), tmp_path / "out", to)
         assert not (tmp_path / "out").exists()
@@ -477,6 +490,16 @@ def test_yolo_reads_boxes_polygons_lists_and_pictures_without_labels(tmp_path: P
     assert target.outlines[0] is None and len(target.outlines[1][0]) == 3
     notes = "\n".join(splits.notes)
     assert "c.png, which no split contains" in notes and "lost.txt" in notes
+
+
+@pytest.mark.parametrize("missing", ["valid/images", "other/valid/images/train", "/elsewhere/valid/images"])
+def test_a_missing_folder_of_yolo_is_not_that_of_another_split(tmp_path: Path, missing: str) -> None:
+    yolo(tmp_path, val=missing)
+    splits = opened(tmp_path)
+    assert splits.validation is None and missing in "\n".join(splits.notes)
+    yolo(tmp_path, train="/elsewhere/images/train", val="/elsewhere/images/train")
+    with pytest.raises(DataError, match="training must not see held-out images"):  # what is stated twice is not missing
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -519,6 +542,27 @@ def test_masks_hold_numbers_or_colours_and_ignored_values(tmp_path: Path) -> Non
     assert opened(tmp_path / "b").classes == ("sky", "road", "tree")
     with pytest.raises(DataError, match="neither a value from 0 to 2 nor the name"):
         opened(Path(f"{tmp_path / 'a'}?ignore=9"))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_numbers_in_grey_of_few_bits_are_those_of_the_file(tmp_path: Path, bits: int) -> None:
+    values = np.resize(np.arange(2**bits, dtype=np.uint8), (40, 60))
+    masks(tmp_path, BLANK, "".join(f"{number}\n" for number in range(2**bits)))
+    levels = np.unpackbits(values[..., None], axis=2)[..., -bits:].reshape(40, -1)
+    rows = b"".join(b"\0" + row.tobytes() for row in np.packbits(levels, axis=1))
+    header = struct.pack(">2I5B", 60, 40, bits, 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(itertools.starmap(png_chunk, chunks))
+    (tmp_path / "masks/train/a.png").write_bytes(content)
+    target = opened(tmp_path).train.target(0)
+    np.testing.assert_array_equal(target.indices(), values)
+
+
+def test_a_mask_in_a_jpeg_file_is_refused(tmp_path: Path) -> None:
+    masks(tmp_path, BLANK)
+    Image.fromarray(BLANK).save(tmp_path / "masks/train/a.png", "JPEG")
+    with pytest.raises(UndecodableImage, match="JPEG"):
+        opened(tmp_path).train.target(0).indices()
 
 
 @pytest.mark.parametrize("write", [coco, voc, yolo, lambda root: masks(root, np.zeros((9, 9), np.uint8))])
@@ -773,13 +817,25 @@ def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:
             Targets.joined([numbered, replace(more, ids=ids)])
 
 
+def test_the_check_counts_objects_by_the_area_that_is_measured(tmp_path: Path) -> None:
+    """A line across the image is small, although its box is not."""
+    line = {"segmentation": [[0, 0, 60, 38, 60, 40, 0, 2]]}
+    values = coco(tmp_path, annotations=box(0, 0, 60, 40, **line))
+    values["annotations"] += [{**box(0, 0, 40, 40)[0], "id": 2, "image_id": 3}]
+    (tmp_path / "_annotations.coco.json").write_text(json.dumps(values))
+    report = check_data(open_data(str(tmp_path), validation_share=0.0))
+    assert [*report.amounts.values()] == [1, 1, 0]
+
+
 def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "valid"):
         coco(tmp_path / "a" / split)
     page = tmp_path / "page.html"
     assert main(["data", "check", str(tmp_path / "a"), "--page", str(page), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["target_kind"] == "boxes" and sum(report["amounts"].values()) == 4
+    assert report["target_kind"] == "boxes" and sum(report["amounts"].values()) == 2, "crowds are not counted"
+    assert [split["per_class"] for split in report["splits"]] == [[0, 1], [0, 1]]
+    assert {"missing-in-train", "missing-in-validation"} <= {finding["kind"] for finding in report["findings"]}
     assert 'class="maps"' in page.read_text()
     assert main(["data", "pack", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "yolo"]) == 0
     assert "crowd" in capsys.readouterr().out

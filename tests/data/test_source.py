@@ -222,6 +222,11 @@ def source_of(root: Path, names: list[str], inode: int | None = None) -> Samples
     return file_samples(root, names, inodes, Targets("class", ("a",), np.zeros(len(names), np.int64)))
 
 
+def test_samples_without_a_target_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="1 target for 2 images"):
+        file_samples(tmp_path, ["1.png", "2.png"], [1, 2], Targets.unknown("none", (), 1))
+
+
 def test_every_file_of_an_inode_is_compared(tmp_path: Path) -> None:
     for name in ("1.png", "2.png", "3.png"):
         (tmp_path / name).write_bytes(b"image")

@@ -117,8 +117,28 @@ def test_an_object_without_a_stated_area_has_that_of_its_outline() -> None:
 def test_the_area_of_a_box_is_that_of_its_pixels() -> None:
     """A box of 32 x 32 pixels is small and of medium size, unless its area is rounded."""
     boxes = np.array([(x, y, x + 32, y + 32) for x in range(0, 600, 40) for y in range(0, 440, 40)])
-    truth = Objects.of([0] * len(boxes), (boxes / (640, 480, 640, 480)).tolist())
-    assert {truth.area(row, (480, 640)) for row in range(len(boxes))} == {1024.0}
+    for height, width in ((480, 640), (483, 655)):
+        truth = Objects.of([0] * len(boxes), (boxes / (width, height, width, height)).tolist())
+        assert {*truth.all_areas((height, width)).tolist()} == {1024.0}
+
+
+def test_a_stated_area_is_that_of_its_file() -> None:
+    truth = Objects.of([0], [(0, 0, 1, 1)], areas=np.array([1024 / (100 * 110)]))
+    assert (1024 / (100 * 110)) * (100 * 110) != 1024 == truth.area(0, (100, 110))
+
+
+def test_the_size_of_a_found_mask_is_that_of_its_pixels() -> None:
+    """A wrong thin line is a small object, however large the box around it is."""
+    size = (200, 200)
+    corners = np.array([(10, 10), (20, 10), (20, 20), (10, 20)]) / 200
+    truth = Objects.of([0], [(0.05, 0.05, 0.1, 0.1)], outlines=((corners,),), size=size)
+    line = Runs.of(np.eye(200, dtype=np.bool_))
+    boxes = np.array([(0, 0, 200, 200), (10, 10, 20, 20)], np.float64)
+    found = Detections(
+        ("a",), boxes, np.array([0.9, 0.8]), np.zeros(2, np.int64), size, (line, Runs.of(truth.mask(0, size)))
+    )
+    report = average_precision([truth], [found], 1, of_masks=True, resamples=0)
+    assert report.precision.value == report.by_size["small"] == pytest.approx(0.5)
 
 
 def test_the_area_of_polygons_is_counted_without_a_mask_of_the_image() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.make import MemorySource, dense_bundle
 from vitrail.data.objects import Mask, Objects
 from vitrail.evaluation.detection import IN_CROWD, NOTHING, matched
-from vitrail.evaluation.mistakes import mistakes_of
+from vitrail.evaluation.mistakes import box_report, mistakes_of
+from vitrail.evaluation.outputs import Answered, Outputs
 from vitrail.weights.answers import Detections, MaskPrediction
 
 SIZE = (50, 80)
@@ -46,3 +48,15 @@ def test_wrong_pixels_are_counted_where_the_class_is_known() -> None:
     values = np.array([[0, 1, 255], [1, 1, 0]], np.uint8)
     predicted = MaskPrediction(("a", "b"), np.array([[0, 0, 1], [1, 1, 1]], np.uint8))
     assert mistakes_of(Mask("m", lambda: values, (0, 1)), predicted) == pytest.approx(2 / 5)
+
+
+def test_objects_have_the_size_of_their_area() -> None:
+    """Boxes of 32 pixels are from 32 on, and the stated area of an object counts more than its box."""
+    size = (483, 655)
+    boxes = [(x / 655, 0.0, (x + 32) / 655, 32 / 483) for x in range(0, 600, 40)]
+    areas = np.append(np.full(len(boxes) - 1, np.nan), 100 / (483 * 655))
+    true = Objects.of([0] * len(boxes), boxes, areas=areas)
+    nothing = Detections(("a",), np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64), size)
+    outputs, source = Outputs(dense_bundle()), MemorySource(labels=[true], classes=("a",))
+    outputs.remember(source, Answered([0], [(true, nothing)], True))
+    assert box_report(outputs, source).recall == (("0 to 16", 1, 0), ("32 to 64", len(boxes) - 1, 0))

@@ -16,6 +16,7 @@ import pytest
 from vitrail.errors import RunError, VitrailError
 from vitrail.experiments.accuracy import AccuracyCell, Curve, CurvePoint
 from vitrail.experiments.runner import Pool, experiment, read_cell, read_result, write_result
+from vitrail.files import replaced_path, write_json
 from vitrail.training.folder import locked
 
 CELL = AccuracyCell(entry="demo", seed=1, settings={"sizes": (3, 4)}, budget=2.5, evaluations=2, device="cpu")
@@ -104,6 +105,24 @@ def test_a_repeated_cell_keeps_its_result_until_it_has_a_new_one(tmp_path: Path,
         assert again.repeat(again.cell_named(CELL.name)) == RESULT
     assert read_result(folder, Curve) == RESULT and (folder / "earlier").exists() == bool(code)
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [CELL.name]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_cell_whose_repetition_was_killed_has_a_whole_result(tmp_path: Path, ended: bool) -> None:
+    run(tmp_path)
+    place = tmp_path / "cells" / CELL.name
+    place.rename(replaced_path(place))
+    if ended:
+        run(tmp_path)
+    else:
+        place.mkdir()
+        (place / "rest").write_text("of the repetition")
+    (replaced_path(place) / "earlier").touch()
+    write_json(tmp_path / "record.json", {})
+    with experiment(tmp_path / "record.json", {}, "cells", "--out"):
+        assert read_result(place, Curve) == RESULT
+        assert (place / "earlier").exists() != ended and not (place / "rest").exists()
+        assert not replaced_path(place).exists()
 
 
 def test_a_damaged_cell_or_result_is_named(tmp_path: Path) -> None:

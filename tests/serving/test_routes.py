@@ -118,6 +118,8 @@ def test_outputs_that_are_not_finite_are_an_error_of_their_request() -> None:
         answer = infer(server, {"inputs": [tensor(0, 3e38)]})
         assert answer.status == 500 and "not finite" in answer.json["error"]
         assert infer(server, {"inputs": [tensor(0, float("nan"))]}).status == 400
+        beyond = {**tensor(0), "data": [1e39] * 360}  # a number of JSON that float32 does not have
+        assert infer(server, {"inputs": [beyond]}).status == 400
 
 
 def test_bodies_are_parsed_one_after_the_other(server: Running) -> None:

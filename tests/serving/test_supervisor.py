@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from vitrail.errors import ProcessError
-from vitrail.serving.server import Supervisor
+from vitrail.serving.server import Supervisor, Work
 from vitrail.serving.service import FOLDER
 
 
@@ -27,10 +27,16 @@ def sleep_on(number: int, listening: socket.socket, told: Connection) -> None:
     time.sleep(600)
 
 
+def end_by_signal(number: int, listening: socket.socket, told: Connection) -> None:
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)  # which has no name
+
+
 @pytest.mark.slow
-def test_workers_that_end_before_they_listen() -> None:
-    with socket.socket() as listening, pytest.raises(ProcessError, match="exit code 3 before all of them had started"):
-        Supervisor(1, end_at_once, listening, lambda: None).run()
+@pytest.mark.parametrize(("work", "cause"), [(end_at_once, "exit code 3"), (end_by_signal, r"signal \d+")])
+def test_workers_that_end_before_they_listen(work: Work, cause: str) -> None:
+    message = f"{cause} before all of them had started"
+    with socket.socket() as listening, pytest.raises(ProcessError, match=message):
+        Supervisor(1, work, listening, lambda: None).run()
     assert FOLDER not in os.environ
 
 

@@ -100,6 +100,18 @@ def test_gains_are_compared_seed_by_seed(few: tuple[float, ...], outcome: str) -
     assert claim.check(gains(few)).outcome == outcome
 
 
+def test_equal_gains_show_nothing() -> None:
+    """0.3 - 0.2 is less than 0.2 - 0.1 by a rounding error."""
+    rates = {"pre-trained at 10": 0.3, "scratch at 10": 0.2, "pre-trained at 99": 0.2, "scratch at 99": 0.1}
+    found = results_of({name: (rate, rate) for name, rate in rates.items()})
+    assert (
+        GainShrinks("", ("pre-trained at 10", "scratch at 10"), ("pre-trained at 99", "scratch at 99"))
+        .check(found)
+        .outcome
+        == "not shown"
+    )
+
+
 def test_gains_need_all_four_points() -> None:
     claim = GainShrinks("", ("pre-trained at 10", "scratch at 10"), ("pre-trained at 50", "scratch at 99"))
     assert claim.check(gains((0.5,))).evidence == ("pre-trained at 50 was not measured",)
@@ -146,6 +158,11 @@ def test_the_ratio_of_compute_is_found_again(first: str, second: str, outcome: s
     found = LessCompute("less", first, second).check(results)
     ratio = "3.00" if first == "vit" else "0.33"
     assert found.outcome == outcome and f": {ratio}, 95 % interval" in found.evidence[0]
+
+
+def test_a_small_ratio_of_compute_is_not_rounded_to_0() -> None:
+    found = LessCompute("less", "vit", "bit").check(Results([*arm("vit", law(0.004)), *arm("bit", law(1.0))]))
+    assert found.outcome == "contradicted" and ": 0.004, 95 % interval" in found.evidence[0]
 
 
 def points_of(name: str, values: dict[float, list[float]]) -> list[PointResult]:

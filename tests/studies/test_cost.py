@@ -7,7 +7,7 @@ import torch
 
 from vitrail.errors import ConfigError
 from vitrail.studies.engine import CellCost, DataSize, StudyCost, check_jobs, cost_of, default_jobs, forecast, sizes_for
-from vitrail.studies.study import Point, Settings, Stage, point, small_config
+from vitrail.studies.study import Point, Settings, Stage, finetuning_config, point, small_config
 from vitrail.training.job import phases_of, run_flops
 
 CPU = torch.device("cpu")
@@ -38,6 +38,15 @@ def test_stages_count_once_if_points_share_them() -> None:
     ]
     cost = cost_of(points, (0,), sizes_for(points, Settings()))
     assert (cost.trials, cost.cells) == (0, 3)
+
+
+def test_frozen_blocks_cost_a_forward_pass_alone() -> None:
+    later = finetuning_config(Settings(scale="quick"), images=100, steps=5, train_blocks=0)
+    points = [Point(arm="a", stages=(Stage(config=CONFIG, rates=(1e-3,)), Stage(config=later, rates=(1e-3,))))]
+    whole, frozen = cost_of(points, (0,), sizes_for(points, Settings())).costs
+    network = whole.network
+    assert frozen.network == network and frozen.flops < 0.4 * whole.flops
+    assert frozen.flops == run_flops(phases_of(later, network, 5), network, later.task, 0)
 
 
 def test_sizes_of_data() -> None:

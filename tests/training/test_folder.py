@@ -33,6 +33,7 @@ from vitrail.training.folder import (
     locked,
     new_folder,
     notes_on_data,
+    outdate_pages,
     read_record,
     run_of,
     settings_beside,
@@ -104,6 +105,16 @@ def test_the_link_is_there_while_the_page_is_newer_than_the_model(tmp_path: Path
     os.utime(model, (page.stat().st_atime, page.stat().st_mtime + 1))
     link_inside(tmp_path)
     assert report.read_text(encoding="utf-8") == '<p>1</p><p id="inside"></p><p>2</p>', "the page is of older weights"
+
+
+def test_pages_on_an_earlier_model_stay_old_if_the_clock_goes_back(tmp_path: Path) -> None:
+    page, model = tmp_path / "inside/report.html", tmp_path / "model/model.json"
+    for path in (page, model):
+        path.parent.mkdir()
+        path.touch()
+    outdate_pages(tmp_path)
+    os.utime(model, (1e9, 1e9))
+    assert inside_link(tmp_path) == '<p id="inside"></p>'
 
 
 def test_a_run_may_hold_the_files_of_its_page() -> None:

@@ -29,16 +29,18 @@ from vitrail.processes.launch import Launch
 from vitrail.tasks.classification import Classification
 from vitrail.training import job as forecast
 from vitrail.training import state as assembly
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import ModelConfig, StartConfig, TrainConfig
 from vitrail.training.job import (
     Job,
     check_run_memory,
+    cost_text,
     evaluation_batch,
     first_steps,
     phases_of,
     prepare,
     run_bytes,
     run_flops,
+    with_flops,
 )
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
@@ -203,6 +205,16 @@ def test_phases_follow_from_the_settings(small: Make, tmp_path: Path) -> None:
     assert run_flops(first_steps(found, 14), network, config.task) == sum(flops[:2]) + flops[2] // 3
     assert first_steps(found, 24) == found
     assert found[0].cost < found[1].cost < found[2].cost < found[3].cost == 1
+
+
+def test_the_stated_cost_is_that_of_the_trained_blocks_and_classes(small: Make, tmp_path: Path) -> None:
+    own = small(tmp_path, **ALL)
+    config, network = replace(own, model=ModelConfig(), start=StartConfig(init="m", train_blocks=1)), network_of(own)
+    phases = with_flops(phases_of(config, network, 24), config, network, 9)
+    tflop = sum(phase.steps * phase.flops for phase in phases) / 1e12
+    assert tflop < run_flops(phases, network, config.task) / 1e12
+    assert tflop == run_flops(phases, network.with_head(9), config.task, 1) / 1e12
+    assert f"compute {tflop:,.3g} TFLOP" in cost_text(phases, network, config.task)
 
 
 def test_short_runs_have_the_phases_that_fit(small: Make, tmp_path: Path) -> None:

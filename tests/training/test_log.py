@@ -16,7 +16,7 @@ import pytest
 from tests.training.jobs import Make, train_until
 from vitrail.errors import ConfigError, SaveError
 from vitrail.training.config import TrainConfig
-from vitrail.training.log import Log, check_trackers, kept_result, read_journal, scalars
+from vitrail.training.log import Log, TensorBoard, check_trackers, kept_result, read_journal, scalars
 from vitrail.training.run import resume, train
 
 
@@ -86,7 +86,9 @@ def test_numbers_are_named_by_their_split() -> None:
     assert scalars({"event": "step", "time": 5.0, "step": 3, "loss": 0.5}) == {"train/loss": 0.5}
     evaluation = {"event": "evaluation", "time": 5.0, "step": 3, "split": "validation", "best": True, "accuracy": 1}
     assert scalars(evaluation) == {"validation/accuracy": 1.0}
-    assert scalars(evaluation | {"split": "test", "kept": True}) == {"final/test/accuracy": 1.0}
+    trained = {name: value for name, value in evaluation.items() if name != "best"} | {"weights": "trained"}
+    assert scalars(trained) == {"trained/validation/accuracy": 1.0}, "averaged weights are measured beside them"
+    assert scalars(trained | {"split": "test", "kept": True}) == {"final/test/accuracy": 1.0}
     assert scalars({"event": "probe", "time": 5.0, "step": 3, "weights": "trained", "knn_1": 0.25}) == {
         "probe/knn_1": 0.25
     }
@@ -158,6 +160,21 @@ def test_tensorboard_reads_what_the_journal_has(stopped_and_resumed: Callable[[s
             (step, pytest.approx(value, rel=1e-6)) for step, value in rows
         ]
     assert "settings/text_summary" in events.Tags()["tensors"]
+
+
+def test_tensorboard_hides_the_steps_that_a_run_forgot(tmp_path: Path) -> None:
+    accumulator: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = TensorBoard(tmp_path, {}, 0)
+    for step in (0, 1, 2, 3):
+        tracker.receive({"event": "step", "step": step, "time": 1.0, "loss": 1.0})
+    tracker.receive({"event": "rolled back", "step": 1, "time": 2.0, "at": 4})
+    for step in (2, 3, 4):
+        tracker.receive({"event": "step", "step": step, "time": 3.0, "loss": 0.5})
+    tracker.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(item.step, item.value) for item in events.Scalars("train/loss")]
+    assert found == [(0, 1.0), (1, 1.0), (2, 0.5), (3, 0.5), (4, 0.5)]
 
 
 def histories(file: Path) -> Iterator[dict[str, float]]:

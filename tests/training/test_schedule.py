@@ -98,6 +98,13 @@ def test_rates_are_those_of_the_hyperrule(case: dict[str, Any]) -> None:
             assert schedule(step) == pytest.approx(value, abs=1e-6 * case["base_lr"]), step
 
 
+def test_the_last_rate_is_compared_with_the_peak_of_the_batch_size() -> None:
+    config = OptimizerConfig(learning_rate=1e-5, base_batch_size=8, end_learning_rate=1e-4)
+    assert config.schedule_of(RunLength(100, 1024, 10_000)).peak == pytest.approx(1.28e-3)
+    with pytest.raises(ConfigError, match="end_learning_rate"):
+        config.schedule_of(RunLength(100, 8, 10_000))
+
+
 RUN = RunLength(steps=300, batch_size=20, images=1000)
 
 

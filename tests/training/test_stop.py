@@ -53,11 +53,12 @@ def test_a_run_stops_after_its_time_and_goes_on(tiny: Make) -> None:
     assert read_record(caught.value.run).config.run.max_time == "0.001s", "an extension does not record the time"
 
 
-def test_a_hangup_asks_and_can_come_twice() -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
+def test_a_hangup_asks_and_can_come_twice(number: signal.Signals) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, number)
     before = [signal.getsignal(kind) for kind in numbers]
     with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGHUP)
         assert stop.requested
         assert [signal.getsignal(kind) for kind in numbers[:2]] == before[:2], "a second Ctrl-C ends the process"

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from vitrail.report.charts import (
     MAX_DOTS,
+    Bin,
     Chart,
     Series,
     confusion_matrix,
@@ -138,37 +139,34 @@ def test_names_in_charts_are_text() -> None:
 
 
 shares = st.floats(0, 1)
+bins = st.lists(st.tuples(shares, shares, st.integers(1, 10**6), st.tuples(shares, shares)), min_size=1, max_size=15)
 
 
-@given(
-    st.lists(st.tuples(shares, shares, st.integers(1, 10**6)), min_size=1, max_size=15),
-    st.lists(st.tuples(shares, shares, st.integers(1, 10**6)), min_size=1, max_size=15) | st.none(),
-)
-def test_a_reliability_diagram_has_a_dot_for_each_bin(
-    before: list[tuple[float, float, int]], after: list[tuple[float, float, int]] | None
-) -> None:
+@given(bins, bins | st.none())
+def test_a_reliability_diagram_has_a_dot_for_each_bin(before: list[Bin], after: list[Bin] | None) -> None:
     drawing = Drawing(reliability_diagram(before, after, label="x"))
     drawn = [("one", before)] if after is None else [("two", before), ("one", after)]
     assert len(drawing.dots("dot")) == len(before) + len(after or ())
     for css, filled in drawn:
         dots = drawing.dots(f"dot {css}")
-        for value, (confidence, accuracy, _) in zip(values_of(drawing, [dot[:2] for dot in dots]), filled, strict=True):
+        for value, (confidence, accuracy, *_) in zip(
+            values_of(drawing, [dot[:2] for dot in dots]), filled, strict=True
+        ):
             assert value == pytest.approx((100 * confidence, 100 * accuracy), abs=0.02)
-        total = sum(images for _, _, images in filled)
-        for (_, _, radius), (_, _, images) in zip(dots, filled, strict=True):
+        total = sum(images for _, _, images, _ in filled)
+        for (_, _, radius), (_, _, images, _) in zip(dots, filled, strict=True):
             assert radius == 1.5 or math.isclose(radius**2 / 81, images / total, abs_tol=0.01)
     (ideal,) = drawing.path("ideal")
     assert values_of(drawing, ideal) == [pytest.approx((0, 0), abs=1e-6), pytest.approx((100, 100), abs=1e-6)]
 
 
 def test_the_bins_of_a_reliability_diagram_have_intervals_and_are_not_joined() -> None:
-    filled = [(0.25, 0.8, 10), (0.5, 0.0, 1), (0.75, 0.5, 400), (1.0, 1.0, 10**6)]
-    expected = [(0.4901625, 0.9433178), (0.0, 0.7934567), (0.4512325, 0.5487675), (0.9999962, 1.0)]  # Wilson's formula
+    filled = [(0.25, 0.8, 10, (0.4, 0.9)), (0.5, 0.0, 1, (0.0, 0.7)), (1.0, 1.0, 10**6, (0.9, 1.0))]
     drawing = Drawing(reliability_diagram(filled, None, label="x"))
     (path,) = drawing.all("path", "line")
     found = re.findall(r"M([\d.]+) ([\d.]+)V([\d.]+)", path.attrib["d"])
     assert "".join(f"M{x} {low}V{high}" for x, low, high in found) == path.attrib["d"], "no line joins two bins"
-    for (x, low, high), (confidence, _, _), ends in zip(found, filled, expected, strict=True):
+    for (x, low, high), (confidence, _, _, ends) in zip(found, filled, strict=True):
         corners = values_of(drawing, [(float(x), float(low)), (float(x), float(high))])
         assert corners == [pytest.approx((100 * confidence, 100 * end), abs=0.03) for end in ends]
 

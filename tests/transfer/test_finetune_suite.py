@@ -197,6 +197,19 @@ def test_a_task_that_comes_later_is_added(small: Suite, tuned: Tune, tmp_path: P
     assert "--split test" in (tmp_path / "runs" / "near" / "report.html").read_text()
 
 
+def test_results_of_tasks_that_the_suite_has_no_more_are_named(
+    small: Suite, tuned: Tune, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    about = {"model": str(model), "protocol": "rule", "tasks": {"near": {}, "older": {}}}
+    (tmp_path / "runs/suite.json").write_text(json.dumps({"suite": "small", **about}))
+    display = Display()
+    gone = replace(small, tasks=tuple(replace(task, data="", where="ask") for task in small.tasks))
+    with pytest.raises(DataError):
+        tuned(gone, tmp_path, log=Log(display))
+    assert "older" in display.notes[0] and "near" not in display.notes[0]
+
+
 @pytest.mark.slow
 def test_the_users_settings_replace_the_suites(small: Suite, tuned: Tune, tmp_path: Path) -> None:
     suite = replace(small, tasks=(replace(small.tasks[0], flip=False, crop=False),))

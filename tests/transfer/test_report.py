@@ -214,6 +214,14 @@ def test_settings_that_matter(written: Write) -> None:
     assert "google/vit, fine-tuned on flowers." in text and '<p class="dim">cut.</p>' in text
 
 
+def test_the_learning_rate_is_that_of_the_batch_size(written: Write) -> None:
+    assert settings_in(written(learning_rate=0.5, base_batch_size=16))["learning rate"].startswith("1, ")
+
+
+def test_a_short_warm_up_is_not_rounded_to_0(written: Write) -> None:
+    assert settings_in(written(warmup=0.003))["learning rate"].endswith("warm-up 0.3% of the steps")
+
+
 @pytest.mark.parametrize("kind", get_args(OptimizerName))
 def test_every_optimizer_has_a_name(written: Write, kind: str) -> None:
     assert settings_in(written(optimizer=kind))["optimizer"].lower().startswith(kind)

@@ -238,10 +238,7 @@ def sweep(workload: Workload, axis: Axis) -> dict[int, Workload]:
 
 def exponent(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
     """Return the exponent of growth of y with x: the least-squares slope of log y over log x."""
-    u, v = [math.log(x) for x in xs], [math.log(max(y, 1e-12)) for y in ys]
-    middle_u, middle_v = sum(u) / len(u), sum(v) / len(v)
-    slope = sum((a - middle_u) * (b - middle_v) for a, b in zip(u, v, strict=True))
-    return slope / sum((a - middle_u) ** 2 for a in u)
+    return statistics.linear_regression([math.log(x) for x in xs], [math.log(max(y, 1e-12)) for y in ys]).slope
 
 
 def _batches(workload: Workload) -> dict[int, Workload]:

@@ -107,10 +107,11 @@ def measure_reading(
         _settle()
         return seconds
 
-    timers: dict[str, Callable[[], float]] = {}
-    for name, loader in (peers or {}).items():  # first, because worker processes are forked, which threads disturb
-        timers[name] = partial(_pass_of, loader, steps)
-    timers |= {name: partial(read, name) for name in sources}
+    # The peers are first, because their worker processes are forked, which threads disturb.
+    timers: dict[str, Callable[[], float]] = {
+        **{name: partial(_pass_of, loader, steps) for name, loader in (peers or {}).items()},
+        **{name: partial(read, name) for name in sources},
+    }
     with ThreadPoolExecutor(max(1, threads) * max(1, readers.processes)) as pool:
         if encoded and peers is None:
             timers[DECODING] = timed(lambda: list(pool.map(preprocess.pixels, encoded)))

@@ -7,6 +7,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import shlex
 import signal
 import sys
@@ -101,6 +102,9 @@ SEVERAL = ("train", "evaluate", "embed")
 
 OF_PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 """Errors of the operating system about a path that a user typed."""
+
+OF_DISKS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.ENOTCONN)
+"""Errors of the operating system about a disk, or a file system of the network."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,10 +221,12 @@ def _run(name: str, arguments: list[str], started: float, debug: bool) -> int:
             print(f"vitrail: {message}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        if debug or error.errno not in OF_PATHS or error.filename is None:
+        is_of_path = error.errno in OF_PATHS and error.filename is not None
+        if debug or not (is_of_path or error.errno in OF_DISKS):
             raise
-        print(f"vitrail: {error.filename} cannot be used: {error.strerror}; correct the path", file=sys.stderr)
-        return UserError.exit_code
+        advice = "correct the path" if is_of_path else "check the disk, or find the place with --debug"
+        print(f"vitrail: {error.filename or 'a file'} cannot be used: {error.strerror}; {advice}", file=sys.stderr)
+        return UserError.exit_code if is_of_path else VitrailError.exit_code
     except ModuleNotFoundError as error:
         if debug or error.name is None or error.name.partition(".")[0] == "vitrail":
             raise
@@ -275,6 +281,11 @@ def bytes_or_escape(error: Any) -> tuple[str | bytes, int]:
     return character.encode("ascii", handler), error.start + 1
 
 
+CONTROLS = re.compile(r"(\x1b\[[\d;]*[AKm]|\x1b\[\?25[hl])|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+"""Control characters that a terminal does not get, but their escape sequences in Python. The group has those that pass:
+the colours and the movements of progress bars."""
+
+
 class Output:
     """The standard output or the standard error output of a command, without the errors of a stream that is lost: the
     reader of a pipe has ended, a disk is full, or a terminal was closed. Everything that follows is discarded.
@@ -282,6 +293,8 @@ class Output:
     A lost standard output ends the command as a closed terminal does. A command that can be continued therefore saves
     its state first, and a command under nohup goes on. Any other command raises `BrokenPipeError` or `SaveError`. If
     the standard error output is lost, the command goes on.
+
+    A terminal gets no control characters of names of files and classes, which could change what it shows or does.
     """
 
     def __init__(self, stream: Any, *, is_error_output: bool = False) -> None:
@@ -292,8 +305,9 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        shown = CONTROLS.sub(lambda found: found[1] or repr(found[0])[1:-1], text) if self._stream.isatty() else text
         with self._discarding():
-            self._stream.write(text)
+            self._stream.write(shown)
         return len(text)
 
     def flush(self) -> None:

@@ -53,7 +53,7 @@ def image_paths(places: Sequence[Path]) -> list[Path]:
             raise DataError(f"image {str(path)!r} does not exist")
         if path.is_dir():
             scan = Scan(path)
-            found = sorted(path / key for key, _ in scan.images("", set()))
+            found = sorted(path / key for key, _ in scan.images(""))
             print_messages(*(fault.text for fault in unread_images(path, scan.others)))
             if not found:
                 raise DataError(f"folder {str(path)!r} has no images ({', '.join(sorted(SUFFIXES))})")

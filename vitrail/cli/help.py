@@ -146,11 +146,8 @@ def help_text(option: Option) -> str:
 @cache
 def field_texts(cls: type) -> dict[str, str]:
     """Return the docstring under each field of a dataclass, by field name. It is read from the source code."""
-    texts: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(owner):
-            texts |= _own_texts(owner)
-    return texts
+    owners = filter(dataclasses.is_dataclass, reversed(cls.__mro__))
+    return {name: text for owner in owners for name, text in _own_texts(owner).items()}
 
 
 def _own_texts(cls: type) -> dict[str, str]:

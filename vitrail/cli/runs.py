@@ -310,14 +310,13 @@ def _chart(
     journals: Mapping[str, Sequence[dict[str, Any]]], name: str, kind: str, field: str, bounds: tuple[float, float]
 ) -> Markup:
     """Return a chart of a number of the events of a kind, with a line for each run, or "" if no run has the number.
-    Evaluations are those on the validation split, without that of the finished model."""
+    Evaluations are those of the weights that would be saved, without that of the finished model."""
     lines = []
     for run, events in journals.items():  # also those without the number, so that a run has one colour on the page
         points = [
             (float(event["step"]), float(event[field]))
             for event in events
-            if event["event"] == kind and event.get("split", "validation") == "validation" and not event.get("kept")
-            if event.get(field) is not None
+            if event["event"] == kind and (kind == "step" or "best" in event) and event.get(field) is not None
         ]
         lines.append(Series(run, averaged(points)[0]))
     return series_chart(lines, label=f"{name} of each run over steps", x_name="step", y_name=name, bounds=bounds)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -42,7 +41,7 @@ from vitrail.training.config import ON_RESUME, RunConfig, TrainConfig
 from vitrail.training.folder import check_request, read_record, settings_beside, settings_of
 from vitrail.training.job import check_columns, prepare
 from vitrail.training.log import Log
-from vitrail.training.page import try_command
+from vitrail.training.page import HeldOutExample, try_command
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.answers import DENSE, Prediction
 from vitrail.weights.bundle import Bundle
@@ -442,19 +441,15 @@ def _report(console: Console, log: Log, result: RunResult) -> None:
 
 def _examples(result: RunResult) -> Table:
     """Return a table of a few held-out images with their labels and predictions."""
-    table = Table(title="A few held-out images", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("image", "true", "predicted"):
-        table.add_column(column)
-    if result.bundle.output in ("softmax", "sigmoid"):
-        table.add_column("probability", justify="right")
-        table.add_column("")
-    for example in result.examples:
-        guess = example.prediction
-        if not isinstance(guess, Prediction):
-            table.add_row(escape(example.path.name), escape(example.label), escape(guess.text))
-            continue
-        mark = "[green]right[/]" if example.right else "[red]wrong[/]"
-        table.add_row(
-            escape(example.path.name), escape(example.label), escape(guess.label), f"{guess.probability:.1%}", mark
-        )
-    return table
+    is_class = result.bundle.output in ("softmax", "sigmoid")
+    heads = ("image", "true", "predicted", *(("probability", "") if is_class else ()))
+    rows = map(_example_row, result.examples)
+    return text_table(heads, rows, left=3, title="A few held-out images", title_justify="left")
+
+
+def _example_row(example: HeldOutExample) -> tuple[str, ...]:
+    guess, named = example.prediction, (escape(example.path.name), escape(example.label))
+    if not isinstance(guess, Prediction):
+        return *named, escape(guess.text)
+    mark = "[green]right[/]" if example.right else "[red]wrong[/]"
+    return *named, escape(guess.label), f"{guess.probability:.1%}", mark

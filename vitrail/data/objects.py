@@ -134,14 +134,18 @@ class Objects:
     def area(self, row: int, size: tuple[int, int]) -> float:
         """Return the area of an object in pixels of an image of a height and width, as COCO states it: that of the
         outline, or without an outline that of the box."""
+        outline = self.outlines[row] if self.outlines else None
         if not math.isnan(self.areas[row]):
-            return float(self.areas[row] * math.prod(size))
-        if outline := self.outlines[row] if self.outlines else None:
-            return float(
-                self.mask(row, size).sum() if isinstance(outline, Runs) else _coco().area(_runs_of(outline, size))
-            )
-        left, top, right, bottom = (self.boxes[row] * np.tile(size[::-1], 2)).tolist()
-        return float((right - left) * (bottom - top))
+            found = self.areas[row] * math.prod(size)
+        elif outline:
+            found = self.mask(row, size).sum() if isinstance(outline, Runs) else _coco().area(_runs_of(outline, size))
+        else:
+            found = (self.boxes[row, 2:] - self.boxes[row, :2]).prod() * math.prod(size)
+        return round(float(found), 6)  # fractions of an image are rounded, and the limits of sizes are whole numbers
+
+    def all_areas(self, size: tuple[int, int]) -> Float64[np.ndarray, " n"]:
+        """Return the areas of all objects in pixels of an image of a height and width."""
+        return np.array([self.area(row, size) for row in range(len(self))], np.float64)
 
     def mask(self, row: int, size: tuple[int, int]) -> Bool[np.ndarray, "h w"]:
         """Return the mask of an object in an image of a height and width. Without an outline it is the box."""

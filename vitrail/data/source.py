@@ -9,10 +9,10 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64, Shaped, UInt8
@@ -22,6 +22,8 @@ from vitrail.data.objects import Mask, Objects
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.targets import SoftTarget, Target, TargetKind, Targets, is_texts
 from vitrail.errors import DataError, UndecodableImage, plural
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,14 @@ class Samples:
     samples, and its fraction of the samples that training draws."""
     identity: str | None = None
     """A text of the numbers that determine all samples, if there are such numbers."""
+
+    def __post_init__(self) -> None:
+        """Raise `DataError` unless every sample has a place and a target."""
+        if len(self.targets) != len(self.places):
+            raise DataError(
+                f"targets: {plural(len(self.targets), 'target')} for {plural(len(self.places), 'image')}; give every "
+                "image one, which can be unknown"
+            )
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -247,6 +257,14 @@ def evenly(total: int, count: int) -> Int64[np.ndarray, " n"]:
     return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
 
 
+def decodable(read: Callable[[Any], R], images: Iterable[Any]) -> Iterator[R]:
+    """Yield what `read` returns for each of some images. Those for which it raises `DataError` are skipped, because
+    training skips them, too, and names them."""
+    for image in images:
+        with contextlib.suppress(DataError):
+            yield read(image)
+
+
 LARGEST_SCALE = 2.0
 """Images are not made larger than this multiple of their pixels, because larger ones show nothing more."""
 
@@ -254,10 +272,7 @@ LARGEST_SCALE = 2.0
 def typical_size(source: Source, most: int) -> tuple[float, float]:
     """Return the geometric means of the heights and of the widths of up to `most` images, of which only the headers are
     read. Raise `DataError` if none of them can be decoded."""
-    sizes = []
-    for index in evenly(len(source), most).tolist():
-        with contextlib.suppress(DataError):
-            sizes.append(image_size_of(image_of(source, index)))
+    sizes = list(decodable(lambda index: image_size_of(image_of(source, index)), evenly(len(source), most).tolist()))
     if not sizes:
         raise DataError("none of the first training images can be decoded")
     height, width = np.exp(np.log(np.array(sizes)).mean(axis=0)).tolist()

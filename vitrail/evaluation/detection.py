@@ -229,9 +229,11 @@ def _datasets(
             best.tolist(), one.labels[best].tolist(), boxes.tolist(), one.scores[best].tolist(), strict=True
         )
         for row, label, box, score in found_rows:
-            item = {"image_id": number, "category_id": label + 1, "bbox": box, "score": score}
-            if of_masks:
+            item = {"image_id": number, "category_id": label + 1, "score": score}
+            if of_masks:  # with a box, COCO's program would take its area as that of the mask
                 item["segmentation"] = {"size": list(one.masks[row].size), "counts": one.masks[row].counts}
+            else:
+                item["bbox"] = box
             results.append(item)
     true = COCO({"images": images, "categories": categories, "annotations": annotations}, print_function=_quiet)
     empty = {"images": images, "categories": categories, "annotations": []}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -82,7 +83,8 @@ def map_classes(
         )
     ids = [_id_in(name) for name in data_classes]
     if mapping is None and (len(head_classes) != CLASSES or not all(ids)):
-        raise _unmatched(data_classes, "the model's", head_classes)
+        outputs = Counter(head_classes)
+        raise _unmatched([name for name in data_classes if outputs[name] != 1], "the model's", head_classes)
     if mapping is None and _are_imagenet(ids):
         columns = imagenet_columns(head_classes)[np.argsort(np.argsort(ids))].tolist()
         return _distinct(

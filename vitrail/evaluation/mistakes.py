@@ -65,8 +65,7 @@ def box_report(outputs: Outputs, source: Source) -> PlacedReport:
         pairs = _pairs(truth, shown, rows, len(names))
         cells.update(pairs)
         mistakes.append(float(sum(one != other for one, other in pairs)))
-        sizes = (truth.boxes[:, 2:] - truth.boxes[:, :2]) * shown.size[::-1]
-        places = np.searchsorted(SIDES, np.sqrt(sizes.prod(axis=1)), side="right") - 1
+        places = np.searchsorted(SIDES, np.sqrt(truth.all_areas(shown.size)), side="right") - 1
         right = rows[(rows >= 0) & (truth.labels[rows.clip(min=0)] == shown.labels)] if len(truth) else rows[:0]
         true += np.bincount(places[~truth.crowd], minlength=len(SIDES))
         found += np.bincount(places[right], minlength=len(SIDES))

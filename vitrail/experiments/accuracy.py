@@ -182,10 +182,8 @@ class AccuracyComparison:
             if self.peers:
                 write_images(splits, folder / IMAGES)
             found = pool.run([(f"{cell.entry}, seed {cell.seed}", cell) for cell in cells])
-        curves: dict[str, dict[int, Curve]] = {}
-        for cell in cells:
-            curves.setdefault(cell.entry, {})[cell.seed] = found[cell.name]
-        return curves
+        entries = dict.fromkeys(cell.entry for cell in cells)
+        return {entry: {cell.seed: found[cell.name] for cell in cells if cell.entry == entry} for entry in entries}
 
     def _shared(self, splits: Splits, first: TrainConfig) -> dict[str, Any]:
         """Return what all cells of a folder share."""
@@ -267,12 +265,12 @@ def measure_recipe(folder: Path, cell: AccuracyCell) -> Curve:
     result = train(config, log=Log(recorder))
     network, record = result.bundle.network, read_record(folder / "run")
     phases = phases_of(record.config, network.config, record.config.total_steps(record.images))
-    update, task = optimizer_flops(network, record.config), record.config.task
+    update, task, blocks = optimizer_flops(network, record.config), record.config.task, record.config.start.train_blocks
     machine = describe(torch.device("cpu"))
     steps = int(result.summary["steps"])
 
     def flops(step: int) -> float:
-        return float(run_flops(first_steps(phases, step), network.config, task) + step * update)
+        return float(run_flops(first_steps(phases, step), network.config, task, blocks) + step * update)
 
     return Curve(
         points=tuple(

@@ -36,7 +36,7 @@ from vitrail.data.source import Source, fingerprint, shared_images
 from vitrail.data.splits import Splits, absolute_spec, has_amount
 from vitrail.errors import BundleError, ConfigError, DataError, RunError, plural
 from vitrail.evaluation.outputs import Outputs
-from vitrail.experiments.runner import complete_run, experiment
+from vitrail.experiments.runner import complete_run, differences, experiment
 from vitrail.files import expanded
 from vitrail.machine import Precision
 from vitrail.models.variants import AnyConfig, transformer_config
@@ -51,7 +51,8 @@ from vitrail.tasks.distillation import (
     load_teacher,
     teacher_facts,
 )
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import LENGTHS, TrainConfig
+from vitrail.training.folder import read_record
 from vitrail.training.job import prepare
 from vitrail.training.log import Log
 from vitrail.training.start import open_initial
@@ -102,6 +103,11 @@ def run_rounds(
                 found = _round(config, folder, number, rounds[-1].model, log, on_progress)
             else:
                 found = _first(config, folder, splits, log)
+            if number or config.rounds.teacher is None:
+                run = read_record(folder / f"round-{number}" / "run").config.run
+                own, recorded = ({name: getattr(one, name) for name in LENGTHS} for one in (config.student.run, run))
+                if changed := differences(own, recorded):
+                    log.note(f"round {number}: its run was extended, unlike other rounds: {'; '.join(changed)}")
             log.say(f"round {number}: validation accuracy {found.metrics['validation_accuracy']:.2%}")
             rounds.append(found)
     return rounds

@@ -87,14 +87,29 @@ def check_folder(path: Path, settings: Mapping[str, Any], content: str, option: 
 
 @contextmanager
 def experiment(path: Path, settings: Mapping[str, Any], content: str, option: str) -> Iterator[None]:
-    """Hold the folder of an experiment inside the `with` block, with its settings in the file `path`. Raises the errors
-    of `check_folder`, and `RunError` if another process works in the folder."""
+    """Hold the folder of an experiment inside the `with` block, with its settings in the file `path`. A cell whose
+    repetition was killed has its earlier result again. Raises the errors of `check_folder`, and `RunError` if another
+    process works in the folder."""
     check_folder(path, settings, content, option)
     with locked(path.parent):
         check_folder(path, settings, content, option)  # another process may have begun here in the meantime
+        start, end = replaced_path(Path("*")).name.split("*")
+        for earlier in (path.parent / CELLS).glob(f"{start}*{end}"):
+            _end_repetition(earlier.with_name(earlier.name.removeprefix(start).removesuffix(end)))
         with saving(content, path.parent):
             write_json(path, settings)
         yield
+
+
+def _end_repetition(place: Path) -> None:
+    """Delete the earlier result of a cell that was repeated. Without a new result, take it back, with the new log."""
+    earlier = replaced_path(place)
+    if not (place / RESULT).exists():
+        if (place / LOG).exists():
+            (place / LOG).replace(earlier / LOG)
+        shutil.rmtree(place, ignore_errors=True)
+        recover_folder(place)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def complete_run(
@@ -288,15 +303,9 @@ class Pool(Generic[C, R]):
             shutil.rmtree(earlier, ignore_errors=True)
             place.rename(earlier)
         try:
-            result = self.run([(f"cell {cell.name}", cell)])[cell.name]
-        except BaseException:
-            if (place / LOG).exists():
-                (place / LOG).replace(earlier / LOG)
-            shutil.rmtree(place, ignore_errors=True)
-            recover_folder(place)
-            raise
-        shutil.rmtree(earlier, ignore_errors=True)
-        return result
+            return self.run([(f"cell {cell.name}", cell)])[cell.name]
+        finally:
+            _end_repetition(place)
 
     def place(self, name: str) -> Path:
         """Return the folder of a cell."""

@@ -6,19 +6,18 @@ import functools
 import math
 import shlex
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vitrail.data.check.images import MIN_IMAGES, colours_in, images_of
+from vitrail.data.check.images import MIN_IMAGES, has_colour, images_of
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.pixels.preprocess import SPARE, Preprocess
-from vitrail.data.source import LARGEST_SCALE, Source, typical_size
+from vitrail.data.source import LARGEST_SCALE, Source, decodable, typical_size
 from vitrail.data.splits import Splits
 from vitrail.data.targets import PLACED
-from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.errors import ConfigError
 from vitrail.experiments.runner import training_speeds
 from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig, ModelConfig, override_fields
@@ -199,13 +198,10 @@ def plan_continued(
 def colours_of(source: Source) -> Colours:
     """Return the number of channels, and the mean and the standard deviation of the levels of up to 32 images."""
     images = list(images_of(source))
-    coloured = colours_in(images)
+    coloured = list(decodable(has_colour, images))
     channels = 3 if sum(coloured) > MIN_IMAGES * len(coloured) else 1
     preprocess = Preprocess(image_size=(32, 32), channels=channels, scaled_decode=True)
-    decoded = []
-    for image in images:
-        with suppress(UndecodableImage):  # training skips such images and names them
-            decoded.append(preprocess.pixels(image))
+    decoded = list(decodable(preprocess.pixels, images))
     levels = np.stack(decoded) / 255 if decoded else np.full((1, channels, 1, 1), 0.5)
     mean, std = levels.mean(axis=(0, 2, 3)), levels.std(axis=(0, 2, 3))
     return Colours(channels, _rounded(mean), _rounded(np.maximum(std, 0.05)))
@@ -359,10 +355,9 @@ def _with_fast_decoding(config: TrainConfig, train: Source, explicit: Explicit) 
 
 def _are_large_jpegs(source: Source, size: tuple[int, int]) -> bool:
     """Return True if most of up to 32 images are JPEGs that can be shrunk while they are decoded to this size."""
-    found = []
-    for image in images_of(source):
-        with suppress(UndecodableImage):
-            opened = open_image(image)
-            most = min(have / needed for have, needed in zip(opened.size, size, strict=True)) / SPARE
-            found.append(opened.shrink_for(most) > 1)
-    return sum(found) * 2 > len(found)
+    images = decodable(open_image, images_of(source))
+    shrinks = [
+        image.shrink_for(min(have / needed for have, needed in zip(image.size, size, strict=True)) / SPARE)
+        for image in images
+    ]
+    return sum(shrink > 1 for shrink in shrinks) * 2 > len(shrinks)

@@ -176,8 +176,9 @@ is at least 4.5 to 1 in light and in dark mode."""
 INVERT_ABOVE = 0.66
 """Opacity of a cell above which its number changes colour."""
 
-Bin: TypeAlias = tuple[float, float, int]
-"""Mean confidence, accuracy and number of images of the images whose confidence lies between two limits."""
+Bin: TypeAlias = tuple[float, float, int, tuple[float, float]]
+"""Mean confidence, accuracy, number of images, and ends of the accuracy's interval, of the images whose confidence lies
+between two limits."""
 
 PAGE_WIDTH = 980.0
 """Width of a page's text in pixels on a desktop."""
@@ -189,9 +190,9 @@ SHORTEST_NAME, LONGEST_NAME = 15, 32
 def reliability_diagram(before: Sequence[Bin], after: Sequence[Bin] | None, *, label: str) -> Markup:
     """Return a reliability diagram: accuracy over confidence, with a dot for each bin (1706.04599, figure 4).
 
-    The area of a dot is the bin's fraction of the images. A vertical line through the dot is the 95 % interval of the
-    accuracy (Wilson 1927), which is long for a bin of few images. `before` and `after` are the bins before and after
-    temperature scaling, without empty ones. If both are given, `after` is drawn in front, as the first series.
+    The area of a dot is the bin's fraction of the images. A vertical line through the dot is the interval of the
+    accuracy, which is long for a bin of few images. `before` and `after` are the bins before and after temperature
+    scaling, without empty ones. If both are given, `after` is drawn in front, as the first series.
     """
     width, height = 320.0, 310.0
     percent = make_axis([0.0, 100.0])
@@ -203,10 +204,12 @@ def reliability_diagram(before: Sequence[Bin], after: Sequence[Bin] | None, *, l
         _diagonal(area),
     ]
     for css, bins in [("one", before)] if after is None else [("two", before), ("one", after)]:
-        total = sum(images for _, _, images in bins)
-        filled = [(100 * confidence, 100 * accuracy, images) for confidence, accuracy, images in bins]
-        ends = [(x, *_wilson_interval(y / 100, count)) for x, y, count in filled]
-        lines = [f"M{area.x(x):.2f} {area.y(100 * low):.2f}V{area.y(100 * high):.2f}" for x, low, high in ends]
+        total = sum(images for _, _, images, _ in bins)
+        filled = [(100 * confidence, 100 * accuracy, images) for confidence, accuracy, images, _ in bins]
+        lines = [
+            f"M{area.x(100 * confidence):.2f} {area.y(100 * low):.2f}V{area.y(100 * high):.2f}"
+            for confidence, _, _, (low, high) in bins
+        ]
         parts.append(f'<path class="line range {css}" d="{"".join(lines)}"/>')
         parts += [
             dot(
@@ -324,14 +327,6 @@ def _common_axis(values: Sequence[float]) -> tuple[Axis, float]:
 
 def _diagonal(area: PlotArea) -> str:
     return f'<path class="ideal" d="M{area.left:g} {area.bottom:g}L{area.right:g} {area.top:g}"/>'
-
-
-def _wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a fraction of `count` samples (Wilson 1927)."""
-    z = 1.959964
-    centre = (fraction + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
-    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def display_width(name: str) -> int:

@@ -136,7 +136,7 @@ def _tensor(item: Mapping[str, Any], binary: bytes) -> list[bytes] | np.ndarray:
     values = values.ravel()
     if sent is None and datatype == "UINT8" and not ((values >= 0) & (values <= 255) & (values % 1 == 0)).all():
         raise Refused(400, "data: UINT8 values must be whole numbers from 0 to 255")
-    if np.abs(values).max(initial=0) > np.finfo(np.float32).max or np.isnan(values).any():
+    if not (np.abs(values) <= np.finfo(np.float32).max).all():
         raise Refused(400, "data: FP32 values must be finite")
     if values.size != math.prod(shape):
         raise Refused(400, f"shape: {list(shape)} has {math.prod(shape)} values, but {values.size} were sent")

@@ -434,7 +434,8 @@ class Supervisor:
         if self._signals:
             return
         code = worker.process.exitcode or 0
-        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        name = next((one.name for one in signal.Signals if one == -code), -code)  # real-time signals have none
+        cause = f"signal {name}" if code < 0 else f"exit code {code}"
         log_line(event="worker ended", worker=worker.number, pid=worker.process.pid, cause=cause)
         if not self._has_started:
             raise ProcessError(f"a worker ended with {cause} before all of them had started; is there enough memory?")

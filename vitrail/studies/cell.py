@@ -141,16 +141,16 @@ def measure_cell(folder: Path, cell: StudyCell) -> CellResult:
     seconds = time.perf_counter() - begun
     for part in UNNEEDED:
         shutil.rmtree(folder / "run" / part, ignore_errors=True)
-    record, network = read_record(folder / "run"), result.bundle.network
-    steps = int(result.summary["steps"])
-    flops = float(run_flops(phases_of(record.config, network.config, steps), network.config, record.config.task))
+    trained, network = read_record(folder / "run").config, result.bundle.network
+    phases = phases_of(trained, network.config, steps := int(result.summary["steps"]))
+    flops = run_flops(phases, network.config, trained.task, trained.start.train_blocks)
     return CellResult(
         metrics=metrics,
         steps=steps,
         flops=before + flops,
         seconds=seconds,
         parameters=sum(parameter.numel() for parameter in network.parameters()),
-        machine=_machine(device, record.config.run.precision),
+        machine=_machine(device, trained.run.precision),
     )
 
 

@@ -64,8 +64,11 @@ class PowerLawFit:
         if not laws:
             return Finding(self.text, "not shown", (f"{self.arm} has no two points of different compute and error",))
         found = estimate([law.slope for law in laws.values()])
-        text = f"exponent of the error of {self.arm}: {found.mean:.3f}{_interval(found, '{:.3f}'.format)}"
-        return Finding(self.text, _sign(estimate([-law.slope for law in laws.values()])), (text,))
+        return Finding(
+            self.text,
+            _sign(estimate([-law.slope for law in laws.values()])),
+            (f"exponent of the error of {self.arm}: {found.mean:.3f}{_interval(found, '{:.3f}'.format)}",),
+        )
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,15 @@ class LessCompute:
             return Finding(self.text, "not shown", ("both arms reach an error of 0, which no power law has",))
         found = estimate([log_x_at(laws[1][seed], error) - log_x_at(laws[0][seed], error) for seed in seeds])
         mean = math.exp(min(found.mean, MAX_LOG))
-        text = f"compute of {self.second} divided by that of {self.first} at an error of {error:.2%}: "
-        text += f"{mean:.2f}" if mean < 1000 else f"{mean:.2g}"
-        text += _interval(found, lambda end: f"{math.exp(min(end, MAX_LOG)):.2g}")
-        return Finding(self.text, _sign(found), (text,))
+        ratio = f"{mean:.2f}" if 0.1 <= mean < 1000 else f"{mean:.2g}"
+        return Finding(
+            self.text,
+            _sign(found),
+            (
+                f"compute of {self.second} divided by that of {self.first} at an error of {error:.2%}: {ratio}"
+                + _interval(found, lambda end: f"{math.exp(min(end, MAX_LOG)):.2g}"),
+            ),
+        )
 
 
 # Statistics over seeds: means with their intervals, paired differences, and power laws.
@@ -271,7 +279,8 @@ class GainShrinks:
             one, two = results.point(first), results.point(second)
             assert one is not None and two is not None
             values, base = one.values(self.metric), two.values(self.metric)
-            gains.append({seed: value - base[seed] for seed, value in values.items() if seed in base})
+            # Equal gains differ by rounding errors, which would be a certain difference if all seeds had them.
+            gains.append({seed: round(value - base[seed], 12) for seed, value in values.items() if seed in base})
         found = paired(gains[0], gains[1])
         text = f"gain of {self.few[0]} minus gain of {self.many[0]}: {difference_text(found)}"
         return Finding(self.text, _sign(found), (text,))

@@ -273,7 +273,7 @@ def _cell_cost(cell: StudyCell, networks: dict[str, AnyConfig], sizes: Mapping[s
     return CellCost(
         network=network,
         batch_size=config.run.batch_size,
-        flops=float(run_flops(phases, network, config.task)),
+        flops=float(run_flops(phases, network, config.task, config.start.train_blocks)),
         bytes=PROCESS_BYTES + run_bytes(config, network),
     )
 

@@ -70,17 +70,18 @@ def _positions_points(settings: Settings) -> list[Point]:
 def _positions_claims(points: Sequence[Point]) -> list[Claim]:
     found = [one.arm for one in points]
     paper = tuple(arm for arm in PAPER_POSITIONS if arm in found)
-    claims: list[Claim] = []
-    for metric, name in (("accuracy", "accuracy"), ("fewshot_5", "5-shot accuracy")):
-        claims += [
+    return [
+        claim
+        for metric, name in (("accuracy", "accuracy"), ("fewshot_5", "5-shot accuracy"))
+        for claim in (
             Better(
                 f"Every kind and place of the paper has a better {name} than no positions",
                 tuple((arm, "none") for arm in paper),
                 metric,
             ),
             Alike(f"The kinds and places of the paper differ little in {name}", paper, metric=metric),
-        ]
-    return claims
+        )
+    ]
 
 
 def _positions_published() -> list[Point]:
@@ -548,9 +549,10 @@ def _augmentation_points(settings: Settings) -> list[Point]:
 def _augmentation_claims(points: Sequence[Point]) -> list[Claim]:
     labels = list(dict.fromkeys(one.label for one in sorted(points, key=lambda one: one.x or 0.0)))
     few, more = labels[0], labels[min(1, len(labels) - 1)]
-    claims: list[Claim] = []
-    for arm in dict.fromkeys(one.arm for one in points if one.arm != "none"):
-        claims += [
+    claims: list[Claim] = [
+        claim
+        for arm in dict.fromkeys(one.arm for one in points if one.arm != "none")
+        for claim in (
             Better(
                 f"With few images, {arm} augmentation is better than none", ((f"{arm} at {few}", f"none at {few}"),)
             ),
@@ -558,7 +560,8 @@ def _augmentation_claims(points: Sequence[Point]) -> list[Claim]:
                 f"With few images, {arm} augmentation is worth more than three times as many images",
                 ((f"{arm} at {few}", f"none at {more}"),),
             ),
-        ]
+        )
+    ]
     return claims or [Better("Augmentation is better than none", ())]
 
 

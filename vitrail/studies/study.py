@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vitrail.data.augment.settings import Augment
-from vitrail.data.check.images import colours_in, images_of
+from vitrail.data.check.images import has_colour, images_of
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import fingerprint
+from vitrail.data.source import decodable, fingerprint
 from vitrail.data.sources import DataConfig
 from vitrail.errors import ConfigError, DataError, plural
 from vitrail.models.variants import ModelConfig
@@ -138,7 +138,7 @@ def open_study_data(spec: str, scale: Scale) -> Settings:
         data=spec,
         images=len(splits.train),
         classes=len(splits.classes),
-        channels=3 if any(colours_in(images_of(splits.train))) else 1,
+        channels=3 if any(decodable(has_colour, images_of(splits.train))) else 1,
         fingerprint=fingerprint(splits.train, splits.validation, splits.test),
     )
 

@@ -786,15 +786,18 @@ def first_steps(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
     return tuple(replace(phase, steps=min(phase.steps, steps - phase.first)) for phase in phases if phase.first < steps)
 
 
-def run_flops(phases: Sequence[Phase], network: AnyConfig, task: Task) -> int:
-    """Return the FLOPs of all training steps of a run. Evaluations are not counted."""
-    return sum(phase.steps * phase.step_flops(network, task) for phase in phases)
+def run_flops(phases: Sequence[Phase], network: AnyConfig, task: Task, trained_blocks: int | None = None) -> int:
+    """Return the FLOPs of all training steps of a run. Evaluations are not counted. By default all blocks are trained,
+    otherwise the last `trained_blocks`."""
+    return sum(phase.steps * phase.step_flops(network, task, trained_blocks) for phase in phases)
 
 
 def cost_text(phases: Sequence[Phase], network: AnyConfig, task: Task) -> str:
-    """Return a sentence about the arithmetic of the training steps."""
-    flops, steps = run_flops(phases, network, task), sum(phase.steps for phase in phases)
-    whole = steps * phases[-1].step_flops(network, task)
+    """Return a sentence about the arithmetic of the training steps. If the FLOPs of a phase are unknown, they are those
+    of a step that trains the whole `network`."""
+    each = [phase.flops or phase.step_flops(network, task) for phase in phases]
+    flops = sum(phase.steps * one for phase, one in zip(phases, each, strict=True))
+    whole = each[-1] * sum(phase.steps for phase in phases)
     return (
         f"the steps in {plural(len(phases), 'phase')} compute {flops / 1e12:,.3g} TFLOP, {flops / whole:.0%} of as "
         "many steps of the last phase"

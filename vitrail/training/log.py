@@ -132,6 +132,9 @@ class TensorBoard:
             self._writer.add_text("settings", f"```\n{json.dumps(settings, indent=1)}\n```")
 
     def receive(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "rolled back":
+            self._writer.close()  # the next number opens a file that hides the steps that are repeated
+            self._writer.purge_step = event["step"] + 1
         for name, value in scalars(event).items():
             self._writer.add_scalar(name, value, event["step"], walltime=event["time"])
 
@@ -223,13 +226,16 @@ def tracking(track: str, folder: Path, settings: Mapping[str, Any], log: Log, st
 
 def scalars(event: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of an event by their names: "train/loss", "validation/accuracy", "probe/knn_1". Those of the
-    finished model begin with "final/"."""
+    finished model begin with "final/", and those of the weights in training, if averaged ones are measured beside them,
+    with "trained/"."""
     kind = event["event"]
     if kind not in ("step", "evaluation", "probe"):
         return {}
     start = {"step": "train", "probe": "probe"}.get(kind) or event["split"]
     if event.get("kept"):
         start = f"final/{start}"
+    elif kind == "evaluation" and "best" not in event:
+        start = f"trained/{start}"
     return {
         f"{start}/{name}": float(value)
         for name, value in event.items()

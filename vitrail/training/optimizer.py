@@ -213,7 +213,8 @@ class OptimizerConfig(Checked):
                 f"end_learning_rate={self.end_learning_rate} is for the schedules {', '.join(TO_AN_END)}, and the "
                 f"schedule is {self.schedule}; leave it out"
             )
-        if 0 < self.learning_rate < self.end_learning_rate:
+        # A rate for another batch size is compared after `for_batch_size`.
+        if self.base_batch_size is None and 0 < self.learning_rate < self.end_learning_rate:
             yield f"end_learning_rate={self.end_learning_rate} is above learning_rate={self.learning_rate}"
         if self.schedule == "staircase" and not self.stair_at:
             yield "schedule='staircase' needs stair_at, the points at which it changes, such as stair_at=(0.33, 0.67)"

@@ -46,7 +46,7 @@ from vitrail.training.after_step import Run, before_first_step, checked_result, 
 from vitrail.training.checkpoint import BestModel, Checkpoints
 from vitrail.training.clock import MachineLimit, Timing
 from vitrail.training.config import ALLOWED, LENGTHS, ON_RESUME, EarlyConfig, TrainConfig
-from vitrail.training.folder import Record, locked, new_folder, read_record, replace_config
+from vitrail.training.folder import Record, locked, new_folder, outdate_pages, read_record, replace_config
 from vitrail.training.job import (
     Job,
     Probe,
@@ -642,6 +642,7 @@ def finish(run: Run, state: TrainState) -> RunResult:
             bundle = measured = replace(bundle, words=make_bundle(job, state.kept).words)
     predictions = _measure(run, state, measured)
     bundle.metrics = measured.metrics
+    processes.on_first(lambda: outdate_pages(folder))
     processes.on_first(lambda: write_weights(bundle, folder / "model"))
     processes.on_first(run.best.forget)
     held_out = job.splits.held_out

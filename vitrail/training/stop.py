@@ -1,5 +1,5 @@
-"""Stopping on request. After the first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, the run saves its state and stops. A second
-Ctrl-C, SIGTERM or SIGUSR1 ends the process at once."""
+"""Stopping on request. After the first Ctrl-C, SIGTERM, SIGUSR1, SIGXCPU or SIGHUP, the run saves its state and stops.
+A second Ctrl-C, SIGTERM or SIGUSR1 ends the process at once."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def interrupted_by_signals(message: str = "") -> Iterator[None]:
 
 
 class StopRequest:
-    """Records SIGINT, SIGTERM, SIGUSR1 and SIGHUP in `requested` inside a `with` block. The loop checks `requested`
-    between steps. Batch systems such as SLURM can send SIGUSR1 before the time of a job is over.
+    """Records SIGINT, SIGTERM, SIGUSR1, SIGXCPU and SIGHUP in `requested` inside a `with` block. The loop checks
+    `requested` between steps. Batch systems can send SIGUSR1 (SLURM) or SIGXCPU before the time of a job is over.
 
     At the time `end` (`time.perf_counter()`), `requested` becomes True without a signal.
 
     The first signal also restores the usual handlers of the others, so that a second one ends the process at once.
-    SIGHUP stays handled, because a terminal that closes can send it twice. A process that ignores SIGHUP, such as
-    one started by nohup, goes on ignoring it. Python handles signals in its main thread only. In other threads this
-    class changes nothing.
+    SIGHUP stays handled, because a terminal that closes can send it twice, and so does SIGXCPU, which comes every
+    second beyond a limit of CPU time. A process that ignores SIGHUP, such as one started by nohup, goes on ignoring it.
+    Python handles signals in its main thread only. In other threads this class changes nothing.
     """
 
     def __init__(self, end: float | None = None) -> None:
@@ -59,7 +59,7 @@ class StopRequest:
         self.is_asked = False
         """True after a signal, or if a caller requests a stop by this attribute."""
         self._before: dict[int, Any] = {}
-        self._hangup: dict[int, Any] = {}
+        self._repeated: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
@@ -70,15 +70,15 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._before[number] = signal.signal(number, self._ask)
-            for number in _hangup():
-                self._hangup[number] = signal.signal(number, self._ask)
+            for number in (signal.SIGXCPU, *_hangup()):
+                self._repeated[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _restore(self._before)
-        _restore(self._hangup)
+        _restore(self._repeated)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.is_asked = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,10 +13,10 @@ import numpy as np
 from vitrail.data.augment.settings import PRESETS
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import GEOMETRIES
-from vitrail.data.source import Source, image_of, target_kind, truth_of
+from vitrail.data.source import Source, decodable, image_of, target_kind, truth_of
 from vitrail.data.splits import Splits
 from vitrail.data.targets import TargetKind
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError
 from vitrail.models.cost import training_bytes
 from vitrail.models.variants import AnyConfig
 from vitrail.settings import seconds_in
@@ -138,10 +137,9 @@ class Choices:
 
 def facts_of(splits: Splits) -> DataFacts:
     """Return the properties of the data. The headers of up to 64 training images, evenly spaced, are read."""
-    train, areas = splits.train, []
-    for index in np.unique(np.linspace(0, len(train) - 1, min(MAX_HEADERS, len(train))).astype(np.int64)).tolist():
-        with suppress(DataError):  # training will skip the image and report it
-            areas.append(math.prod(image_size_of(image_of(train, index))))
+    train = splits.train
+    places = np.unique(np.linspace(0, len(train) - 1, min(MAX_HEADERS, len(train))).astype(np.int64)).tolist()
+    areas = list(decodable(lambda index: math.prod(image_size_of(image_of(train, index))), places))
     side = math.floor(math.sqrt(float(np.median(areas)))) if areas else None
     return DataFacts(len(train), side, target_kind(train), _has_targets(splits.validation), _has_targets(splits.test))
 

@@ -18,7 +18,7 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError, plural
-from vitrail.evaluation.metrics.intervals import LEVEL, Metric
+from vitrail.evaluation.metrics.intervals import LEVEL, Metric, wilson_ends
 from vitrail.evaluation.metrics.report import (
     QUANTILES,
     Calibration,
@@ -32,7 +32,7 @@ from vitrail.evaluation.metrics.report import (
     named_metrics,
 )
 from vitrail.evaluation.mistakes import PlacedReport
-from vitrail.report.charts import Chart, confusion_matrix, reliability_diagram, scatter_plot, shorten
+from vitrail.report.charts import Bin, Chart, confusion_matrix, reliability_diagram, scatter_plot, shorten
 from vitrail.report.page import write_page
 from vitrail.settings import to_plain
 from vitrail.tasks.task import TaskMetric
@@ -225,7 +225,7 @@ def _settings(
     config: TrainConfig, record: dict[str, Any], events: Sequence[dict[str, Any]], bundle: Bundle
 ) -> list[tuple[str, str]]:
     """Return the names and values of the main settings, and of the run's time and memory."""
-    rates, data, noun = config.optimizer, record["data"], config.task.output_noun
+    rates, data, noun = config.optimizer.for_batch_size(config.run.batch_size), record["data"], config.task.output_noun
     splits = ", ".join(f"{data[name]:,} {name}" for name in ("train", "validation", "test") if data[name])
     height, width = bundle.preprocess.image_size
     epochs = record["steps"] * config.mean_batch_size / max(data["train"], 1)
@@ -238,7 +238,7 @@ def _settings(
         "lamb": f"LAMB with betas {rates.beta1:g} and {rates.beta2:g}",
     }[rates.kind]
     decay_rule = f"{rates.decay_rule} " if rates.weight_decay else ""
-    warmup = rates.warmup if isinstance(rates.warmup, str) else f"{rates.warmup:.0%} of the steps"
+    warmup = rates.warmup if isinstance(rates.warmup, str) else f"{100 * rates.warmup:.4g}% of the steps"
     decay = "" if rates.layer_decay == 1 else f", layer decay {rates.layer_decay:g}"
     rows = [
         ("model", f"{_model(config)}, {sum(one.numel() for one in bundle.network.parameters()):,} parameters"),
@@ -573,10 +573,10 @@ def calibration(report: ClassificationReport) -> Section | None:
     }
 
 
-def _filled(calibration: Calibration) -> list[tuple[float, float, int]]:
-    """Return confidence, accuracy and number of images of the bins that have images."""
+def _filled(calibration: Calibration) -> list[Bin]:
+    """Return the bins that have images, with Wilson's intervals of their accuracies."""
     return [
-        (one.confidence, one.accuracy, one.images)
+        (one.confidence, one.accuracy, one.images, wilson_ends(one.accuracy, one.images))
         for one in calibration.bins
         if one.confidence is not None and one.accuracy is not None
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_whole
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, NonFiniteLoss, UserError, nearest
+from vitrail.errors import ConfigError, DataError, NonFiniteLoss, UserError, listed, nearest
 from vitrail.evaluation.evaluators import Evaluator, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.experiments.runner import check_folder, complete_run
@@ -163,13 +164,12 @@ class SuiteResult:
 
         The key None has the means over all tasks.
         """
-        result: dict[str | None, dict[str, tuple[float, int]]] = {}
-        for group in (*self.groups(), None):
-            result[group] = {}
-            for name in self.columns():
-                if values := [row.metrics[name] for row in self.in_group(group) if name in row.metrics]:
-                    result[group][name] = sum(values) / len(values), len(values)
-        return result
+        return {group: self._means_of(group) for group in (*self.groups(), None)}
+
+    def _means_of(self, group: str | None) -> dict[str, tuple[float, int]]:
+        rows = [row.metrics for row in self.in_group(group)]
+        values = {name: [row[name] for row in rows if name in row] for name in self.columns()}
+        return {name: (sum(found) / len(found), len(found)) for name, found in values.items() if found}
 
 
 def suites() -> dict[str, Path]:
@@ -340,7 +340,13 @@ def finetune_suite(
     """
     log, rows = log or Log(), list[TaskResult]()
     run = _SuiteRun(SuiteResult(suite, rows), initial, config, folder, place, method, log)
-    check_folder(place / RESULTS, {"suite": suite.name, **run.about}, "the runs of a suite", "--name")
+    path = place / RESULTS
+    check_folder(path, {"suite": suite.name, **run.about}, "the runs of a suite", "--name")
+    earlier = json.loads(path.read_text(encoding="utf-8")).get("tasks", ()) if path.is_file() else ()
+    if gone := [name for name in earlier if name not in {task.name for task in suite.tasks}]:
+        log.note(
+            f"{path}: the results of {listed(gone)} are dropped, because the suite lacks these tasks; their runs stay"
+        )
     for number, task in enumerate(suite.tasks, start=1):
         log.say(f"task {task.name}, {number} of {len(suite.tasks)}")
         try:

@@ -129,6 +129,15 @@ def test_links_are_followed_and_no_folder_is_entered_twice(tree: Trees) -> None:
     check_source(source, decodes=False)
 
 
+def test_a_link_to_another_class_or_out_of_the_folder_takes_no_images_of_it(tree: Trees) -> None:
+    root = tree("a/1.png", "b/2.png", "c/3.png")
+    for name, target in (("b", root / "b"), ("deep/up", root), ("self", root / "a")):
+        (root / "a" / name).parent.mkdir(exist_ok=True)
+        (root / "a" / name).symlink_to(target)
+    assert keys_of(read_folder(root).samples) == ["a/1.png", "b/2.png", "c/3.png"]
+    assert keys_of(read_folder(root, unlabelled=True).samples) == ["a/1.png", "a/b/2.png", "c/3.png"]
+
+
 def test_a_link_to_itself_is_skipped_and_one_that_leads_nowhere_is_an_image_that_cannot_be_read(tree: Trees) -> None:
     root = tree("a/1.png", "b/2.png")
     (root / "a" / "loop").symlink_to("loop")

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.experiments.noisy_student.conftest import MakeTeacher
+from tests.listening import Display
 from vitrail.data.formats.pseudo_labels import Pool, read_info
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError, RunError
@@ -25,7 +26,7 @@ from vitrail.experiments.noisy_student import Labelling, NoisyStudentConfig, Rou
 from vitrail.recipes.semi_supervised import NOISY_STUDENT_RECIPES
 from vitrail.tasks.distillation import teacher_facts
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import read_record
+from vitrail.training.folder import read_record, replace_config
 from vitrail.training.log import Log, read_journal
 from vitrail.training.run import train
 from vitrail.weights.load import load
@@ -106,6 +107,11 @@ def test_two_rounds_are_trained_and_not_repeated(student: TrainConfig, tmp_path:
     run_rounds(config_of(student, rounds=3), folder, longer)
     assert longer.calls[-2:] == ["train 3", "done 3"] and "label 2" in longer.calls, "lost labels are made again"
     assert {name: value for name, value in hash_of(folder).items() if "round-3" not in name} == before
+    last = folder / "round-3" / "run"
+    replace_config(last, read_record(last).config.override(steps=99))  # as an extension records it
+    display = Display()
+    run_rounds(config_of(student, rounds=3), folder, Log(display))
+    assert len(display.notes) == 1 and "steps" in display.notes[0] and "99" in display.notes[0]
     shutil.rmtree(folder / "round-0/run/model")
     assert len(run_rounds(config_of(student, rounds=3), folder)) == 4, "models of finished rounds can be deleted"
 

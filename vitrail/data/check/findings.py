@@ -64,8 +64,8 @@ class SplitCounts:
     looked_at: int
     per_class: tuple[int, ...]
     """Number of images per class. An image with several labels counts for each label. With boxes, the number of
-    objects. With masks, the number of checked images that have the class. Empty if the targets are numbers or the split
-    has no targets."""
+    objects without crowds. With masks, the number of checked images that have the class. Empty if the targets are
+    numbers or the split has no targets."""
     unlabelled: int
 
 
@@ -175,11 +175,13 @@ UNEVEN = 10
 
 
 def count(name: str, source: Source, looked_at: int) -> SplitCounts:
-    """Count the samples of a split per class, and the samples without a target."""
+    """Count the samples of a split per class, and the samples without a target. Crowds are not counted, because no
+    class is learned from them."""
     truth = truth_of(source)
     per_class: tuple[int, ...] = ()
     if truth.kind not in ("numbers", "mask", "texts"):
-        labels = truth.values[truth.values >= 0]
+        counted = truth.values >= 0 if truth.objects is None else ~truth.objects.crowd
+        labels = truth.values[counted]
         per_class = tuple(np.bincount(labels, minlength=truth.columns).tolist())
     return SplitCounts(name, len(source), looked_at, per_class, int((~truth.known).sum()))
 

@@ -19,7 +19,7 @@ from PIL import Image
 from vitrail.data.objects import Mask, Objects
 from vitrail.data.pipeline import default_threads
 from vitrail.data.pixels.decode import open_file, open_image, orientation_of, to_pil
-from vitrail.data.source import Source
+from vitrail.data.source import Source, decodable
 from vitrail.data.targets import Target
 from vitrail.errors import DataError, UndecodableImage, plural
 
@@ -217,8 +217,7 @@ def _with_target(seen: Seen, target: Target, classes: int) -> Seen:
             pixels = np.bincount(target.indices(size).ravel(), minlength=256)
             seen = replace(seen, amounts=pixels[[*range(classes), -1]])
         elif isinstance(target, Objects):
-            sides = (target.boxes[:, 2:] - target.boxes[:, :2]) * size[::-1]
-            sizes = np.searchsorted(AREAS, sides.prod(axis=1), side="right")
+            sizes = np.searchsorted(AREAS, target.all_areas(size)[~target.crowd], side="right")
             seen = replace(seen, amounts=np.bincount(sizes, minlength=len(AREAS) + 1))
             target.check_size(size)
     except UndecodableImage as error:
@@ -316,19 +315,9 @@ def has_colour(image: bytes | np.ndarray | Image.Image) -> bool:
 
 
 def images_of(source: Source) -> Iterator[bytes | np.ndarray]:
-    """Yield up to 32 evenly spaced images of a source. Images that cannot be read are skipped."""
-    for index in np.unique(np.linspace(0, len(source) - 1, min(MAX_LOOKS, len(source))).astype(np.int64)).tolist():
-        with suppress(DataError):
-            yield source[index].image
-
-
-def colours_in(images: Iterable[bytes | np.ndarray | Image.Image]) -> list[bool]:
-    """Return for each image if it has colours. Images that cannot be decoded are skipped."""
-    found = []
-    for image in images:
-        with suppress(UndecodableImage):
-            found.append(has_colour(image))
-    return found
+    """Return up to 32 evenly spaced images of a source. Images that cannot be read are skipped."""
+    places = np.unique(np.linspace(0, len(source) - 1, min(MAX_LOOKS, len(source))).astype(np.int64)).tolist()
+    return decodable(lambda index: source[index].image, places)
 
 
 def colour_note(images: Iterable[bytes | np.ndarray | Image.Image], channels: int) -> str:
@@ -338,7 +327,7 @@ def colour_note(images: Iterable[bytes | np.ndarray | Image.Image], channels: in
     """
     if channels != 1:
         return ""
-    found = colours_in(images)
+    found = list(decodable(has_colour, images))
     if not found or sum(found) < MIN_IMAGES * len(found):
         return ""
     many = f"{sum(found):,} of {plural(len(found), 'image')} looked at" if len(found) > 1 else "the image"

@@ -119,7 +119,7 @@ class ImageFiles:
     def __init__(self, root: Path) -> None:
         scan = Scan(root)
         self.root = root
-        self.inodes = dict(sorted(scan.images("", set())))
+        self.inodes = dict(sorted(scan.images("")))
         self.others = sorted(scan.others)
         """Paths of all other files."""
         self._named: defaultdict[str, list[str]] = defaultdict(list)
@@ -132,12 +132,14 @@ class ImageFiles:
     ) -> str | None:
         """Return the path of the image that a name or a path of another machine means, or None.
 
-        The last part of the name decides. If several images outside of the folders `outside` have it, the longest
-        common end of the paths decides, then the name in the folder `near`, then this folder, then the split.
+        The last part of the name decides, without the spaces around it unless a file has them. If several images
+        outside of the folders `outside` have it, the longest common end of the paths decides, then the name in the
+        folder `near`, then this folder, then the split.
         Raise `DataError` if several remain.
         """
         parts = name.replace("\\", "/").split("/")
-        named = self._named.get(parts[-1].casefold(), ())
+        last = parts[-1].casefold()
+        named = self._named.get(last) or self._named.get(last.strip(), [])
         found = [key for key in named if not holds_masks(key) and not key.startswith(outside)]
         rules: tuple[Callable[[str], int], ...] = (
             lambda key: len(os.path.commonprefix([key.split("/")[::-1], parts[::-1]])),  # noqa: RUF071 (of lists)
@@ -308,7 +310,7 @@ def _by_lists(
     taken: dict[str, Split] = {}
     notes: list[str] = []
     for path, split in lists.items():
-        names = [line.strip() for line in lines_of(path) if line.strip()]
+        names = [line for line in lines_of(path) if line.strip()]
         absent = []
         for name in names:
             key = images.find(name)

@@ -81,7 +81,7 @@ def read_folder(
     """
     scan = Scan(root)
     if unlabelled:
-        images = sorted(scan.images("", set()))
+        images = sorted(scan.images(""))
         if not images:
             raise DataError(f"{root} has no images ({ALL}), neither in it nor in its folders")
         faults = (*_other_folders(root, scan.system, scan.own), *unread_images(root, scan.others))
@@ -95,8 +95,9 @@ def read_folder(
         raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
     named = {name: class_name(name) for name in folders}
     check_names(str(root), named.values())
-    entered: set[tuple[int, int]] = set()
-    found = {name: sorted(scan.images(name, entered)) for name in folders}
+    owners = {(root / name).resolve(): name for name in reversed(folders)}
+    scan.entered |= owners.keys()  # no link inside a class folder takes the images of another one
+    found = {name: sorted(scan.images(name)) if name in owners.values() else [] for name in folders}
     empty = [name for name, images in found.items() if not images]
     if len(empty) == len(folders) and not tolerant:
         raise DataError(f"{root} has no images ({ALL}) in its class folders: {listed(empty)}; add images")
@@ -133,18 +134,16 @@ class Scan:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.entered = {root.resolve()}
+        """The folders that have been found, of which none is entered again through a link."""
         self.others: list[str] = []
         """Files without an image suffix."""
         self.system: list[str] = []
         self.own: list[str] = []
 
-    def images(self, folder: str, entered: set[tuple[int, int]]) -> list[tuple[str, int]]:
+    def images(self, folder: str) -> list[tuple[str, int]]:
         """Return the relative paths and inodes of the images in a folder and its subfolders."""
         found: list[tuple[str, int]] = []
-        status = (self.root / folder).stat()
-        if (status.st_dev, status.st_ino) in entered:
-            return found
-        entered.add((status.st_dev, status.st_ino))
         folders = []
         system, names = [], set()
         start = f"{folder}/" if folder else ""
@@ -171,7 +170,9 @@ class Scan:
         self.others += [f"{start}{name}" for name in sorted(names)]
         self.system += system
         for inner in sorted(folders):  # sorted, so that every machine follows the same one of two equal links
-            found += self.images(inner, entered)
+            if (place := (self.root / inner).resolve()) not in self.entered:
+                self.entered.add(place)
+                found += self.images(inner)
         return found
 
 
@@ -219,9 +220,7 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
     if not unread:
         return
     files = [name for names in unread.values() for name in names]
-    counts: Counter[str] = Counter()
-    for (_, suffix), names in unread.items():
-        counts[suffix or "no suffix"] += len(names)
+    counts = Counter(suffix or "no suffix" for (_, suffix), names in unread.items() for _ in names)
     lost = sorted({name.partition("/")[0] for name in files} & set(empty))
     only = f", and the class folders {listed(lost)} have no other images" if lost else ""
     yield Fault(

@@ -31,6 +31,7 @@ from vitrail.data.formats.annotated import (
 )
 from vitrail.data.formats.folder import class_folders
 from vitrail.data.objects import IGNORED, Mask
+from vitrail.data.pixels.decode import GREY_LEVELS, JPEGS, layout_of
 from vitrail.data.source import Samples, file_samples
 from vitrail.data.splits import SPLITS, Request, Split, Splits, split_of, splits_from
 from vitrail.data.targets import Targets, check_names, class_name
@@ -207,6 +208,11 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
     file cannot be read, or holds colours where numbers are expected or the other way round."""
     try:
         with Image.open(path) as image:
+            if image.format in JPEGS:
+                raise UndecodableImage(
+                    f"mask {path} is a JPEG file, which does not keep numbers exactly; save it as PNG from its source"
+                )
+            levels = GREY_LEVELS.get(layout_of(image), 256)
             image.load()
             if colours:
                 pixels = np.asarray(image.convert("RGBA"))
@@ -220,7 +226,7 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
                     f"mask {path} is in colour or partly transparent ({image.mode}), and numbers of classes are "
                     "expected; add the colour of each class to classes.txt, such as: road 128 64 128"
                 )
-            values = np.asarray(image)
+            values = np.asarray(image) // (255 // (levels - 1))  # Pillow scales numbers of 2 and of 4 bits
     except UndecodableImage:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -37,10 +37,8 @@ SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 def holds_voc(files: Iterable[Path]) -> bool:
     """Return True if annotations in XML are among some files. The first XML file of each folder decides."""
-    first: dict[Path, Path] = {}
-    for path in files:
-        if path.suffix.lower() == ".xml" and not path.name.startswith("."):
-            first.setdefault(path.parent, path)
+    described = [path for path in files if path.suffix.lower() == ".xml" and not path.name.startswith(".")]
+    first = {path.parent: path for path in reversed(described)}
     # CVAT's annotations begin with <annotations>.
     return any(re.search(rb"<annotation[\s>]", first_bytes(path, 1 << 12)) for path in first.values())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +54,30 @@ def holds_yolo(root: Path, files: Iterable[Path]) -> bool:
 
 
 def _description(root: Path) -> Path | None:
-    """Return the file in a folder that describes the data. Raise `DataError` if there are several."""
-    found = [path for pattern in ("*.yaml", "*.yml") for path in sorted(root.glob(pattern)) if _described(path)]
+    """Return the file in a folder that describes the data. Raise `DataError` if there are several, or if a file cannot
+    be read."""
+    paths = [path for pattern in ("*.yaml", "*.yml") for path in sorted(root.glob(pattern)) if path.is_file()]
+    found = [path for path in paths if lines_of(path) and _described(path)]
     if len(found) > 1:
         raise DataError(f"{root} has several descriptions of YOLO data: {listed([p.name for p in found])}; name one")
     return found[0] if found else None
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """Return the content of a description, or nothing if the file is another kind of YAML."""
+    """Return the content of a description, or nothing if the file is another kind of YAML. Raise `DataError` if it is
+    not valid."""
     if path.suffix.lower() not in (".yaml", ".yml"):
         return {}
+    text, fault = "", None
     try:
         text = path.read_text(encoding="utf-8-sig")
         values, as_text = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        fault, values = error, dict.fromkeys(re.findall(r"^(\w+)\s*:", text, re.MULTILINE))
     if not (isinstance(values, dict) and "names" in values and {"train", "val", "test", "nc"} & values.keys()):
         return {}
+    if fault is not None:
+        raise DataError(f"{path} is not valid YAML: {' '.join(str(fault).split())}; correct it") from fault
     root = yaml.compose(text)
     for node in (root, *(value for key, value in root.value if key.value == "names")):
         keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
@@ -162,16 +168,16 @@ def _splits(
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
     """Return the images of each split, and notes."""
     keys = [key for key in images.inodes if not holds_masks(key)]
-    stated = {"train": values.get("train"), "validation": values.get("val"), "test": values.get("test")}
+    read = (values.get(name) for name in ("train", "val", "test"))
+    stated = dict(zip(SPLITS, (one if isinstance(one, list) else [one] if one else [] for one in read), strict=True))
     if description is not None and chosen is None and any(stated.values()):
         found: dict[Split, list[str]] = {}
         notes: list[str] = []
         for split in SPLITS:
-            value = stated[split]
-            entries = value if isinstance(value, list) else [value] if value else []
             some: list[str] = []
-            for entry in entries:
-                own = _entry(folder, values, images, keys, str(entry))
+            for entry in stated[split]:
+                taken = () if entry in stated["train"] else found.get("train", ())
+                own = _entry(folder, values, images, keys, str(entry), taken)
                 if own is None and split == "train":
                     raise DataError(
                         f"{description}: {entry!r} is neither a folder with images below {folder} nor a list of images"
@@ -191,24 +197,33 @@ def _splits(
 
 
 def _entry(
-    folder: Path, values: Mapping[str, Any], images: ImageFiles, keys: Sequence[str], entry: str
+    folder: Path,
+    values: Mapping[str, Any],
+    images: ImageFiles,
+    keys: Sequence[str],
+    entry: str,
+    taken: Collection[str],
 ) -> list[str] | None:
     """Return the images of an entry of a description, a folder or a list of images in a file, or None if there is
-    neither. The description can come from another machine, so the end of a path decides."""
-    base = str(values.get("path", ""))
-    parts = [part for part in f"{base}/{entry}".replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    neither. The description can come from another machine, so the end of a path decides. The images `taken` are not
+    meant by the end of an entry alone: they belong to another one, and the folder of this one is missing."""
+    parts, own = (
+        [part for part in text.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+        for text in (f"{values.get('path', '')}/{entry}", entry)
+    )
     for first in range(len(parts)):
         place = "/".join(parts[first:])
         if (folder / place).is_file() and place.lower().endswith(".txt"):
             lines = lines_of(folder / place)
-            found = {line.strip(): images.find(line.strip()) for line in lines if line.strip()}
+            found = {line: images.find(line) for line in lines if line.strip()}
             if absent := [line for line, key in found.items() if key is None]:
                 raise DataError(
                     f"{folder / place} names {plural(len(absent), 'image')} that cannot be found: {shown(absent)}; "
                     "add them, or remove their lines"
                 )
             return [key for key in found.values() if key is not None]
-        if some := [key for key in keys if key.startswith(f"{place}/")]:
+        some = [key for key in keys if key.startswith(f"{place}/")]
+        if some and (len(parts) - first >= len(own) or not set(some) <= {*taken}):
             return some
     return None
 

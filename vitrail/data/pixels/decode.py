@@ -631,7 +631,7 @@ def _loaded(picture: Image.Image, file: bytes, shrink: int = 1) -> Image.Image:
     width, height = picture.size
     if shrink > 1:
         picture.draft(None, (width // shrink, height // shrink))
-    stated, layout = picture.size, _layout(picture)
+    stated, layout = picture.size, layout_of(picture)
     try:
         picture.load()
     except Exception:  # as above
@@ -648,7 +648,7 @@ def _loaded(picture: Image.Image, file: bytes, shrink: int = 1) -> Image.Image:
     return _corrected(picture, layout, file)
 
 
-def _layout(picture: Image.Image) -> str:
+def layout_of(picture: Image.Image) -> str:
     """Return Pillow's name of the layout of the pixels in a file that is not loaded yet, such as "RGB;16B", or an empty
     text."""
     tiles = getattr(picture, "tile", None)
@@ -693,7 +693,7 @@ def _repaired(file: bytes) -> ImageFile | None:
             picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
             _check_size(*picture.size)
             if picture.format == "PNG":
-                layout = _layout(picture)
+                layout = layout_of(picture)
                 picture.load()
                 _corrected(picture, layout, data)
             return picture

@@ -53,7 +53,8 @@ class LogisticRegression:
 
     For single labels, the objective uses the cross-entropy of the softmax. For several labels, it uses the sum of the
     binary cross-entropies of all classes (one-versus-rest). scikit-learn's `LogisticRegression(C=1 / (penalty * n))`
-    has the same minimum.
+    has the same minimum. For single labels of two classes it fits one column of weights, the difference of the two
+    here, and needs `C=2 / (penalty * n)`.
 
     Features should be centred and of similar scale. Matrix products run in the number format and on the device of the
     features. Weights and gradients stay in float64 on the CPU.

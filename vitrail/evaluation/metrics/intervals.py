@@ -89,11 +89,16 @@ def balanced_accuracy_interval(
 
 
 def wilson_interval(fraction: float, count: float) -> Metric:
-    """Return a fraction of `count` independent samples with Wilson's score interval (1927, equation 5)."""
+    """Return a fraction of `count` independent samples with Wilson's score interval."""
+    return Metric(fraction, *wilson_ends(fraction, count))
+
+
+def wilson_ends(fraction: float, count: int | float) -> tuple[float, float]:
+    """Return the ends of Wilson's score interval (1927, equation 5) of a fraction of `count` independent samples."""
     square = QUANTILE**2 / count
     centre = (fraction + square / 2) / (1 + square)
     half = math.sqrt(square * fraction * (1 - fraction) + square**2 / 4) / (1 + square)
-    return Metric(fraction, min(max(centre - half, 0.0), fraction), max(min(centre + half, 1.0), fraction))
+    return min(max(centre - half, 0.0), fraction), max(min(centre + half, 1.0), fraction)
 
 
 def calibration_error_interval(

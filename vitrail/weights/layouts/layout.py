@@ -178,10 +178,8 @@ def assemble(description: Description) -> Any:
 
 def theirs_of(state: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
     """Convert our tensors to the library's form, and return them under the library's names."""
-    theirs: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        theirs |= theirs_for(name, names).write(tensor.detach().cpu())
-    return theirs
+    written = (theirs_for(name, names).write(tensor.detach().cpu()) for name, tensor in state.items())
+    return {name: tensor for theirs in written for name, tensor in theirs.items()}
 
 
 def theirs_for(name: str, names: Names) -> Theirs:
