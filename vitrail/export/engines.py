@@ -90,7 +90,8 @@ def with_engine(
     note: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Return the model with the runtime that computes its logits, or its embeddings if it has no head. The weights are
-    shared. Calls in another precision than `precision`, by default the model's own, are computed by PyTorch.
+    shared. Calls in another precision than `precision`, by default the model's own, are computed by PyTorch, and so are
+    all calls after the network was changed.
 
     "auto" chooses the fastest of the installed runtimes, as measured on this machine. `images` is the number of images
     that will be predicted: for few of them, "auto" is PyTorch, because a measurement would take longer. None stands for
