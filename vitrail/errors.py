@@ -22,7 +22,7 @@ A message states the value, the rule and the choices: `pool='avg' is not one of 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 
@@ -123,6 +123,12 @@ def nearest(value: str, choices: Iterable[str]) -> str:
     likeness = {name: difflib.SequenceMatcher(None, value.lower(), name.lower()).ratio() for name in names}
     close = sorted((name for name in names if likeness[name] >= 0.5), key=likeness.__getitem__, reverse=True)[:3]
     return f"nearest: {', '.join(close)}" if close else f"choices: {listed(names, MOST_CHOICES)}"
+
+
+def check_known(name: str, known: Collection[str], problem: str, kind: type[UserError] = ConfigError) -> None:
+    """Raise an error of this kind, with the `problem` and the nearest names, unless a name is one of those known."""
+    if name not in known:
+        raise kind(f"{problem}; {nearest(str(name), known)}")
 
 
 def plural(count: int, noun: str) -> str:

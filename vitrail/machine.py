@@ -35,7 +35,7 @@ def pick_device(name: str = "auto") -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". ")[0]
         raise ConfigError(f"device={name!r} cannot be used here ({reason}); choices: 'auto', 'cpu', 'cuda'") from None
     return device
 

@@ -253,10 +253,12 @@ def from_plain(cls: type[T], values: Any) -> T:
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """Return a value that Python code gives as a value of a type. Lists become tuples, paths become texts, and numbers
-    of other libraries become Python's, unless the type allows the value as it is. Raise `ConfigError` with the name for
-    a value of any other type."""
-    return _read(kind, value if _fits(kind, value) else _given(value), name)
+    """Return a value that Python code gives as a value of a type. Lists become tuples, paths become texts, numbers of
+    other libraries become Python's, and one number becomes both of a height and a width, unless the type allows the
+    value as it is. Raise `ConfigError` with the name for a value of any other type."""
+    value = value if _fits(kind, value) else _given(value)
+    is_side = type(value) is int and not _fits(kind, value) and tuple[int, int] in (kind, *get_args(kind))
+    return _read(kind, (value, value) if is_side else value, name)
 
 
 def typed_fields(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from tests.cli.conftest import Cli
+from tests.make import make_colour_folder
 from vitrail.data.check.findings import Report
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.tar import open_shards
@@ -46,6 +47,11 @@ def test_a_clean_set_is_said_to_be_one(colour_folder: Path, here: Path, cli: Cli
     assert "PNG RGB (36)" in shown and "30 x 9 to 20 x 19 (width x height)" in shown
     assert "pictures of it: data-check.html" in shown
     assert (here / "data-check.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_data_too_small_to_hold_out_a_fraction_is_checked(tmp_path: Path, cli: Cli) -> None:
+    shown = cli.shows("data", "check", make_colour_folder(tmp_path / "small", images=1), "--page", "None")
+    assert "choose 0 to hold out none" in shown and "PNG RGB (3)" in shown
 
 
 def test_what_training_fails_at_is_exit_code_2_and_one_line(broken: Path, cli: Cli) -> None:
@@ -121,14 +127,14 @@ def test_faults_of_the_structure_are_findings(colour_folder: Path, here: Path, c
     for entry in [entry for entry in colour_folder.iterdir() if entry.name not in ("train", "val", ".DS_Store")]:
         entry.rename(colour_folder / "train" / entry.name)
     captured = cli.call("data", "check", colour_folder, code=2)
-    for text in ("unknown classes: mauve", "leaves out 1 image of val/", "without images: bare", "red/@eaDir"):
+    for text in ("unknown classes: mauve", "leaves out 1 image of val/", "without images: bare"):
         assert text in captured.out
     assert f"would fail: {colour_folder}/val has unknown classes: mauve" in captured.err
     page = (here / "data-check.html").read_text(encoding="utf-8")
     assert "has unknown classes: mauve" in page and "without images: bare" in page
     printed = cli.call("data", "check", colour_folder, "--json", "--page", "None", code=2).out
     kinds = [finding["kind"] for finding in json.loads(printed)["findings"]]
-    assert {"unknown-class", "empty-folder", "system-folder"} <= set(kinds)
+    assert {"unknown-class", "empty-folder"} <= set(kinds)
 
 
 def test_labels_are_chosen_by_options(colour_folder: Path, cli: Cli) -> None:

@@ -16,7 +16,7 @@ from tests.cli.conftest import Cli
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, fingerprint, key_hash
 from vitrail.data.sources import open_data, open_whole
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import DataError
 from vitrail.evaluation.measured_images import (
     CommonImages,
     common_images,
@@ -104,6 +104,12 @@ def test_models_of_other_data_are_measured_on_the_usual_fraction_or_the_given_on
     models["a"] = trained_on(birds, 0.3)
     for share, expected in ((0.1, 0.1), (0.6, 0.3)):  # never images that a model learned from
         assert common_images(models, birds, "validation", share).keys == held_out(birds, expected)
+
+
+def test_a_tiny_fraction_of_other_data_holds_out_images_of_few(birds: str) -> None:
+    model = bundle_of(data="elsewhere", validation_share=0.001, cut_method="stratified")
+    found = open_images(model, birds, "held-out", by_features=True)
+    assert keys_of(found.sources["validation"]) == held_out(birds, 0.1)
 
 
 def test_data_that_was_moved_is_recognised(birds: str, tmp_path: Path) -> None:
@@ -227,8 +233,8 @@ def test_a_held_out_split_of_the_data_is_measured_as_it_is(birds: str, tmp_path:
     found = open_images(models["a"], spec, "held-out", by_features=True, common=common)
     assert list(found.sources) == ["test"] and len(found.train) == 60
     assert common_images(models, spec, "validation", None).keys == held_out(spec, 0.1)
-    with pytest.raises(ConfigError, match=r"validation_share=0.2: data .* has a test split of its own"):
-        common_images(models, spec, "held-out", 0.2)
+    given = common_images(models, spec, "held-out", 0.2)
+    assert given.keys is None and "--validation-share has no effect" in given.note
 
 
 def test_generated_images_are_generated_anew() -> None:

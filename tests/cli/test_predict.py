@@ -60,7 +60,7 @@ def test_json_has_the_likeliest_only_if_asked(model: Path, trained: RunResult, c
     for words, count in ((("--top", "2"), 2), (("--top", "99"), 10), ((), 10)):
         captured = cli.call("predict", model, example.path, "--json", *words)
         row = json.loads(captured.out)
-        assert row["label"] == example.prediction.label and ("10 classes" in captured.err) == ("99" in words)
+        assert row["label"] == example.prediction.label and not captured.err
         assert list(row["probabilities"].items()) == list(load(model).predict([example.path])[0].ranking[:count])
 
 

@@ -272,5 +272,5 @@ def test_masks_of_objects_are_written_and_measured(tmp_path: Path, cli: Cli) -> 
                          for row in seen], axis=0)  # fmt: skip
         changed = np.abs(np.asarray(drawn).astype(int) - np.asarray(plain.convert("RGB"))).sum(axis=2) > 60
         assert changed[inside].mean() > 0.8 and seen
-    measured = cli.json("evaluate", model, "--data", tmp_path / "data", "--split", "test")["test"]
+    measured = cli.json("evaluate", model, "--data", tmp_path / "data", "--split", "test", "--per-class")["test"]
     assert measured["images"] == 4 and {"average_precision", "box_average_precision"} <= measured.keys()

@@ -214,6 +214,16 @@ def test_outlines_of_coco_are_those_of_its_own_program(tmp_path: Path) -> None:
     np.testing.assert_array_equal(target.mask(2, (40, 60)), tools.decode(tools.frPyObjects([polygon], 40, 60)[0]) > 0)
 
 
+def test_coco_files_are_named_after_splits_beside_a_word_that_all_have(tmp_path: Path) -> None:
+    whole = coco(tmp_path)
+    (tmp_path / "_annotations.coco.json").unlink()
+    for split, image in zip(("train", "val"), whole["images"], strict=True):
+        found = [dict(one, image_id=image["id"]) for one in whole["annotations"]]
+        (tmp_path / f"pets_{split}.json").write_text(json.dumps(whole | {"images": [image], "annotations": found}))
+    splits = opened(tmp_path)
+    assert len(splits.train) == 1 and splits.validation is not None and splits.validation.key(0) == "b.png"
+
+
 def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
     """A labelling program wrote paths of its own storage, and splits and their folders have files of the same name."""
     for split in ("train", "valid"):
@@ -263,7 +273,6 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: yolo(root, "2 0.5 0.5 0.2 0.2\n"), "1 to 2, and YOLO counts from 0"),
         (lambda root: yolo(root, "0 .5 .5 .2 .2\n7 0.5 0.5 0.2 0.2\n"), r"a.txt, line 2 \(class 7\)"),
         (lambda root: yolo(root, "0 0.5 0.5 0.2 0.2 0.9\n"), "predictions"),
-        (lambda root: yolo(root, "0 .1 .1 .9 .1 .9 .9 .1 .9\n"), "rotated"),
         (lambda root: yolo(root, "0 .5 .5 .2 .2\nx .5 .5 .2 .2\n"), "line 2 .x .5"),
         (lambda root: (yolo(root), (root / "labels/train/a.txt").write_bytes(b"\xff")), "a.txt as UTF-8"),
         (lambda root: (masks(root, BLANK), (root / "classes.txt").write_bytes(b"\xe9\n")), "as UTF-8"),
@@ -314,6 +323,7 @@ TRIANGLE = "<polygon><x1>1</x1><y1>2</y1><x2>30</x2><y2>2</y2><x3>9</x3><y3>20</
     ("write", "words"),
     [
         (lambda root: voc(root, voc_object(1, 2, 30, 20, more=TRIANGLE)), "1 object with a polygon"),
+        (lambda root: yolo(root, "0 .1 .1 .9 .1 .9 .9 .1 .9\n"), "every object has four corners"),
         (lambda root: yolo(root, names=("dog", "Dog")), "differ only in case or spaces: 'dog' and 'Dog'"),
         (lambda root: [coco(root / "train"), coco(root / "test", annotations=[])], "the test split is skipped"),
         (lambda root: yolo(root, train="../images/train", val="../valid/photos"), "'../valid/photos' has no images"),
@@ -356,10 +366,16 @@ def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("images", "folder"),
-    [("img", "gt"), ("photographs", "masks"), ("data/train", "masks/train"), ("train/images", "train/masks")],
+    [
+        ("img", "gt"),
+        ("photographs", "masks"),
+        ("data/train", "masks/train"),
+        ("train/images", "train/masks"),
+        ("img_dir/train", "ann_dir/train"),
+    ],
 )
 def test_masks_lie_beside_any_folder_of_images(tmp_path: Path, images: str, folder: str) -> None:
-    for name, mask in (("a", "a.png"), ("b", "b.PNG")):
+    for name, mask in (("a", "a_mask.png"), ("b", "b.PNG")):
         picture(tmp_path / f"{images}/{name}.png")
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         Image.fromarray(BLANK).save(tmp_path / f"{folder}/{mask}")
@@ -490,6 +506,12 @@ def test_yolo_reads_boxes_polygons_lists_and_pictures_without_labels(tmp_path: P
     assert target.outlines[0] is None and len(target.outlines[1][0]) == 3
     notes = "\n".join(splits.notes)
     assert "c.png, which no split contains" in notes and "lost.txt" in notes
+
+
+def test_a_description_of_yolo_elsewhere_states_the_folder_of_its_data(tmp_path: Path) -> None:
+    yolo(tmp_path / "data", path=str(tmp_path / "data"))
+    (tmp_path / "data/data.yaml").rename(tmp_path / "data.yaml")
+    assert opened(tmp_path / "data.yaml").train.key(0) == "images/train/a.png"
 
 
 @pytest.mark.parametrize("missing", ["valid/images", "other/valid/images/train", "/elsewhere/valid/images"])
@@ -835,7 +857,8 @@ def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.Ca
     report = json.loads(capsys.readouterr().out)
     assert report["target_kind"] == "boxes" and sum(report["amounts"].values()) == 2, "crowds are not counted"
     assert [split["per_class"] for split in report["splits"]] == [[0, 1], [0, 1]]
-    assert {"missing-in-train", "missing-in-validation"} <= {finding["kind"] for finding in report["findings"]}
+    kinds = {finding["kind"] for finding in report["findings"]}
+    assert "missing-in-train" in kinds and "missing-in-validation" not in kinds, "the class is named once"
     assert 'class="maps"' in page.read_text()
     assert main(["data", "pack", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "yolo"]) == 0
     assert "crowd" in capsys.readouterr().out

@@ -126,9 +126,7 @@ def test_what_is_harmless_is_a_note(tree: Trees) -> None:
         f"{root}: skipped docs, extra, because only train/, val/ and test/ are read",
         f"{root}: skipped more.tar.gz, {archives}",
         f"{root}/train: skipped c.zip, {archives}",
-        f"{root}: skipped 1 folder of the system or of other programs: __MACOSX",
         f"{root}/train: skipped 1 class folder without images: bare",
-        f"{root}/train: skipped 1 folder of the system or of other programs: @eaDir",
         f"{root}/val: skipped 1 class folder without images: bare",
     )
     unlabelled = open_data(str(root), validation_share=0.0, unlabelled=True)

@@ -52,6 +52,10 @@ def test_files_are_sorted_into_splits() -> None:
     assert by_split("here", ["val-1.tar", "train-1.tar", "train-0.tar"]) == (named, ())
     assert by_split("here", ["b.tar", "a.tar"]) == ({"train": ["a.tar", "b.tar"]}, ())
     assert by_split("here", ["test.tar"]) == ({"test": ["test.tar"]}, ())
+    shards = ["imagenet-train-000000.tar", "imagenet-train-000001.tar", "imagenet-val-000000.tar"]
+    assert by_split("here", shards) == ({"train": shards[:2], "validation": shards[2:]}, ())
+    assert by_split("here", shards[:2]) == ({"train": shards[:2]}, ())
+    assert by_split("here", ["pets-0.tar", "pets-1.tar"]) == ({"train": ["pets-0.tar", "pets-1.tar"]}, ())
 
 
 def test_chosen_names_decide_alone_and_what_they_leave_out_is_noted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig, Stem
 from vitrail.models.variants import VARIANTS, ModelConfig, Variant, create, variant_config
 from vitrail.models.vit_config import ViTConfig
+from vitrail.training.config import TrainConfig
 
 COUNTS = {
     "ViT-Ti/16": (5_717_416, 5_754_472, 9_740_115, 5_717_032),
@@ -205,7 +207,14 @@ def test_a_fact_of_all_resnets_is_no_field_of_theirs() -> None:
 
 
 @pytest.mark.usefixtures("types_unchecked")
-@pytest.mark.parametrize("size", [8, "8", (8,), (8, 8, 8), (8, 8.0)], ids=str)
+def test_one_number_is_both_sides() -> None:
+    made: Any = variant_config("ViT-Ti/16", image_size=np.int64(32), patch_size=8)
+    assert (made.image_size, made.patch_size) == ((32, 32), (8, 8))
+    assert TrainConfig().override(image_size=48).images.image_size == (48, 48)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("size", ["8", (8,), (8, 8, 8), (8, 8.0)], ids=str)
 @pytest.mark.parametrize("name", ["image_size", "patch_size"])
 def test_sizes_are_pairs(name: str, size: Any) -> None:
     message = f"^{re.escape(f'{name}={size!r} is not a pair of whole numbers, (height, width)')}$"

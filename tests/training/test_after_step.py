@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.listening import Display
 from tests.training.jobs import Finished, Make, events_of, model_bytes, steps_of
 from vitrail.analysis.tracing import trace
 from vitrail.data.pipeline import default_threads
@@ -20,7 +19,6 @@ from vitrail.recipes import RECIPES
 from vitrail.training.after_step import Health, Meter, ReaderTrials, RunningMeans
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.log import Log
 from vitrail.training.run import train
 
 
@@ -91,14 +89,12 @@ def test_a_run_records_its_choice_and_computes_the_same(
     # Each turn of the trials has one step, and the usual threads win, whatever the steps took.
     for name, value in {"SECONDS": 0.0, "STEPS": 1, "GAIN": 2.0}.items():
         monkeypatch.setattr(ReaderTrials, name, value)
-    display = Display()
-    train(small(tmp_path / "auto", threads="auto", steps=14), log=Log(display))
+    train(small(tmp_path / "auto", threads="auto", steps=14))
     train(small(tmp_path / "two", threads=2, steps=14))
     assert model_bytes(tmp_path / "auto") == model_bytes(tmp_path / "two")
     (event,) = events_of(tmp_path / "auto", "readers")
     count = default_threads()
     assert (event["step"], event["threads"]) == (12, count) and set(event["seconds_per_step"]) == {"0", str(count)}
-    assert sum(line.startswith("images are read by ") and "with the main thread" in line for line in display.said) == 1
     assert read_record(tmp_path / "auto").config.run.threads == count
 
 

@@ -122,7 +122,7 @@ def test_another_variant_drops_sizes_and_overrides_that_it_has_no_field_for() ->
     ("name", "value"),
     [
         ("steps", 5.5), ("steps", "5"), ("seed", True), ("batch_size", 8.0), ("optimizer", None), ("mean", 0.5),
-        ("learning_rate", "1e-3"), ("image_size", 16), ("width", 16.0), ("qkv_bias", "no"), ("device", 0),
+        ("learning_rate", "1e-3"), ("image_size", (16,)), ("width", 16.0), ("qkv_bias", "no"), ("device", 0),
     ],
 )  # fmt: skip
 def test_override_refuses_values_of_other_types(name: str, value: Any) -> None:

@@ -49,7 +49,7 @@ def test_a_run_says_if_its_model_learned_from_the_validation_images(
     [
         (COLOURS, COLOURS, {}, True, "is kept, because its outputs are the same"),
         (COLOURS, COLOURS, {"new_head": True}, False, "the new head has 3 classes; its weights start at zero"),
-        (COLOURS, COLOURS, {"linear_head": True}, True, "linear"),
+        (COLOURS, COLOURS, {"linear_head": True}, True, "kept unless a linear model"),
         (("0", "1", "2"), ("0", "1", "2"), {}, False, "because the classes have numbers instead of names"),
         (("1", "2", "3"), ("1", "2", "3"), {}, True, "is kept, because its outputs are the same"),
         (("blue", "red", "green"), COLOURS, {}, False, "the new head has 3 classes"),
@@ -63,6 +63,13 @@ def test_a_head_is_kept_for_named_classes_alone(
     network, found, notes = network_from(bundle, start, bundle.preprocess, {}, Classification(), names)
     assert found == kept and note in notes[-1]
     assert bool(network.state_dict()["head.weight"].any()) == kept
+
+
+@pytest.mark.parametrize("classes", [COLOURS, ()])
+def test_only_a_head_that_there_was_is_said_to_be_removed(initial: Initial, classes: tuple[str, ...]) -> None:
+    bundle = load(initial(classes=classes), device="cpu")
+    _, _, notes = network_from(bundle, StartConfig(init="given"), bundle.preprocess, {}, Classification(), ())
+    assert any("is removed" in note for note in notes) == bool(classes)
 
 
 def test_other_pixels_than_those_of_the_model_are_noted(initial: Initial) -> None:

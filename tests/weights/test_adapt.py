@@ -72,7 +72,7 @@ RESNET = ResNetConfig(image_size=(16, 16), depths=(1,), width=32, num_classes=3)
         ({"channels": 1}, {"channels": 4}, "channels=4 does not fit a network of 1 channels"),
         ({}, {"num_classes": 2.5}, "^num_classes=2.5 is not "),
         ({}, {"classes": "cat"}, "^classes='cat' is not "),
-        ({}, {"image_size": 16}, "^image_size=16 is not "),
+        ({}, {"image_size": 1.5}, "^image_size=1.5 is not "),
         ({"positions": "relative-bias"}, TokenReduction(tokens=1), "which act inside attention"),
         (RESNET, TokenReduction(tokens=1), "in a ViT only; this model is a BiT"),
     ],

@@ -186,7 +186,7 @@ def test_a_ranking_of_few_classes_makes_no_list_of_all() -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("top", 1.5), ("top", True), ("top", 0), ("top", 4), ("batch_size", "2"), ("batch_size", 1.5),
+        ("top", 1.5), ("top", True), ("top", 0), ("batch_size", "2"), ("batch_size", 1.5),
         ("batch_size", 0), ("precision", ""), ("precision", "bfloat16"), ("undecodable", None), ("undecodable", "skip"),
     ],
 )  # fmt: skip
@@ -240,6 +240,14 @@ def test_weights_of_other_number_formats_are_saved_in_float32(
         bundle.save(tmp_path / "other", stored=cast(Any, "float16"))
 
 
+def test_one_image_and_more_classes_than_there_are_can_be_asked_for(tmp_path: Path) -> None:
+    bundle = make_bundle()
+    (tmp_path / "a.png").write_bytes(encode(images(1)[0], "PNG"))
+    (expected,) = bundle.predict(images(1))
+    for one in (tmp_path / "a.png", str(tmp_path / "a.png"), (tmp_path / "a.png").read_bytes()):
+        assert bundle.predict(one, top=9) == [expected]
+
+
 def test_numbers_are_the_networks_outputs(tmp_path: Path) -> None:
     bundle, arrays = make_bundle(output="numbers"), images(5)
     assert load_bundle(bundle.save(tmp_path / "model")).output == "numbers"
@@ -283,7 +291,7 @@ def test_an_array_of_four_axes_holds_images_and_any_other_is_one_image(bundle: B
 
 
 @pytest.mark.parametrize(
-    "given", [torch.zeros(3, 13, 21), np.zeros((2, 13, 21), np.uint8), 5, np.zeros(7, np.uint8), "rose.jpg"]
+    "given", [torch.zeros(3, 13, 21), np.zeros((2, 13, 21), np.uint8), 5, np.zeros(7, np.uint8), {"rose.jpg"}], ids=type
 )
 def test_what_is_neither_a_list_nor_an_image_is_refused(bundle: Bundle, given: Any, types_unchecked: None) -> None:
     for method in (bundle.predict, bundle.embed):

@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import vitrail
-from tests.make import assert_close, assert_same, golden, place_of, random_bundle, square_config, write_file
+from tests.make import (
+    assert_close,
+    assert_same,
+    golden,
+    make_bundle,
+    place_of,
+    random_bundle,
+    square_config,
+    write_file,
+)
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.reduction import TokenReduction
@@ -328,7 +337,7 @@ def test_heads_that_contradict_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("classes", "rose"), ("classes", (1, 2)), ("num_classes", 2.0), ("num_classes", True), ("image_size", 48),
+        ("classes", "rose"), ("classes", (1, 2)), ("num_classes", 2.0), ("num_classes", True),
         ("heads", "3"), ("mean", 0.5), ("std", "0.5"), ("layout", 5), ("drop_head_hidden", "no"),
     ],
 )  # fmt: skip
@@ -458,6 +467,12 @@ def test_every_missing_or_misshaped_tensor_is_an_error_of_ours(
                 flattened = layout in ("google", "big-vision") and len(change) > len(shape)  # (1, 1, 1, channels)
                 of_no_grid = name == "bigvision_gap_sincos" and key == "embedding/kernel"  # the patch can be any
                 assert flattened or of_no_grid or (not change and key in MODEL), (key, change)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.json"])
+def test_a_file_of_our_own_model_is_the_model(file: str, tmp_path: Path) -> None:
+    bundle = make_bundle()
+    assert_same(load(bundle.save(tmp_path / "model") / file, device="cpu"), bundle)
 
 
 def test_an_unknown_layout_shows_some_names(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
 import pickle
@@ -173,6 +174,13 @@ def test_a_pytorch_file_without_named_weights(content: Any, tmp_path: Path) -> N
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(BundleError, match=r"x\.pt holds no named tensors, neither at its top level nor under"):
         open_tensors(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_options_and_metrics_of_training_scripts_lie_beside_the_weights(zipped: bool, tmp_path: Path) -> None:
+    more = {"args": argparse.Namespace(lr=0.1, blr=None), "best": np.float64(0.5), "epoch": np.int64(3)}
+    torch.save({"model": {"w": torch.ones(2)}, **more}, tmp_path / "x.pth", _use_new_zipfile_serialization=zipped)
+    assert list(open_tensors(tmp_path / "x.pth").shapes) == ["w"]
 
 
 def code_that_writes(marker: Path) -> object:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import vitrail
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, check_known, nearest
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
@@ -265,8 +265,7 @@ class ToRead:
 def check_loaders(names: Sequence[str]) -> None:
     """Raise `ConfigError` for an unknown library and for one that cannot be imported."""
     for name in names:
-        if name not in LOADERS:
-            raise ConfigError(f"unknown loader {name!r} in --against; {nearest(name, LOADERS)}")
+        check_known(name, LOADERS, f"unknown loader {name!r} in --against")
         try:
             _import(name)
         except ConfigError as error:

@@ -18,7 +18,7 @@ from vitrail.bench.workload import Spread
 from vitrail.cli.console import Column, message_console, print_json, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, convert, names_in, option_problems
 from vitrail.cli.run_options import check_effects, run_options
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, check_known, nearest
 from vitrail.experiments.accuracy import (
     AccuracyComparison,
     Curve,
@@ -150,8 +150,7 @@ def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
     configs = {}
     for entry in options.recipes:
         name, _, settings = entry.partition(":")
-        if name not in RECIPES:
-            raise ConfigError(f"recipe {name!r} does not exist; {nearest(name, RECIPES)}")
+        check_known(name, RECIPES, f"recipe {name!r} does not exist")
         config = RECIPES[name]().override(**changes)
         if (task := config.task.name) != "classification":
             raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")

@@ -31,7 +31,7 @@ from vitrail.data.faults import refuse
 from vitrail.data.formats.folder import Scan, unread_images
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.splits import Request
-from vitrail.errors import DataError, plural
+from vitrail.errors import DataError
 from vitrail.settings import setting
 from vitrail.training.log import numbers_of
 
@@ -305,17 +305,6 @@ class ConsoleDisplay:
                 self.say(f"step {step:,}: {', '.join(metrics)}")
             case "skipped":
                 self._skip(event["split"], event["key"], event["reason"])
-            case "readers":
-                times = [
-                    f"{1000 * time:.3g} ms with {_readers(int(n))}" for n, time in event["seconds_per_step"].items()
-                ]
-                chosen = _readers(event["threads"])
-                self.say(f"images are read by {chosen} from now on: a step took {' and '.join(times)}")
-            case "limit too low":
-                self.note(
-                    "the steps are faster than the matrix products that were measured alone, so other programs used "
-                    "the machine meanwhile; the fraction of this speed is not shown any more"
-                )
             case "phase":
                 height, width = event["image_size"]
                 self.note(
@@ -437,7 +426,3 @@ class ConsoleDisplay:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-
-def _readers(threads: int) -> str:
-    return plural(threads, "thread") if threads else "the main thread"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import print_json, print_notes, showing_progress, text_table
-from vitrail.cli.options import Call, Command, JsonOption
+from vitrail.cli.options import Call, Command, JsonOption, check_own_effects
 from vitrail.data.check.findings import Finding, Report, Sizes
 from vitrail.data.check.report import amount_rows, check_data, count_rows, page, size_text, text_line
-from vitrail.data.cuts import SLICE
 from vitrail.data.formats.convert import AnnotationFormat, convert
 from vitrail.data.formats.pack import FILE, Manifest, pack
 from vitrail.data.source import has_soft_targets
@@ -82,11 +81,6 @@ CHECK = Command(
 
 
 def run_check(call: Call, options: Check) -> None:
-    if "validation_share" in call.options and SLICE.fullmatch(options.validation):
-        raise ConfigError(
-            f"validation_share={options.validation_share} has no effect, because --validation {options.validation} "
-            "chooses the images; give only one of them"
-        )
     data = DataConfig(
         spec=options.data,
         numbers=options.numbers,
@@ -94,6 +88,7 @@ def run_check(call: Call, options: Check) -> None:
         validation_share=options.validation_share,
         max_skipped=options.max_skipped,
     )
+    check_own_effects(call.options, data)
     if (path := options.page) is not None:
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"page={str(path)!r} cannot be written: there is no folder {path.parent}")
@@ -106,7 +101,13 @@ def run_check(call: Call, options: Check) -> None:
     opened = data.open_whole(unlabelled=options.unlabelled, tolerant=True)
     if note := opened.share_note(data, call.options):
         print_notes(console, note)
-    splits = data.cut(opened)
+    try:
+        splits = data.cut(opened)
+    except DataError as error:
+        if "validation_share" in call.options:
+            raise
+        splits = replace(data, validation_share=0.0).cut(opened)
+        print_notes(console, CHECK.note(str(error)))
     with showing_progress(console, "looking at images", transient=True) as progress:
         report = check_data(
             splits,

@@ -191,7 +191,8 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
             console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
         return
     (name,) = options.models
-    details = plans[name].head if options.per_class or options.confusion else {}
+    is_asked = options.per_class or options.confusion  # boxes and masks are always measured per class
+    details = plans[name].head if is_asked and bundles[name].output in ("softmax", "sigmoid") else {}
     reports = {split: report(plans[name].outputs.predictions(source), bootstrap=0) for split, source in details.items()}
     if options.json:
         print_json({
@@ -266,9 +267,6 @@ BY_SUITE = ("by", "numbers", "split", "validation_share", "per_class", "confusio
 """Options that cannot be combined with --suite, because the suite sets them. It also sets the evaluators, apart from
 their features."""
 
-HAVE_NUMBERS = ("linear", "knn")
-"""Evaluators for which --numbers chooses the columns of the data."""
-
 
 def check_options(options: Evaluate, given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options that exclude each other or have no effect, and `DataError` for
@@ -301,7 +299,9 @@ def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
     _check_used(set(evaluators), given, options.by or "accuracy")
     for evaluator in evaluators.values():
         check_own_effects(given, evaluator)
-    if (options.per_class or options.confusion) and "accuracy" not in evaluators:
+    if ("accuracy" not in evaluators and options.confusion) or (
+        options.per_class and evaluators.keys().isdisjoint(("accuracy", "detection", "masks"))
+    ):
         raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
     if real := given.get("real"):
         read_real(None if real == "public" else real)
@@ -314,7 +314,7 @@ def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> N
     for name in given:
         users = [user for user, evaluator in EVALUATORS.items() if name in bare_names(evaluator)]
         if name == "numbers":
-            users += HAVE_NUMBERS
+            users += ("linear", "knn")  # of the columns of the data
         if users and not set(users) & set(chosen):
             *others, last = users
             several = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
@@ -328,10 +328,12 @@ def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) 
     by = options.by or BY_HEAD[bundle.output]
     evaluators = evaluators_of(by, _settings(given, by))
     _check_used(set(evaluators), given, by)
-    if (options.per_class or options.confusion) and bundle.output not in ("softmax", "sigmoid"):
+    if (options.confusion and bundle.output not in ("softmax", "sigmoid")) or (
+        options.per_class and bundle.output == "numbers"
+    ):
         raise ConfigError(
-            f"--per-class and --confusion are for classes of images, but this model predicts "
-            f"{OUTPUT_NOUNS[bundle.output]}; leave them out"
+            f"--{'confusion' if options.confusion else 'per-class'} is for classes of images, but this model predicts "
+            f"{OUTPUT_NOUNS[bundle.output]}; leave it out"
         )
     return evaluators
 

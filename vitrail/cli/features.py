@@ -260,7 +260,7 @@ def _embed(options: Embed, processes: Processes) -> None:
     bundle = load(options.model, device=processes.device_name(options.device), image_size=options.image_size)
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
     print_notes(console, *map(EMBED.note, (*bundle.notes, *notes, *filter(None, [colour]))))
-    console.print(_memory(bundle, options), markup=False)
+    _check_memory(bundle, options)
     kept = {file.parent for file in options.out.glob(f"*/{ABOUT}") if options.split == "all"} - {*targets.values()}
     print_notes(console, *(EMBED.note(f"{place} keeps the features of an earlier command") for place in sorted(kept)))
     summary: dict[str, dict[str, int | str]] = {}
@@ -335,16 +335,15 @@ def _extract(
         return extract(how, source)
 
 
-def _memory(bundle: Bundle, options: Embed) -> str:
-    """Return a sentence about the memory that the command needs, besides the model itself. Raises `ConfigError` if it
-    is more than is free."""
+def _check_memory(bundle: Bundle, options: Embed) -> None:
+    """Raise `ConfigError` if the command needs more memory than is free, besides the model itself."""
     network, preprocess = bundle.network, bundle.preprocess
     size = preprocess.image_size
     batch = options.batch_size or prediction_batch(network, size, bundle.device, options.precision)
     weights = prediction_bytes(network.config, 0, size)
     needed = prediction_bytes(network.config, batch, size) - weights + queue_bytes(preprocess, batch, Readers())
     work = f"embedding images of {size[0]} x {size[1]} pixels in batches of {batch}"
-    return check_memory(needed, bundle.device, work, "try a smaller --image-size or --batch-size")
+    check_memory(needed, bundle.device, work, "try a smaller --image-size or --batch-size")
 
 
 def _about(bundle: Bundle, split: str, source: Source, options: Embed, precision: str) -> dict[str, Any]:

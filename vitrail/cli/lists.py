@@ -16,7 +16,7 @@ from vitrail.bench.compare import layer_times
 from vitrail.cli.console import Column, print_json, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text
-from vitrail.errors import ConfigError, listed, nearest, plural
+from vitrail.errors import ConfigError, check_known, listed, plural
 from vitrail.machine import total_memory
 from vitrail.models.attention import ATTENTION
 from vitrail.models.cost import attention_costs, layer_costs, of_pixels, training_bytes
@@ -276,8 +276,7 @@ def _show(options: Recipes) -> None:
     """Print a recipe with all settings that are not the defaults. Raise `ConfigError` if the recipe does not exist."""
     if options.transfers:
         raise ConfigError("--transfers: the list of fine-tuning runs has no recipes of vitrail train; leave RECIPE out")
-    if options.recipe not in RECIPES:
-        raise ConfigError(f"recipe {options.recipe!r} does not exist; {nearest(options.recipe, RECIPES)}")
+    check_known(options.recipe, RECIPES, f"recipe {options.recipe!r} does not exist")
     row = next(row for row in _recipe_rows() if row["name"] == options.recipe)
     usual, own = settings_beside([TrainConfig(), RECIPES[options.recipe]()])
     settings = {name: value for name, value in own.items() if value is not None and repr(value) != repr(usual[name])}

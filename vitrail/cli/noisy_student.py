@@ -27,7 +27,7 @@ from vitrail.cli.run_options import check_effects, default_texts, dropped_note, 
 from vitrail.data.formats.pseudo_labels import FILES, Pool, PseudoLabelInfo, looks_like_pseudo_labels
 from vitrail.data.sources import HOLD_OUT
 from vitrail.data.splits import absolute_spec
-from vitrail.errors import ConfigError, Stopped, nearest
+from vitrail.errors import ConfigError, Stopped, check_known
 from vitrail.experiments.noisy_student import (
     Labelling,
     NoisyStudentConfig,
@@ -60,8 +60,7 @@ def _recipe(given: Mapping[str, Any]) -> NoisyStudentConfig:
     """Return the settings of the named recipe, or of the recipe for the data. Raise `ConfigError` for an unknown
     name."""
     name = given.get("recipe") or ("folder" if "data" in given else "demo")
-    if name not in NOISY_STUDENT_RECIPES:
-        raise ConfigError(f"recipe {name!r} does not exist; {nearest(name, NOISY_STUDENT_RECIPES)}")
+    check_known(name, NOISY_STUDENT_RECIPES, f"recipe {name!r} does not exist")
     return NOISY_STUDENT_RECIPES[name]()
 
 

@@ -338,7 +338,10 @@ def _typed(value: str) -> str:
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", Duration: "LENGTH"}
 """Placeholders for values, by type."""
 
-HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
+HABITS = {
+    "lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes", "model": "variant",
+    "arch": "variant", "dataset": "data", "gpu": "device", "format": "to", "pretrained": "init", "checkpoint": "init",
+}  # fmt: skip
 """Option names of other programs or commands, each with the name of the option that means the same."""
 
 DESTINATIONS = ("run", "out", "page", "destination")

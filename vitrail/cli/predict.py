@@ -187,7 +187,7 @@ def main(call: Call, options: Predict) -> int:
         if any(place.resolve().is_relative_to(path.resolve()) for place in places):
             raise DestinationError(f"{path} holds images that are predicted; choose another folder for {flag(option)}")
     top = options.top or (None if options.json else TOP)  # None: all classes
-    top = None if top is None or bundle.output not in CLASSES else min(top, max(len(bundle.classes), 1))
+    top = top if bundle.output in CLASSES else None
     chosen: list[str] = []
     bundle = with_engine(bundle, options.engine, precision=options.precision, images=len(pictures), note=chosen.append)
     colour = colour_note(_some_images(pictures), bundle.preprocess.channels)
@@ -297,9 +297,7 @@ def _check_names(option: str, pictures: Sequence[Picture]) -> None:
 
 
 def _notes(options: Predict, bundle: Bundle) -> Iterator[str]:
-    """Yield notes about values that the model does not have."""
-    if options.top is not None and options.top > len(bundle.classes):
-        yield f"--top {options.top}: the model has {plural(len(bundle.classes), 'class')}, and all of them are shown"
+    """Yield notes about the boxes of a model, such as on values that it does not have."""
     if bundle.output != "boxes":
         return
     only_coco = options.coco and not (options.json or options.csv or options.out or options.yolo)

@@ -123,7 +123,7 @@ def resume_options(given: Mapping[str, Any], labels: Mapping[str, Option]) -> di
     changes = {name: value for name, value in given.items() if name not in ("resume", "allow")}
     raise_problems(
         f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps can "
-        f"make it longer; leave {labels[name].label} out"
+        f"make it longer; leave {labels[name].label} out, or start a new run from its model with --init"
         for name in changes
         if name not in (*LENGTHS, "max_time", *ON_RESUME)
     )

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vitrail.cli.console import message_console, print_json
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, names_in
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import check_known
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
 from vitrail.studies.cell import CellResult, study_pool
@@ -89,8 +89,7 @@ COMMAND = Command(
 
 
 def main(call: Call, options: StudyOptions) -> None:
-    if options.name not in STUDIES:
-        raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
+    check_known(options.name, STUDIES, f"study {options.name!r} does not exist")
     study = STUDIES[options.name]
     console = message_console(options.json)
     device = pick_device(options.device)

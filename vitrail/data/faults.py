@@ -13,12 +13,12 @@ from typing import Literal
 
 from vitrail.errors import DataError, plural
 
-SYSTEM_FOLDERS = frozenset(
+SYSTEM_NAMES = frozenset(
     {"__macosx", "@eadir", "@recycle", "#recycle", "#snapshot", "$recycle.bin", "system volume information",
-     "lost+found", "__pycache__"}
+     "lost+found", "__pycache__", "thumbs.db", "desktop.ini"}
 )  # fmt: skip
-"""Names, in lower case, of folders that operating systems, network storage and other programs make. Some of them hold
-copies or thumbnails of images."""
+"""Names, in lower case, of files and folders that operating systems, network storage and other programs make. Some of
+them hold copies or thumbnails of images."""
 
 OWN_RECORDS = {
     "run.json": "config", "report.json": "saliency", "compare.json": "paired", "explain.json": "files",
@@ -79,9 +79,9 @@ def unknown_class(
     )  # fmt: skip
 
 
-def is_system_folder(name: str) -> bool:
-    """Return True if a folder of this name is hidden, or is made by an operating system or by network storage."""
-    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
+def is_from_system(name: str) -> bool:
+    """Return True if a file or a folder of this name is hidden, or made by an operating system or network storage."""
+    return name.startswith(".") or name.lower() in SYSTEM_NAMES
 
 
 def first_bytes(path: Path, count: int) -> bytes:

@@ -481,8 +481,9 @@ def _tables_in(request: Request) -> list[Path]:
 def _open_inner(request: Request) -> Splits:
     inner = wrapped(request.path)
     assert inner is not None
+    formats.folder.refuse_targets(request.path, formats.folder.class_folders(request.path))
     splits = _open(replace(request, location=str(inner)))
-    note = f"{request.path}: reading {inner.name}/, the only folder in it"
+    note = f"{request.path}: reading {inner.name}/, the only folder of data in it"
     return replace(splits, notes=(note, *splits.notes))
 
 
@@ -632,9 +633,10 @@ FORMATS = [
 
 
 def wrapped(root: Path) -> Path | None:
-    """Return the only folder in `root` if it holds several folders and `root` nothing else than hidden and unrelated
-    files. Return None if `root` itself is the data."""
+    """Return the only folder in `root`, or the only one that holds images, if it holds several folders and `root`
+    nothing else than hidden and unrelated files. Return None if `root` itself is the data."""
     folders = formats.folder.class_folders(root)
+    folders = folders if len(folders) == 1 else list(filter(formats.folder.holds_images, folders))
     if len(folders) != 1 or named_splits([folders[0].name]) or formats.folder.has_images(root):
         return None
     inner = folders[0]

@@ -183,14 +183,19 @@ def grouped(items: Iterable[T], split_of_item: Callable[[T], Split | None]) -> t
 def by_split(
     where: str, paths: Iterable[str], chosen: SplitNames | None = None
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
-    """Return the sorted relative paths of each split, and notes for the user. If no path names a split, all paths are
-    training data.
+    """Return the sorted relative paths of each split, and notes for the user. If no path names a split, words that all
+    names have in common do not count, such as that of the data in "imagenet-val-000000.tar". If no name is then that of
+    a split, all paths are training data.
 
     Raise `DataError` if some paths name a split and others do not, if the paths are folds, or if a chosen split has
     none of the paths.
     """
     paths = sorted(paths)
     named, unnamed = grouped(paths, lambda path: split_of(path, chosen))
+    if not named and chosen is None:
+        stems = {path: path.rpartition("/")[2].split(".")[0] for path in paths}
+        splits = named_splits(stems.values())
+        named, unnamed = grouped(paths, lambda path: splits.get(stems[path]))
     if chosen:
         check_chosen(where, chosen, named, paths)
         return named, left_out(where, unnamed)

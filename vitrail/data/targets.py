@@ -426,10 +426,15 @@ def whole_numbers(names: Iterable[str]) -> dict[str, str]:
 
 def refuse_joined(title: str, counts: Mapping[str, int], chosen: str | None = None) -> None:
     """Raise `DataError` if labels of several images join names of other classes, as "cat|fox" does, because an image
-    can then have several labels. `counts` holds the number of images of each class, and `chosen`
-    the separator that the user chose."""
+    can then have several labels, or if labels are lists as text, such as "['cat', 'fox']". `counts` holds the number of
+    images of each class, and `chosen` the separator that the user chose."""
     if chosen is not None:
         return
+    if lists := [name for name in counts if re.fullmatch(r"""\[\s*(["']).*\1\s*\]""", name)]:
+        raise DataError(
+            f"{title}: labels such as {lists[0]} are lists that were written as texts; write them as lists in JSON "
+            "lines, or as cat|fox with --label-separator '|'. If each of them is one class, add --label-separator none"
+        )
     for separator in SEPARATORS:
         joined = {name: parts for name in counts if len(parts := _parts(name, separator)) > 1}
         used = Counter(part for parts in joined.values() for part in set(parts))

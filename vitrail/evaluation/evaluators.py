@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from vitrail.data.source import Source, target_kind
-from vitrail.errors import ConfigError, DataError, nearest
+from vitrail.errors import ConfigError, DataError, check_known
 from vitrail.evaluation.outputs import Outputs
 from vitrail.registry import SETTINGS, Registry
 from vitrail.settings import Checked, from_plain, setting
@@ -84,8 +84,7 @@ def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None =
     """
     rest, result = dict(settings or {}), {}
     for name in dict.fromkeys(text.strip() for text in names.split(",")):
-        if name not in EVALUATORS:
-            raise ConfigError(f"unknown evaluator {name!r}; {nearest(name, EVALUATORS)}")
+        check_known(name, EVALUATORS, f"unknown evaluator {name!r}")
         try:
             result[name] = from_plain(EVALUATORS[name], dict(rest.pop(name, {})))
         except ConfigError as error:

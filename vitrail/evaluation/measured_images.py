@@ -17,7 +17,7 @@ from vitrail.data.source import Samples, Source, fingerprint, key_hash, samples_
 from vitrail.data.sources import KINDS, OpenedData, open_whole
 from vitrail.data.splits import Splits
 from vitrail.data.targets import PLACED
-from vitrail.errors import ConfigError, DataError, UserError, plural
+from vitrail.errors import DataError, UserError, plural
 from vitrail.evaluation.imagenet import ClassMap, map_classes
 from vitrail.files import expanded
 from vitrail.weights.answers import DENSE, OUTPUT_NOUNS
@@ -58,7 +58,7 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
     those that all models that were trained on this data held out, and of these only the fraction `share` that training
     would hold out, if `share` is given. Models that were trained on other data do not restrict the choice.
 
-    Raise `DataError` if the models have no held-out image in common, and `ConfigError` if `share` has no effect.
+    Raise `DataError` if the models have no held-out image in common.
     """
     opened_for = functools.cache(lambda numbers: open_whole(spec, numbers=numbers, needs_training=False))
     opened = {
@@ -67,12 +67,8 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
     whole = next(iter(opened.values())).whole
     for own, source in (("test", whole.test), ("validation", whole.validation)):
         if source is not None and split in (own, "held-out"):
-            if share is not None:
-                raise ConfigError(
-                    f"validation_share={share}: data {spec!r} has a {own} split of its own, which is measured; leave "
-                    "it out"
-                )
-            return CommonImages(None, 0.0, "")
+            note = f"--validation-share has no effect, because the {own} split of data {spec!r} is measured"
+            return CommonImages(None, 0.0, note * (share is not None))
     if split not in ("held-out", "validation"):
         return CommonImages(None, 0.0, "")
     train = whole.train
@@ -307,7 +303,7 @@ def open_images(
                 raise DataError(
                     f"{opened.whole.title} has no split to measure, and none of its {len(opened.whole.train):,} "
                     f"training images can be held out; choose data with a validation split"
-                    f"{', or measure all images with --split all' if split == 'held-out' else ''}"
+                    f"{', or measure all images with --split all' if split == 'held-out' and not by_features else ''}"
                 ) from error
     found = _measured(bundle, opened, splits, split, is_common=common is not None)
     found = replace(found, notes=(*notes, *found.notes))
@@ -384,14 +380,16 @@ def _measured(
 def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -> Splits:
     """Return the splits with the same held-out images as in the training of the model, if it was trained on this data.
 
-    For other data the fraction of held-out images is the same. Images are held out even if training held out none.
-    `share` replaces the fraction of the training.
+    For other data the fraction of held-out images is the same, unless it is less than one image. Images are held out
+    even if training held out none. `share` replaces the fraction of the training.
     """
     known = bundle.provenance
     if not len(opened.whole.train):
         return opened.whole
     if share is None:
         share = float(known.get("validation_share") or USUAL_SHARE)
+        if share * len(opened.whole.train) <= 0.5 and not is_data_of(known, opened):
+            share = max(share, USUAL_SHARE)
     return cut_of(known, opened, share=share, own=is_data_of(known, opened))
 
 

@@ -148,6 +148,7 @@ class Outputs:
     def __post_init__(self) -> None:
         # Each result is stored with its source, because Python can reuse the id of a freed source.
         self._stored: dict[tuple[int, str], tuple[Source, Any]] = {}
+        self._told: set[str] = set()
 
     def _stored_or(self, source: Source, name: str, compute: Callable[[], Stored]) -> Stored:
         """Return what is stored for a source under a name, or else what `compute` returns, which is then stored."""
@@ -186,7 +187,9 @@ class Outputs:
             self.on_progress(done, total)
 
     def note(self, text: str) -> None:
-        if self.on_note is not None:
+        """Pass on a note, once for all sources."""
+        if self.on_note is not None and text not in self._told:
+            self._told.add(text)
             self.on_note(text)
 
     def skip(self, item: Skipped) -> None:

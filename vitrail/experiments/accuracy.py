@@ -29,7 +29,7 @@ from vitrail.bench.peers import benchmark_script, run_python
 from vitrail.bench.workload import Spread
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, DataError, nearest
+from vitrail.errors import DataError, check_known, nearest
 from vitrail.experiments.runner import Cell, Pool, experiment, read_cell, run_process, training_speeds
 from vitrail.files import replacing_folder, write_json
 from vitrail.machine import describe, has_bf16_matrix_units
@@ -125,8 +125,7 @@ def peer_entries(names: Sequence[str]) -> tuple[str, ...]:
     entries = [entry for library in PEERS.values() for entry in library]
     found: list[str] = []
     for name in names:
-        if name not in PEERS and name not in entries:
-            raise ConfigError(f"unknown library {name!r} in --against; {nearest(name, (*PEERS, *entries))}")
+        check_known(name, (*PEERS, *entries), f"unknown library {name!r} in --against")
         found += PEERS.get(name, (name,))
     return tuple(dict.fromkeys(found))
 

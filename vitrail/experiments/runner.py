@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 from vitrail.data.source import fingerprint, subset
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, RunError, Stopped, VitrailError, nearest
+from vitrail.errors import ConfigError, RunError, Stopped, VitrailError, check_known
 from vitrail.files import check_parent, partial_path, recover_folder, replaced_path, saving, write_json
 from vitrail.processes.group import join_processes
 from vitrail.settings import from_plain
@@ -290,8 +290,7 @@ class Pool(Generic[C, R]):
         names = sorted(path.name for path in (self.folder / CELLS).glob("[!.]*") if path.is_dir())
         if not names:
             raise ConfigError(f"cell {name!r} cannot be repeated, because {self.folder / CELLS} has no cells")
-        if name not in names:
-            raise ConfigError(f"cell {name!r} is not in {self.folder / CELLS}; {nearest(name, names)}")
+        check_known(name, names, f"cell {name!r} is not in {self.folder / CELLS}")
         return read_cell(self.place(name), self.cell)
 
     def repeat(self, cell: C) -> R:

@@ -16,7 +16,7 @@ import numpy as np
 from vitrail.bench.workload import interleave, timed
 from vitrail.data.source import Sample
 from vitrail.data.texts import FILES
-from vitrail.errors import ConfigError, DataError, DestinationError, nearest
+from vitrail.errors import ConfigError, DataError, DestinationError, check_known
 from vitrail.export.formats import CALIBRATION_BATCH, FORMATS, OPSETS, Format, Int8, Traced, check_precision
 from vitrail.export.parity import (
     RESIZING_TOLERANCE,
@@ -100,8 +100,7 @@ def check_export(
 ) -> None:
     """Raise `ConfigError` for an unknown format or precision or a missing package, and `DestinationError` if `path` is
     taken. A file that `reads_texts` has its tokenizer beside it."""
-    if to not in FORMATS:
-        raise ConfigError(f"to={to!r} is not a format; {nearest(to, FORMATS)}")
+    check_known(to, FORMATS, f"to={to!r} is not a format")
     if opset not in OPSETS:
         raise ConfigError(f"opset={opset} is not one of {', '.join(map(str, OPSETS))}")
     check_precision(precision)

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import WHOLE, Preprocess
-from vitrail.errors import ConfigError, ExportFailed, nearest
+from vitrail.errors import ConfigError, ExportFailed, check_known
 from vitrail.models.positions import POSITIONS
 from vitrail.models.predictor import Predictor
 from vitrail.weights.answers import probabilities_of
@@ -77,8 +77,7 @@ def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False, any_s
     network: Any = bundle.network
     if isinstance(network, ExportedNetwork):
         raise ConfigError(f"{network.path} is exported already; export the model that it was exported from")
-    if contents not in get_args(Contents):
-        raise ConfigError(f"output={contents!r} is unknown; {nearest(contents, get_args(Contents))}")
+    check_known(contents, get_args(Contents), f"output={contents!r} is unknown")
     if contents == "text_embedding":
         bundle.reader_of_texts()
         for name, value in (("resize", resizes), ("any_size", any_size)):

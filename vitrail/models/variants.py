@@ -9,13 +9,12 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, check_known, nearest
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer
@@ -129,8 +128,7 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
     raise_problems(
         f"unknown field {given!r} of {name}; {nearest(given, known)}" for given in fields if given not in known
     )
-    size = (image_size, image_size) if isinstance(image_size, Integral) else image_size
-    return dataclasses.replace(config, **typed_fields(type(config), {"image_size": size, **fields}))
+    return dataclasses.replace(config, **typed_fields(type(config), {"image_size": image_size, **fields}))
 
 
 def is_variant(name: str) -> bool:
@@ -186,8 +184,9 @@ def _named(name: str) -> AnyConfig:
 
 def _size(match: re.Match[str], name: str) -> Variant:
     if match["size"] not in VARIANTS:
-        rule = f"size {match['size']!r} does not exist"
-        raise ConfigError(f"unknown variant {name!r}: {rule}; {nearest(name, PUBLISHED)}")
+        raise ConfigError(
+            f"unknown variant {name!r}: size {match['size']!r} does not exist; {nearest(name, PUBLISHED)}"
+        )
     return VARIANTS[match["size"]]
 
 
@@ -248,9 +247,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         known = override_fields(self.variant)
         for name in self.overrides:
-            if name not in known:
-                of = self.variant or "a network"
-                raise ConfigError(f"unknown field {name!r} of {of}; {nearest(name, known)}")
+            check_known(name, known, f"unknown field {name!r} of {self.variant or 'a network'}")
         overrides = dict(self.overrides)
         for kind in (ResNetConfig, ViTConfig) if self.variant is None else (type(_named(self.variant)),):
             own = {name: value for name, value in overrides.items() if name in bare_names(kind)}

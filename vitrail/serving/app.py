@@ -155,7 +155,7 @@ def _operations(service: Service) -> list[Operation]:
         ),
         Operation(
             "/predict", "Predict the files of a form", _upload, "POST", ("model", "top", "threshold"),
-            (FORM,),
+            ("multipart/form-data",),
         ),
         Operation("/v1/embeddings", "Compute embeddings, in OpenAI's shape", _embeddings, "POST", (), (JSON,)),
         Operation(
@@ -291,8 +291,6 @@ async def _crashed(request: Request, error: Exception) -> Response:
 
 JSON = "application/json"
 
-FORM = "multipart/form-data"
-
 BYTES = "application/octet-stream"
 
 IMAGES = ("image/*", BYTES)
@@ -308,14 +306,23 @@ FUNCTIONS = ("softmax", "sigmoid", "none")
 """Functions that turn logits into scores, by Hugging Face's names."""
 
 
+async def _body_of(request: Request) -> bytes:
+    """Return a body that is one image or JSON. Raise `Refused` for a form."""
+    if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise Refused(415, "the body is a form; send it to /predict, or send the bytes of one image")
+    return await request.body()
+
+
 async def _hugging_face(request: Request, service: Service) -> Response:
     """Answer in the shape of Hugging Face's inference API: image classification, object detection, image segmentation,
     or feature extraction for a model without classes."""
+    body = await _body_of(request)
     model = service.model(request.query_params.get("model"))
-    if _has_type(request, JSON):
-        image, asked = await service.parse(_parse_hugging_face, await request.body(), model)
-    else:
-        image, asked = await _image(request), _Asked()
+    image, asked, kind = body, _Asked(), request.headers.get("content-type", "").lower()
+    if kind.startswith(JSON):
+        image, asked = await service.parse(_parse_hugging_face, body, model)
+    elif body[:1] == b"{":
+        raise Refused(415, f"the body looks like JSON; send it with the header Content-Type: {JSON}")
 
     def answer(row: Row, content: bytes) -> list[Any]:
         if model.tasks[0] == "embedding":
@@ -326,20 +333,6 @@ async def _hugging_face(request: Request, service: Service) -> Response:
 
     (made,) = await service.all_file_outputs(model, [model.tasks[0]], [image], answer)
     return JsonAnswer(made, headers=model_headers(model))
-
-
-def _has_type(request: Request, kind: str) -> bool:
-    """Return True if a request says that its body has a media type."""
-    return request.headers.get("content-type", "").lower().startswith(kind)
-
-
-async def _image(request: Request) -> bytes:
-    """Return a body that is the bytes of an image. Raise `Refused` for a form, and for what looks like JSON."""
-    if _has_type(request, FORM):
-        raise Refused(415, "the body is a form; send it to /predict, or send the bytes of one image")
-    if (body := await request.body())[:1] == b"{":
-        raise Refused(415, f"the body looks like JSON; send an image, or JSON with the header Content-Type: {JSON}")
-    return body
 
 
 async def _upload(request: Request, service: Service) -> Response:
@@ -414,8 +407,6 @@ def _asked_in_address(request: Request, model: ServedModel) -> _Asked:
     for name, value, fitting in (("top", top, ("softmax", "sigmoid")), ("threshold", threshold, ("boxes",))):
         if value is not None and output not in fitting:
             raise Refused(400, f"{name}: it does not fit model {model.name!r}, whose output is {output}; leave it out")
-    if top is not None and parse_top(top) > (classes := len(model.bundle.classes)):
-        raise Refused(400, f"top: {top} is out of range, because model {model.name!r} has {classes} classes")
     return _Asked(TOP if top is None else parse_top(top), None, _parse_threshold(threshold))
 
 
@@ -540,8 +531,8 @@ class _Form(MultiPartParser):
 
 async def _form_files(request: Request, most: int) -> list[tuple[str, bytes]]:
     """Return the names and contents of the files of a form. Raise `Refused` for other bodies."""
-    if not _has_type(request, FORM):
-        raise Refused(415, f"the body is not a form; send images as {FORM}")
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise Refused(415, "the body is not a form; send images as multipart/form-data, or the bytes of one image to /")
 
     async def whole() -> AsyncGenerator[bytes, None]:
         async for chunk in request.stream():
@@ -565,7 +556,7 @@ async def _form_files(request: Request, most: int) -> list[tuple[str, bytes]]:
     finally:
         await form.close()
     if not files:
-        raise Refused(400, f"the form has no file; send images as {FORM}")
+        raise Refused(400, "the form has no file; send images as multipart/form-data")
     return files
 
 
@@ -586,7 +577,7 @@ async def _explain(request: Request, service: Service) -> Response:
     """Answer the bytes of an image with an overlay, as a data URI. `?label=CLASS` chooses the class."""
     model = service.model(request.query_params.get("model"))
     target = _target(model, request.query_params.get("label"))
-    content = await service.overlay(model, await _image(request), target)
+    content = await service.overlay(model, await _body_of(request), target)
     answer = {
         "model": model.name,
         "sha256": model.sha256,
@@ -624,15 +615,16 @@ THUMBNAIL = 512
 async def _search(request: Request, service: Service) -> Response:
     """Answer with the nearest images, their cosines and labels, and the paths of their pictures. The body is an image,
     or JSON with a text: `{"text": "a red car", "top": 5}`."""
+    body = await _body_of(request)
     model, top = service.searched_by(), parse_top(request.query_params.get("top", TOP), what="images")
-    if _has_type(request, JSON):
-        text, stated = await service.parse(_parse_search, await request.body())
+    if request.headers.get("content-type", "").lower().startswith(JSON):
+        text, stated = await service.parse(_parse_search, body)
         if stated is not None and "top" in request.query_params:
             raise Refused(400, "top: the address and the body give it; give one value")
         (query,) = await service.text_outputs(model, [text])
         top = top if stated is None else stated
     else:
-        (query,) = await service.all_file_outputs(model, ["embedding"], [await _image(request)])
+        (query,) = await service.all_file_outputs(model, ["embedding"], [body])
     found = await service.search(query, top)
     results = [
         {

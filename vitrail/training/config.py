@@ -19,7 +19,7 @@ from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import DataConfig
 from vitrail.data.targets import PLACED
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, check_known, nearest
 from vitrail.machine import TrainingPrecision
 from vitrail.models.compiled import Compile
 from vitrail.models.heads import HEADS
@@ -584,8 +584,7 @@ def _unknown(name: str, known: Mapping[str, str], task: Task) -> str:
 
 def _task_named(name: Any) -> Task:
     """Return the task of this name with its default settings."""
-    if name not in TASKS:
-        raise ConfigError(f"unknown task {name!r}; {nearest(str(name), TASKS)}")
+    check_known(name, TASKS, f"unknown task {name!r}")
     return TASKS[name]()
 
 

@@ -202,10 +202,12 @@ def network_from(
     kept = bool(names) and same and not numbered and not start.new_head
     if not names:
         headed = adapted(resized, num_classes=0, drop_head_hidden=True)
-        note = f"the head of model {start.init!r} is removed: the task {task.name} trains a network without a head"
+        removed = f"the head of model {start.init!r} is removed: the task {task.name} trains a network without a head"
+        note = removed * (headed.network.config != resized.network.config)
     elif kept:
-        fate = "replaced by a linear model" if start.linear_head else "kept, because its outputs are the same"
-        headed, note = resized, f"the head of model {start.init!r} is {fate}"
+        better = " unless a linear model of the features is better on the validation split"
+        fate = better if start.linear_head else ", because its outputs are the same"
+        headed, note = resized, f"the head of model {start.init!r} is kept{fate}"
     else:
         bare = adapted(resized, num_classes=0, drop_head_hidden=True)
         config = replace(bare.network.config, **kind)
@@ -221,7 +223,7 @@ def network_from(
     with torch.device("meta"):
         network = build(replace(headed.network.config, **{**overrides, **kind}))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)
-    own, notes = resized.preprocess, [*resized.notes, note]
+    own, notes = resized.preprocess, [*resized.notes, *filter(None, [note])]
     extremes = torch.tensor([0, 255], dtype=torch.uint8).expand(1, images.channels, 1, 2)
     if not torch.allclose(own.normalise(extremes), images.normalise(extremes)):
         notes.append(

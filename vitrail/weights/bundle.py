@@ -57,8 +57,8 @@ from vitrail.weights.words import Words, read_words
 ImageLike = str | Path | bytes | np.ndarray | Image.Image
 """A path, an encoded file, a uint8 array of (h, w), (h, w, 1) or (h, w, 3), or a Pillow image."""
 
-Images = Sequence[ImageLike] | np.ndarray | Image.Image
-"""A list of images, one Pillow image, or an array of one image or of n images (`image_list`)."""
+Images = Sequence[ImageLike] | ImageLike
+"""A list of images, one image, or an array of n images (`image_list`)."""
 
 if TYPE_CHECKING:
     LoadedNetwork = AnyNetwork  # an exported network refuses by name what it cannot do, so callers need not ask
@@ -209,8 +209,9 @@ class Bundle:
         precision: Precision | None = None,
         undecodable: Literal["raise", "return"] = "raise",
     ) -> list[AnyPrediction] | list[AnyPrediction | UndecodableImage]:
-        """Return one prediction per image, in the order of the images. `images` is a list, one image (a Pillow image,
-        or an array of (h, w), (h, w, 1) or (h, w, 3)), or an array of n images, (n, h, w, 1) or (n, h, w, 3).
+        """Return one prediction per image, in the order of the images. `images` is a list, one image (a path, the
+        bytes of a file, a Pillow image, or an array of (h, w), (h, w, 1) or (h, w, 3)), or an array of n images,
+        (n, h, w, 1) or (n, h, w, 3).
 
         A prediction is a `Prediction` of classes, or a `NumberPrediction`, `Detections` or a `MaskPrediction` if the
         model's output is "numbers", "boxes" or "mask". A `Prediction` ranks the `top` likeliest classes, or all classes
@@ -220,7 +221,7 @@ class Bundle:
 
         An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
         exception instead of a prediction for that image. Raises `DataError` for a path that does not exist,
-        `ConfigError` for a model without a head, a `top` that is out of range, an unknown choice or an argument of
+        `ConfigError` for a model without a head, a `top` below 1, an unknown choice or an argument of
         another type, and `BundleError` for outputs that are not finite.
         """
         if not self.classes:
@@ -320,7 +321,7 @@ class Bundle:
     ) -> Sequence[AnyPrediction]:
         """Return the prediction of each row of the network's outputs, as `predict` does. Models of boxes and masks need
         the `placements` of the images. Raise `BundleError` for outputs that are not finite or have another number than
-        the names, and `ConfigError` for a `top` that is out of range and for placements of other images."""
+        the names, and `ConfigError` for a `top` below 1 and for placements of other images."""
         count = self._count(top)
         outputs = finite(outputs.float().cpu())
         if self.output not in DENSE and outputs.shape[1:] != (len(self.classes),):
@@ -388,9 +389,9 @@ class Bundle:
             raise ConfigError(
                 f"top={top} ranks classes, but this model predicts {OUTPUT_NOUNS[self.output]}; leave top out"
             )
-        if not 1 <= top <= len(self.classes):
-            raise ConfigError(f"top={top} is out of range, because this model has {len(self.classes)} classes")
-        return top
+        if top < 1:
+            raise ConfigError(f"top={top} is not a number of classes, which is 1 or more")
+        return min(top, len(self.classes))
 
     def _pixels(self, image: ImageLike) -> Pixels:
         """Return the pixels of an image. Raise `UndecodableImage` with its path, if it has one."""
@@ -580,15 +581,15 @@ def read_image(path: str | Path) -> bytes:
 def image_list(images: Images) -> Sequence[ImageLike]:
     """Return the images of an argument that holds one image or several.
 
-    A Pillow image and an array of (h, w), (h, w, 1) or (h, w, 3) are one image. An array of (n, h, w, 1) or
-    (n, h, w, 3) holds n images. Raise `ConfigError` for anything else that is not a list or a tuple.
+    A path, an encoded file, a Pillow image and an array of (h, w), (h, w, 1) or (h, w, 3) are one image. An array of
+    (n, h, w, 1) or (n, h, w, 3) holds n images. Raise `ConfigError` for anything else that is not a list or a tuple.
     """
-    if isinstance(images, Image.Image):
+    if isinstance(images, Image.Image | str | Path | bytes):
         return [images]
     if isinstance(images, np.ndarray) and images.ndim in (2, 3, 4):
         if images.ndim == 2 or images.shape[-1] in (1, 3):
             return list(images) if images.ndim == 4 else [images]
-    elif isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray):
+    elif isinstance(images, Sequence) and not isinstance(images, bytes):  # bytearray, for the type checker
         return images
     shape = getattr(images, "shape", None)
     raise ConfigError(

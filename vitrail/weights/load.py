@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vitrail.data.targets import distinct_names
-from vitrail.errors import BundleError, ConfigError, listed, nearest
+from vitrail.errors import BundleError, ConfigError, check_known, listed
 from vitrail.files import check_new_file, check_new_folder, expanded
 from vitrail.hub import Repository, cached_folder, fetch, from_cache, keep_branch, listing, parse
 from vitrail.machine import pick_device
@@ -165,8 +165,7 @@ def convert(
     `BundleError` if the layout cannot store an option that changes what the model computes.
     """
     destination, overwrite, to = expanded(destination), typed(bool, overwrite, "overwrite"), typed(str, to, "to")
-    if to != "vitrail" and to not in LAYOUTS:
-        raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
+    check_known(to, ["vitrail", *LAYOUTS], f"to={to!r} is not a layout", BundleError)
     if to == "vitrail":
         check_model_folder(destination, overwrite=overwrite)
     elif LAYOUTS[to].folder_files and destination.suffix != ".safetensors":
@@ -197,8 +196,8 @@ def _is_ours(folder: Path) -> bool:
 
 def _read(path: Path, name: str | None, hints: Hints, tokenizer: Path | None) -> Bundle:
     """Return the model in a file or folder of another library, whose layout has this name."""
-    if name is not None and name not in LAYOUTS:
-        raise BundleError(f"layout={name!r} does not exist; {nearest(name, LAYOUTS)}")
+    if name is not None:
+        check_known(name, LAYOUTS, f"layout={name!r} does not exist", BundleError)
     if tokenizer is not None and not tokenizer.exists():
         raise BundleError(f"tokenizer={str(tokenizer)!r} does not exist: there is no such file or folder")
     checkpoint = replace(open_checkpoint(path), tokenizer=tokenizer)
@@ -265,8 +264,9 @@ def _described(checkpoint: Checkpoint, layout: Layout, hints: Hints) -> Descript
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a file of weights, or a folder with `config.json` and a file of weights. Raise `BundleError`."""
     if not path.exists():
+        run = f" (but a run runs/{path})" if ("runs" / path).is_dir() else ""
         raise BundleError(
-            f"model {str(path)!r} does not exist: there is no such file or folder, and names on the hub have the "
+            f"model {str(path)!r} does not exist: there is no such file or folder{run}, and names on the hub have the "
             f"form ORG/NAME. Vitrail itself contains {', '.join(SHIPPED)}, which needs no file"
         )
     if not path.is_dir():
@@ -345,7 +345,11 @@ def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
             f"model {place!r} is the name of a network without weights; name a file, a folder or a name on the hub, "
             f"or train the network: vitrail train --variant {place} --data DIR"
         )
-    return download(place) if looks_like_hub_name(place) else (shipped_folder(place) or expanded(place), ())
+    if looks_like_hub_name(place):
+        return download(place)
+    file = shipped_folder(place) or expanded(place)
+    is_part = file.name in (WEIGHTS, DESCRIPTION) and file.with_name(DESCRIPTION).is_file()
+    return (file.parent if is_part else file), ()
 
 
 def download(name: str) -> tuple[Path, tuple[str, ...]]:

@@ -8,6 +8,7 @@ writing fails, the old file is unchanged.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -40,6 +41,13 @@ AVERAGED = re.compile(r"(^|[_-])(ema|swa|teacher|averaged?|(?<!exp_)avg|shadow)(
 gradients."""
 TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that PyTorch's wrappers add anywhere in a tensor name."""
+
+SCALAR: Any = np.float64().__reduce__()[0]
+PLAIN: list[Any] = [
+    argparse.Namespace, SCALAR, (SCALAR, "numpy.core.multiarray.scalar"), np.dtype,
+    *(type(np.dtype(kind)) for kind in ("float32", "float64", "int64")),
+]  # fmt: skip
+"""Objects that training scripts store beside the weights, such as options and the best metric, and that run no code."""
 
 
 class TensorFile:
@@ -216,7 +224,8 @@ def _open_torch(path: Path) -> TensorFile:
             "Save the state dict alone, best as .safetensors"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # about the pickle, which is loaded or refused with a message
+        # The warnings are about the pickle, which is loaded or refused with a message.
+        with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals(PLAIN):
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # the format of PyTorch before 1.6 cannot be mapped

@@ -54,8 +54,8 @@ def zero_shot(
     found = embed_classes(words, texts, chosen)
     if words.output == "softmax" and len(classes) < 2:
         raise ConfigError(
-            f"classes={list(classes)}: this model compares classes with each other, so it needs two or more; add "
-            "another class, such as what else the images can show"
+            f"classes={list(classes)}: this model compares classes with each other, so it needs two or more, with "
+            "spaces between; add another class, such as what else the images can show"
         )
     config = bundle.network.config
     if not isinstance(config, ViTConfig) or config.head_hidden:

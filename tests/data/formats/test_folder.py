@@ -70,14 +70,12 @@ def test_files_that_are_no_images_are_counted_unless_they_are_hidden(tree: Trees
 def test_folders_of_systems_are_no_classes_and_their_thumbnails_no_images(tree: Trees) -> None:
     root = tree(
         "a/1.png", "a/@eaDir/1.png/THUMB.jpg", "b/2.png", "b/deep/.cache/3.png", "__MACOSX/a/._1.png", "@eaDir/2.jpg",
-        ".DS_Store", "$RECYCLE.BIN/4.png", "System Volume Information/5.png", "b/Lost+Found/6.png",
+        ".DS_Store", "a/Thumbs.db", "$RECYCLE.BIN/4.png", "System Volume Information/5.png", "b/Lost+Found/6.png",
     )  # fmt: skip
     found = read_folder(root)
     source = found.samples
     assert source.classes == ("a", "b") and keys_of(source) == ["a/1.png", "b/2.png"] and len(found.others) == 0
-    (fault,) = found.faults
-    assert (fault.kind, fault.severity, fault.count) == ("system-folder", "note", 6)
-    assert fault.text.endswith(": $RECYCLE.BIN, @eaDir, System Volume Information and 3 more")
+    assert found.faults == ()
     assert len(read_folder(root, unlabelled=True).samples) == 2
 
 
@@ -265,6 +263,8 @@ def test_a_folder_around_the_data_is_entered_with_a_note(tree: Trees) -> None:
     splits = opened(root)
     assert splits.classes == ("cat", "dog") and keys_of(splits.train) == ["cat/1.png", "dog/2.png"]
     assert any("outer/, the only folder" in note for note in splits.notes)
+    parts = opened(tree("images/cat/1.png", "images/dog/2.png", "parts/parts.txt", "meta/", name="with parts"))
+    assert parts.classes == ("cat", "dog")
     (root / "cats").mkdir()
     doubled = opened(tree("train/train/cat/1.png", "train/train/dog/2.png", "test/test/cat/3.png", name="doubled"))
     assert keys_of(doubled.train) == ["cat/1.png", "dog/2.png"] and keys_of(doubled.test) == ["cat/3.png"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +17,10 @@ from tests.make import MemorySource, idx_bytes
 from vitrail.data.formats.fractals import FractalSource
 from vitrail.data.formats.idx import idx_samples
 from vitrail.data.formats.pack import pack
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source, mixed, subset
 from vitrail.data.sources import open_data
 from vitrail.evaluation.features.cache import (
     SAMPLED,
-    Entry,
-    Identity,
     data_fingerprint,
     weights_fingerprint,
 )
@@ -185,33 +181,3 @@ def test_weights_are_told_apart_to_the_last_bit() -> None:
         bias = network.state_dict()["blocks.0.attention.out.bias"]
         bias[2] = torch.nextafter(bias[2], torch.tensor(1.0))
     assert weights_fingerprint(network) != before
-
-
-IDENTITY = Identity("d" * 64, "w" * 64, Preprocess(image_size=(14, 21)), "float32")
-
-
-def test_of_other_entries_the_closest_is_named(tmp_path: Path) -> None:
-    def never(row: int) -> str:
-        raise AssertionError
-
-    def keep(identity: Identity) -> None:
-        entry = Entry(tmp_path, identity, 2, 3, never)
-        with entry.locked() as lock:
-            assert lock is not None
-            partial = entry.filling()
-            partial.write(0, np.zeros((2, 3), np.float32), np.array([True, True]))
-            partial.close()
-            entry.finish()
-
-    entry = Entry(tmp_path, IDENTITY, 2, 3, never)
-    assert entry.others() is None
-    keep(replace(IDENTITY, data="e" * 64))
-    keep(replace(IDENTITY, data="d" * 16 + "e" * 48, weights="v" * 64))  # whose folder's name begins alike
-    assert entry.others() is None
-    keep(replace(IDENTITY, weights="v" * 64, precision="bf16"))
-    assert entry.others() == "other weights, precision"
-    keep(replace(IDENTITY, precision="bf16"))
-    assert entry.others() == "other precision"
-    for path in tmp_path.glob("*/entry.json"):
-        path.write_text("{")
-    assert entry.others() is None

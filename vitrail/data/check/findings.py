@@ -371,7 +371,8 @@ def target_findings(examined: Examined, kind: TargetKind) -> Iterator[Finding]:
             f"{total[-1] / total.sum():.0%} of the pixels have no class",
             "These pixels are neither learned nor measured.",
             "If a class is ignored that should be learned, add --ignore-label none or choose another one. 255 is "
-            "always ignored: write the number of a class instead.",
+            "always ignored: write the number of a class instead. For masks of 0 and 255, give classes.txt colours: "
+            "background 0 0 0, object 255 255 255.",
         )  # fmt: skip
 
 
@@ -391,7 +392,8 @@ def amounts_of(looks: Looks, classes: Sequence[str], kind: TargetKind) -> dict[s
 
 def _missing(classes: Sequence[str], splits: Mapping[str, SplitCounts], noun: str = "images") -> Iterator[Finding]:
     for name, split in splits.items():
-        missing = [one for one, number in zip(classes, split.per_class, strict=False) if not number]
+        numbers = zip(classes, split.per_class, next(iter(splits.values())).per_class, strict=False)
+        missing = [one for one, number, first in numbers if not number and (first or name == "train")]
         consequence = f"The {name} accuracy does not cover such a class."
         if name == "train":
             consequence = "The network learns never to predict such a class."
@@ -705,7 +707,7 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
         seen += "none of them can be decoded"
     worst = most_severe_first(found)
     if not worst:
-        return line, seen, "no problem found"
+        return line, f"{seen}; no problem found"
     missing = [one for one in worst[1:] if one.kind.startswith("missing-in-")]
     others = len(worst) - 1 - len(missing)
     more = f" (and {plural(others, 'other finding')})" if others else ""

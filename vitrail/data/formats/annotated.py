@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.faults import Fault, Severity, first_bytes, is_system_folder, shown, unknown_class
+from vitrail.data.faults import Fault, Severity, first_bytes, is_from_system, shown, unknown_class
 from vitrail.data.formats.folder import Scan
 from vitrail.data.objects import ObjectRows, Outline, outline_column
 from vitrail.data.pixels.decode import open_image
@@ -108,7 +108,7 @@ def files_beside_images(root: Path) -> list[Path]:
             for entry in entries:
                 if entry.name.lower().endswith(BESIDE):
                     found.append(Path(entry.path))
-                elif has_folders and not is_system_folder(entry.name) and entry.is_dir():
+                elif has_folders and not is_from_system(entry.name) and entry.is_dir():
                     folders.append(entry.path)
     return sorted(found)
 
@@ -176,7 +176,7 @@ class ImageFiles:
         return image.size
 
 
-IMAGES = ("images", "image", "imgs", "jpegimages")
+IMAGES = ("images", "image", "imgs", "img_dir", "jpegimages", "leftimg8bit")
 """Names of folders with images beside those of annotations, in lower case."""
 
 MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject"})

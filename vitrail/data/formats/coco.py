@@ -42,6 +42,7 @@ from vitrail.data.splits import (
     Splits,
     check_chosen,
     left_out,
+    named_splits,
     split_of,
     splits_from,
 )
@@ -179,9 +180,11 @@ def _by_split(
         return {"train": files[0]}, skipped
     found: dict[Split, Path] = {}
     unnamed = []
+    words = named_splits(path.stem for path in names) if chosen is None else {}
     for path, name in names.items():
         parent, _, last = name.rpartition("/")
-        split = split_of(name, chosen) or (None if chosen else split_of(f"{parent}/{TITLE.sub('', last)}".strip("/")))
+        titled = None if chosen else split_of(f"{parent}/{TITLE.sub('', last)}".strip("/"))
+        split = split_of(name, chosen) or titled or words.get(path.stem)
         if split is None:
             unnamed.append(name)
         elif split in found:

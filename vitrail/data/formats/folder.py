@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitrail.data import formats
-from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_own_output, is_system_folder, unknown_class
+from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_from_system, is_own_output, unknown_class
 from vitrail.data.pixels.decode import HEAD, SUFFIXES, is_image
 from vitrail.data.source import Samples, Source, file_samples, files_of, inode_of, inodes_in
 from vitrail.data.splits import (
@@ -53,9 +53,6 @@ ENDINGS = tuple(SUFFIXES)
 ALL = ", ".join(sorted(SUFFIXES))
 """The suffixes in messages."""
 
-LOOKS = 3
-"""Number of files of one suffix in one folder that are opened to see if they are images."""
-
 
 class FolderImages(NamedTuple):
     """The images in class folders, or in a folder without classes."""
@@ -84,13 +81,12 @@ def read_folder(
         images = sorted(scan.images(""))
         if not images:
             raise DataError(f"{root} has no images ({ALL}), neither in it nor in its folders")
-        faults = (*_other_folders(root, scan.system, scan.own), *unread_images(root, scan.others))
+        faults = (*_own_output(root, scan.own), *unread_images(root, scan.others))
         targets = Targets.unknown("none", (), len(images))
         samples = file_samples(root, [key for key, _ in images], [inode for _, inode in images], targets)
         return FolderImages(samples, faults, tuple(scan.others))
-    scan.system, scan.own = _never_data(root)
-    never = {*scan.system, *scan.own}
-    folders = [name for name in _subfolders(root) if name not in never and not name.startswith(".")]
+    scan.own = _own_folders(root)
+    folders = [folder.name for folder in class_folders(root)]
     if not folders:
         raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
     named = {name: class_name(name) for name in folders}
@@ -121,7 +117,7 @@ def read_folder(
         )] if unknown else ()),
         *([_empty(root, empty)] if empty else ()),
         *_joined(root, {name: named[name] for name in kept}),
-        *_other_folders(root, scan.system, scan.own),
+        *_own_output(root, scan.own),
         *_loose(root),
         *unread_images(root, scan.others, empty),
     )  # fmt: skip
@@ -138,14 +134,13 @@ class Scan:
         """The folders that have been found, of which none is entered again through a link."""
         self.others: list[str] = []
         """Files without an image suffix."""
-        self.system: list[str] = []
         self.own: list[str] = []
 
     def images(self, folder: str) -> list[tuple[str, int]]:
         """Return the relative paths and inodes of the images in a folder and its subfolders."""
         found: list[tuple[str, int]] = []
         folders = []
-        system, names = [], set()
+        names = set()
         start = f"{folder}/" if folder else ""
         try:
             scanned = os.scandir(self.root / folder)
@@ -153,13 +148,10 @@ class Scan:
             raise DataError(f"folder {self.root / folder} cannot be read: {error.strerror}") from None
         with scanned as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if is_from_system(entry.name):
                     continue
                 if _is_folder(entry):
-                    if is_system_folder(entry.name):
-                        system.append(f"{start}{entry.name}")
-                    else:
-                        folders.append(f"{start}{entry.name}")
+                    folders.append(f"{start}{entry.name}")
                 elif entry.name.lower().endswith(ENDINGS):
                     found.append((f"{start}{entry.name}", inode_of(entry)))
                 else:
@@ -168,7 +160,6 @@ class Scan:
             self.own.append(folder)
             return []
         self.others += [f"{start}{name}" for name in sorted(names)]
-        self.system += system
         for inner in sorted(folders):  # sorted, so that every machine follows the same one of two equal links
             if (place := (self.root / inner).resolve()) not in self.entered:
                 self.entered.add(place)
@@ -212,10 +203,10 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
     for other in others:
         folder, _, name = other.rpartition("/")
         groups[folder, os.path.splitext(name)[1].lower()].append(other)  # noqa: PTH122 (thousands of names)
-    unread = {
+    unread = {  # three files of one suffix in one folder are enough
         place: names
         for place, names in groups.items()
-        if any(is_image(first_bytes(root / name, HEAD)) for name in names[:LOOKS])
+        if any(is_image(first_bytes(root / name, HEAD)) for name in names[:3])
     }
     if not unread:
         return
@@ -233,23 +224,13 @@ def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) 
     )  # fmt: skip
 
 
-def _never_data(root: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the visible folders in `root` that are those of systems, and those that Vitrail wrote."""
-    visible = [name for name in _subfolders(root) if not name.startswith(".")]
-    system = [name for name in visible if is_system_folder(name)]
-    return system, [name for name in visible if name not in system and is_own_output(root / name)]
+def _own_folders(root: Path) -> list[str]:
+    """Return the names of the folders in `root` that Vitrail wrote."""
+    return [name for name in _subfolders(root) if not is_from_system(name) and is_own_output(root / name)]
 
 
-def _other_folders(root: Path, system: list[str], own: list[str]) -> Iterator[Fault]:
-    """Yield the faults of folders in `root` that are never data: those of systems, and those that Vitrail wrote."""
-    if system:
-        yield Fault(
-            "system-folder", "note", len(system),
-            f"{root}: skipped {plural(len(system), 'folder')} of the system or of other programs: "
-            f"{listed(sorted(system), 3)}",
-            "These folders are skipped, with the copies and thumbnails of images in them.",
-            "Nothing needs to be done.",
-        )  # fmt: skip
+def _own_output(root: Path, own: list[str]) -> Iterator[Fault]:
+    """Yield a fault if Vitrail wrote some folders in `root`, which are never data."""
     if own:
         yield Fault(
             "own-output", "note", len(own),
@@ -288,7 +269,7 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
 def class_folders(root: Path) -> list[Path]:
     """Return the folders directly below `root`, sorted, without those that are never data: hidden folders, those of
     operating systems, and the output of Vitrail."""
-    folders = [root / name for name in _subfolders(root) if not is_system_folder(name)]
+    folders = [root / name for name in _subfolders(root) if not is_from_system(name)]
     return [folder for folder in folders if not is_own_output(folder)]
 
 
@@ -303,7 +284,7 @@ def holds_images(root: Path, depth: int = 4) -> bool:
     return has_images(root) or (depth > 0 and any(holds_images(inner, depth - 1) for inner in class_folders(root)))
 
 
-IMAGES = frozenset({"images", "image", "imgs", "img", "jpegimages", "jpgimages"})
+IMAGES = frozenset({"images", "image", "imgs", "img", "jpegimages", "jpgimages", "imgdir", "leftimg8bit"})
 """Names of folders that hold all images of a data set or of a class, without case and punctuation."""
 
 UNLABELLED = frozenset({"unknown", "unlabelled", "unlabeled"})
@@ -311,7 +292,7 @@ UNLABELLED = frozenset({"unknown", "unlabelled", "unlabeled"})
 
 TARGETS = frozenset({
     "masks", "mask", "labels", "annotations", "annotation", "segmentationclass", "segmentationobject", "segmentation",
-    "segmentations", "groundtruth", "gt", "bboxes", "boxes", "trimaps", "imagesets",
+    "segmentations", "groundtruth", "gt", "gtfine", "anndir", "bboxes", "boxes", "trimaps", "imagesets",
 })  # fmt: skip
 """Names of folders beside the images that hold masks or boxes."""
 
@@ -347,18 +328,18 @@ def open_folders(request: Request) -> Splits:
             "class into a folder of its own"
         )
     if chosen is None:
-        _refuse_targets(root, inner)
+        refuse_targets(root, inner)
     places, notes = _places(root, inner, chosen, unlabelled)
     if not places:
         is_plain = unlabelled and (len(inner) < 2 or has_images(root))
         found = read_folder(root, classes, unlabelled=is_plain)
         return splits_from({"train": found.samples}, (*notes, *_ignored(root, found)), found.faults)
     for place in places.get("train", []):
-        _refuse_targets(place, class_folders(place))
+        refuse_targets(place, class_folders(place))
     first = next(iter(places.values()))[0]
     plain = unlabelled and (len(class_folders(first)) < 2 or has_images(first))
     sources: dict[Split, Source] = {}
-    faults = [*(_ambiguous(root, places) if chosen is None else ()), *_other_folders(root, *_never_data(root))]
+    faults = [*(_ambiguous(root, places) if chosen is None else ()), *_own_output(root, _own_folders(root))]
     for split, folders in places.items():
         opened: list[Samples] = []
         for place in folders if chosen else folders[:1]:
@@ -476,7 +457,7 @@ def _word(name: str) -> str:
     return re.sub(r"[\W_]", "", name).lower()
 
 
-def _refuse_targets(root: Path, folders: list[Path]) -> None:
+def refuse_targets(root: Path, folders: list[Path]) -> None:
     """Raise `DataError` if there are folders of masks or boxes beside those of the images."""
     names = [folder.name for folder in folders]
     targets = [name for name in names if _word(name) in TARGETS]
@@ -491,10 +472,10 @@ def _refuse_targets(root: Path, folders: list[Path]) -> None:
             f"{root} has {targets[0]}/ beside {(images or flat)[0]}/, which is the layout of data with masks or boxes, "
             "but neither annotations of COCO, YOLO or Pascal VOC nor PNG files in masks/ beside images/ were found in "
             "it. For masks, use images/SPLIT and masks/SPLIT, in which an image and its mask have the same name; masks "
-            "are PNG, because other formats do not keep the number of a class in each pixel. For classes, put the "
-            "images of each class into a folder of its own, or name a table of paths and labels. For "
-            f"a task that needs no labels, open {root / (images or flat)[0]}. If these folders are classes, "
-            "add --splits none"
+            "are PNG, because other formats do not keep the number of a class in each pixel. For classes "
+            "in folders, and for a task that needs no labels, "
+            f"name {root / (images or flat)[0]} as the data; for other classes, name a table of paths and labels. If "
+            f"{targets[0]}/ and {(images or flat)[0]}/ are classes, add --splits none"
         )
 
 
@@ -557,10 +538,6 @@ def _ambiguous(root: Path, places: Mapping[Split, list[Path]]) -> Iterator[Fault
             )  # fmt: skip
 
 
-LOOKED_INTO = 20
-"""Number of skipped files that are opened to see if they hold annotations."""
-
-
 def _ignored(root: Path, found: FolderImages) -> Iterator[str]:
     if found.samples.targets.kind == "none" and has_images(root) and len(folders := class_folders(root)) > 1:
         yield (
@@ -570,7 +547,8 @@ def _ignored(root: Path, found: FolderImages) -> Iterator[str]:
     if not found.others:
         return
     yield f"{root}: skipped {plural(len(found.others), 'file')} without a suffix of an image format"
-    beside = [root / name for name in found.others if name.lower().endswith(formats.annotated.BESIDE)][:LOOKED_INTO]
+    # Only the first files are opened, because there can be one for each image.
+    beside = [root / name for name in found.others if name.lower().endswith(formats.annotated.BESIDE)][:20]
     if beside and (formats.coco.annotation_files(beside) or formats.voc.holds_voc(beside)):
         yield (
             f"{root}: the folders are classes, and annotations such as {beside[0].relative_to(root)} are not read; to "

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from vitrail.data.formats.parquet import SHARD, SUFFIX, ParquetFile, identity_of, missing_shards, open_files
 from vitrail.data.splits import CHOICE, SPLITS, Choice, Split, SplitNames, Splits, check_chosen, split_of
-from vitrail.errors import DataError, listed, nearest
+from vitrail.errors import DataError, check_known, listed
 from vitrail.files import cache_folder, replacing_file, saving
 from vitrail.hub import Repository, cached_folder, client, fetch, from_cache, keep_branch, listing, parse
 
@@ -266,8 +266,7 @@ def _by_name(names: Iterable[str]) -> dict[str, list[str]]:
 def _chosen(spec: str, configurations: Configurations, wanted: str, preferred: str | None) -> str:
     names = list(configurations)
     if wanted:
-        if wanted not in configurations:
-            raise DataError(f"data {spec!r} has no configuration {wanted!r}; {nearest(wanted, names)}")
+        check_known(wanted, names, f"data {spec!r} has no configuration {wanted!r}", DataError)
         return wanted
     if len(names) == 1:
         return names[0]

@@ -1,6 +1,6 @@
 """Masks: a PNG for each image, with the number of a class in each pixel, or with a colour for each class.
 
-    images/train/1.jpg    masks/train/1.png    classes.txt
+    images/train/1.jpg    masks/train/1.png (or 1_mask.png)    classes.txt
 
 Line n of classes.txt, from 0, is the name of the class n. Lines with a colour ("road 128 64 128") make the masks those
 of colours; so do those of labelmap.txt, which CVAT writes ("road:128,64,128::"). The value 255 has no class.
@@ -37,7 +37,7 @@ from vitrail.data.splits import SPLITS, Request, Split, Splits, split_of, splits
 from vitrail.data.targets import Targets, check_names, class_name
 from vitrail.errors import DataError, UndecodableImage, listed, plural
 
-FOLDERS = ("masks", "mask", "segmentationclass", "annotations", "labels", "gtfine", "gt")
+FOLDERS = ("masks", "mask", "segmentationclass", "annotations", "labels", "gtfine", "gt", "ann_dir")
 """Names of folders with masks, in lower case."""
 
 COLOUR = re.compile(r"(?P<name>.*?)[\s,:;#(]+(?P<red>\d{1,3})[\s,]+(?P<green>\d{1,3})[\s,]+(?P<blue>\d{1,3})[)\s:]*")
@@ -128,12 +128,14 @@ def _images_of_masks(root: Path, folders: Sequence[Path], images: ImageFiles) ->
         above = inside.removesuffix("/").rpartition("/")[0]
         start = f"{above}/" if above else ""
         tops = {key[len(start) :].split("/")[0] for key in images.inodes if key.startswith(start)}
-        top = [name for name in sorted(tops) if name.lower() in (*IMAGES, "leftimg8bit")][:1]
+        top = [name for name in sorted(tops) if name.lower() in IMAGES][:1]
         for name in [key for key in images.inodes if key.startswith(inside) and key.lower().endswith(".png")]:
             folder, _, file = name.removeprefix(inside).rpartition("/")
             # The folder of images that is divided like the masks, such as images/train for masks/train.
             near = "/".join(part for part in (above, *top, folder) if part)
-            key = images.find(file.rpartition(".")[0], near, split_of(name), outside=insides)
+            stem = file.rpartition(".")[0]
+            stems = dict.fromkeys((stem, re.sub("[_-]mask$", "", stem, flags=re.I)))
+            key = next(filter(None, (images.find(one, near, split_of(name), outside=insides) for one in stems)), None)
             if key is None:
                 missing.append(name)
             elif key in of_image:

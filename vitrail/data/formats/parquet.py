@@ -59,7 +59,7 @@ from vitrail.data.targets import (
     text_column,
 )
 from vitrail.data.texts import TEXTS, TextReader, without_texts
-from vitrail.errors import DataError, SaveError, listed, nearest, plural
+from vitrail.errors import DataError, SaveError, check_known, listed, plural
 from vitrail.files import cache_folder, saving
 
 SUFFIX = ".parquet"
@@ -685,8 +685,7 @@ class ParquetFile:
         return target.read_bytes()
 
     def _require(self, column: str) -> None:
-        if column not in self.types:
-            raise DataError(f"{self.path} has no column {column!r}; {nearest(column, self.types)}")
+        check_known(column, self.types, f"{self.path} has no column {column!r}", DataError)
 
     def _is_image(self, name: str) -> bool:
         feature = self._features.get(name)

@@ -1,7 +1,8 @@
 """Tables of image files, as CSV, TSV or JSON lines. A table has a column of paths, and a column of labels, a 0/1 column
 per class, or a column of texts.
 
-Paths are relative to the table. The first row names the columns, and the columns are recognised by their names:
+Paths are relative to the table, or to the only folder beside it that holds the files. The first row names the columns,
+and the columns are recognised by their names:
 
     path,label          file,rose,daisy        {"file_name": "1.jpg", "label": "rose"}
     a/1.jpg,rose        1.jpg,1,0
@@ -15,12 +16,13 @@ name the same image are texts of this image.
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 
 from vitrail.data.faults import TABLES, Fault, column_names, has_predictions, shown, unknown_class
 from vitrail.data.formats.folder import class_folders
+from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.source import Samples, file_samples, inodes_in
 from vitrail.data.splits import (
     CHOICE,
@@ -70,7 +73,8 @@ def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
     of splits, else the only table with a column of paths. Predictions are not among them. Raise `DataError` if several
     tables have such a column."""
     found = _tables(folder)
-    named = [table for table in found if split_of(table.name, chosen) is not None]
+    words = named_splits(table.stem for table in found) if chosen is None else {}
+    named = [table for table in found if len(words) == len(found) or split_of(table.name, chosen) is not None]
     if tables := named or [table for table in found if table.stem.lower() == "metadata"]:
         return tables
     inner = [_tables(place) for place in class_folders(folder) if split_of(place.name, chosen) is not None]
@@ -234,7 +238,7 @@ def _renamed(parts: dict[Split, Table]) -> dict[Split, Table]:
 
 def _source(table: Table, classes: tuple[str, ...]) -> Samples:
     """Return the image files of the rows, in their order. `classes` holds the names of classes or numbers."""
-    root, rows = table.path.parent, table.rows
+    rows = table.rows
     if table.has_texts:
         targets = Targets.of((row.texts for row in rows), "texts", ())
     elif rows[0].numbers:
@@ -245,7 +249,7 @@ def _source(table: Table, classes: tuple[str, ...]) -> Samples:
         found = [tuple(sorted({places[name] for name in row.names})) for row in rows]
         labels = found if kind == "classes" else [one[0] if one else None for one in found]
         targets = Targets.of(labels, kind, classes)
-    return file_samples(root, [row.path for row in rows], [row.inode for row in rows], targets)
+    return file_samples(table.root, [row.path for row in rows], [row.inode for row in rows], targets)
 
 
 def _classes(table: Table, unlabelled: bool) -> tuple[str, ...]:
@@ -263,69 +267,73 @@ def _classes(table: Table, unlabelled: bool) -> tuple[str, ...]:
 
 def _with_files(table: Table) -> tuple[Table, list[Fault]]:
     """Return the table with a row for each file that can be used, and the faults of the other rows. Paths are then
-    relative to the table, and rows have the inodes of their files.
-
-    Every folder is listed once, because a million calls of stat would take longer.
-    """
+    relative to the folder that holds the table and all files, and rows have the inodes of their files."""
     folder = table.path.parent
-    listings: dict[str, dict[str, int]] = {}
+    keys = [_from_folder(folder, row.path) for row in table.rows]
+    if above := max(key.split("/").count("..") for key in keys):
+        real = folder.resolve()
+        keys = [os.path.normpath(f"{'/'.join(real.parts[-above:])}/{key}") for key in keys]
+        folder = real.parents[above - 1]
+    # Every folder is listed once, because a million calls of stat would take longer.
+    listing = functools.cache(lambda place: inodes_in(folder / place))
+    keys, hint = (keys, "") if above else _below(folder, keys, listing)
     found: dict[str, TableRow] = {}
-    outside, missing, repeated = [], [], []
-    first_missing = ""
-    for row in table.rows:
-        key = _inside(folder, row.path)
-        if key is None:
-            outside.append(f"line {row.line}: {row.path!r}")
-            continue
-        parent, _, name = key.rpartition("/")
-        if parent not in listings:
-            listings[parent] = inodes_in(folder / parent)
-        inode = listings[parent].get(name)
-        if inode is None:
+    missing, repeated = [], []
+    for row, key in zip(table.rows, keys, strict=True):
+        file = _file(listing, key)
+        if file is None:
             missing.append(f"line {row.line}: {row.path}")
-            first_missing = first_missing or key
-        elif key in found and table.has_texts:
-            found[key] = found[key]._replace(texts=tuple(dict.fromkeys(found[key].texts + row.texts)))
-        elif key in found:
-            repeated.append(f"line {row.line}: {row.path}, which is also in line {found[key].line}")
+            continue
+        path, inode = file
+        if path in found and table.has_texts:
+            found[path] = found[path]._replace(texts=tuple(dict.fromkeys(found[path].texts + row.texts)))
+        elif path in found:
+            repeated.append(f"line {row.line}: {row.path}, which is also in line {found[path].line}")
         else:
-            found[key] = row._replace(path=key, inode=inode)
-    hint = _alike(folder, first_missing) if first_missing else ""
-    return table._replace(rows=list(found.values())), list(_faults(table, outside, missing, repeated, hint))
+            found[path] = row._replace(path=path, inode=inode)
+    return table._replace(rows=list(found.values()), root=folder), list(_faults(table, missing, repeated, hint))
 
 
-def _inside(folder: Path, text: str) -> str | None:
-    """Return a path relative to the folder of its table, or None if the path is not in this folder."""
+def _file(listing: Listing, key: str) -> tuple[str, int] | None:
+    """Return the path and the inode of a file. A path without a suffix is that of the only image of this name."""
+    folder, slash, name = key.rpartition("/")
+    others = (name + one for suffix in SUFFIXES for one in (suffix, suffix.upper()))
+    names = [name] if name in listing(folder) else [one for one in others if one in listing(folder)]
+    return (f"{folder}{slash}{names[0]}", listing(folder)[names[0]]) if len(names) == 1 else None
+
+
+def _from_folder(folder: Path, text: str) -> str:
+    """Return a path relative to the folder of its table. If the file is elsewhere, the path begins with two dots."""
     if "\\" in text and not (folder / text).exists():
         text = text.replace("\\", "/")  # from Windows
     path = PurePosixPath(text)
-    if path.is_absolute():
-        base = next(
-            (base for base in (folder.absolute(), folder.resolve()) if path.is_relative_to(base.as_posix())), None
-        )
-        if base is None:
-            return None
-        path = path.relative_to(base.as_posix())
-    return None if ".." in path.parts or not text.strip() else path.as_posix()
+    if not path.is_absolute() and ".." not in path.parts:
+        return path.as_posix()
+    base = folder.absolute() if path.is_relative_to(folder.absolute().as_posix()) else folder.resolve()
+    return os.path.relpath(base / path, base)
 
 
-def _alike(folder: Path, key: str) -> str:
-    """Return a hint if a folder in that of the table has the missing file, perhaps with another suffix."""
-    for place in (folder, *class_folders(folder)):
-        path = (place / key).parent
-        for name in inodes_in(path):
-            if place != folder and name == Path(key).name:
-                return f"; there is such a file in {place.name}/, so paths must begin with {place.name}/"
-            if Path(name).stem == Path(key).name:
-                found = (path / name).relative_to(folder).as_posix()
-                return f"; there is a file {found}, so paths must be written like it"
-    return ""
+def _below(folder: Path, keys: list[str], listing: Listing) -> tuple[list[str], str]:
+    """Return the paths of files relative to the folder of their table. If none of them is there, they are in a folder
+    in it, or the paths begin with the name of the folder, as they do from a folder above. If this can be several
+    folders, return the paths as they are, and a hint."""
+    if any(_file(listing, key) for key in keys):
+        return keys, ""
+    places = {f"{place.name}/": [f"{place.name}/{key}" for key in keys] for place in class_folders(folder)}
+    parts = folder.resolve().parts
+    for start in ("/".join(parts[-depth:]) + "/" for depth in range(1, len(parts))):
+        if keys[0].startswith(start):
+            places[start] = [key.removeprefix(start) for key in keys]
+    # A thousand paths are enough, because there can be as many folders as classes.
+    found = [place for place, some in places.items() if any(_file(listing, key) for key in some[:1000])]
+    if len(found) == 1:
+        return places[found[0]], ""
+    return keys, f"; there are such files in {listed(found)}, so say in each path which one is meant" * bool(found)
 
 
-def _faults(table: Table, outside: list[str], missing: list[str], repeated: list[str], hint: str) -> Iterator[Fault]:
+def _faults(table: Table, missing: list[str], repeated: list[str], hint: str) -> Iterator[Fault]:
     count = len(table.rows)
     for kind, rows, text, advice in (
-        ("path-outside", outside, "a path that is not inside the table's folder", "Give paths in the table's folder."),
         ("missing-file", missing, "a file that does not exist", "Correct the paths, or remove the rows."),
         ("repeated-row", repeated, "an image of another row; each image may have only one row", "Remove these rows."),
     ):
@@ -339,7 +347,12 @@ def _faults(table: Table, outside: list[str], missing: list[str], repeated: list
             )  # fmt: skip
 
 
-PATHS = ("path", "file", "file_name", "filename", "filepath", "image", "image_path", "image_id")
+PATHS = (
+    "path", "file", "file_name", "filename", "filepath", "image", "image_path", "file_path", "img_path", "img",
+    "image_name", "image_file", "filenames", "filepaths", "images", "image_id", "imageid",
+)  # fmt: skip
+Listing = Callable[[str], dict[str, int]]
+"""Function that returns the inodes of the files in a folder below a given one, by their names."""
 LABELS = ("label", "labels", "class", "class_name", "category", "target")
 BOXES = frozenset({"xmin", "ymin", "xmax", "ymax", "x_min", "y_min", "x_max", "y_max", "x1", "y1", "x2", "y2", "bbox"})
 DELIMITERS = ",;\t|"
@@ -371,6 +384,8 @@ class Table(NamedTuple):
     """True if the targets are texts."""
     labels: tuple[str, ...]
     """Name of the column of labels, if there is one."""
+    root: Path
+    """The folder to which the paths in the rows are relative."""
 
 
 @dataclass(frozen=True)
@@ -468,11 +483,15 @@ def _read(
         targets = _Targets(label)
     rows, about_cells = _rows(cells, choice, image, targets)
     used = {image, split, targets.label, targets.text, *targets.flags, *dict(targets.numbers).values()}
-    rest = [name or "(without a name)" for place, name in enumerate(cells.header) if place not in used]
+    rest = [
+        name or "(without a name)"
+        for place, name in enumerate(cells.header)
+        if place not in used and not _is_index(cells, place)
+    ]
     unused = (f"{path}: {plural(len(rest), 'column')} not used: {listed(rest)}",) if rest else ()
     classes = tuple(class_name(cells.header[place]) for place in targets.flags) or None
     labels = () if targets.label is None else (cells.header[targets.label],)
-    table = Table(path, rows, classes, targets.text is not None, labels)
+    table = Table(path, rows, classes, targets.text is not None, labels, path.parent)
     parts, about_splits = _divided(table, column, values, choice.splits)
     return parts, (*notes, *about_cells, *unused, *about_splits)
 
@@ -539,7 +558,7 @@ def _read_cells(path: Path) -> _Cells:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot read {path} as a table in UTF-8: {error}") from error
+        raise DataError(f"cannot read {path} as a table in UTF-8: {error}; save it in UTF-8") from error
 
 
 def _csv_cells(table: Path, file: Iterable[str]) -> _Cells:

@@ -111,6 +111,9 @@ def open_yolo(request: Request) -> Splits:
     folder = root.parent if root.is_file() else root
     title = f"data {str(root)!r}"
     values = _described(description) if description is not None else {}
+    stated, train = Path(str(values.get("path"))), str(values.get("train"))
+    if stated.is_absolute() and (stated / train).exists() and not (folder / train).exists() and root.is_file():
+        folder = stated
     if "kpt_shape" in values:
         raise DataError(f"{description} describes keypoints (kpt_shape); only boxes and polygons are read")
     images = ImageFiles(folder)
@@ -120,9 +123,7 @@ def open_yolo(request: Request) -> Splits:
     found = {split: _images(folder, keys, texts, len(names)) for split, keys in splits.items()}
     counts = [found_one for one in found.values() for found_one in one.objects]
     if counts and all(item.outline is not None and len(item.outline[0]) == 4 for item in counts):  # type: ignore[index]
-        raise DataError(
-            f"{title}: every line has the four corners of a rotated box; only upright boxes and polygons are read"
-        )
+        notes = (*notes, f"{title}: every object has four corners; if they are rotated boxes, upright ones are learned")
     faults = [*_beyond(title, list(found.values()), names), *_alone(folder, images, texts)]
     return object_splits(title, images, found, names, request.classes, notes=notes, faults=faults)
 

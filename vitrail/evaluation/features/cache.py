@@ -131,24 +131,6 @@ class Entry:
             return self.read()
         return None
 
-    def others(self) -> str | None:
-        """Return the difference between this entry and other cached features of the same data, such as "other weights".
-
-        If there are several other entries, return the difference to the most similar entry. Return None if there are
-        none.
-        """
-        found: list[list[str]] = []
-        for path in self.cache.glob(f"{self.identity.data[:16]}-*/{ABOUT}"):
-            with contextlib.suppress(DataError):
-                other = _parse(path).identity
-                names = {"weights": "weights", "preprocess": "preprocessing", "precision": "precision"}
-                differing = [
-                    text for name, text in names.items() if getattr(other, name) != getattr(self.identity, name)
-                ]
-                found += [differing] if differing and other.data == self.identity.data else []
-        closest = min(found, key=len, default=[])
-        return f"other {', '.join(closest)}" if closest else None
-
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock | None]:
         """Yield a lock that is not acquired yet. Yield None if the file system does not support locks."""

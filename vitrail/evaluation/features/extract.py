@@ -144,16 +144,16 @@ class _Job:
         cosines = compare_precisions(self.how.bundle, self.source, self.layer, at_most=self.batch_size)
         if not len(cosines):
             return replace(self, precision="float32")
-        images, least = plural(len(cosines), "image"), float(cosines.min())
+        least = float(cosines.min())
         if not least >= SAFE_COSINE:  # a cosine that is not a number is not safe
             self.how.note(
                 f"features are computed in float32, because bf16 changes them too much: the smallest cosine of "
-                f"{images} is {least:.4f}, and {SAFE_COSINE} is needed"
+                f"{plural(len(cosines), 'image')} is {least:.4f}, and {SAFE_COSINE} is needed"
             )
             return replace(self, precision="float32")
         self.how.note(
-            f"features are computed in bf16: the smallest cosine of {images} with their float32 features is "
-            f"{least:.4f}; use precision=float32 for the exact ones"
+            f"features are computed in bf16, with a cosine of at least {SAFE_COSINE} to those in float32; use "
+            "precision=float32 for the exact ones"
         )
         return replace(self, precision="bf16")
 
@@ -286,8 +286,6 @@ def _fill(job: _Job, entry: Entry, ranks: Launch) -> None:
         before = sum(map(len, mine)) - len(rows)
         if before:
             job.how.note(f"continuing: features of {before:,} of {len(done):,} images are in the cache")
-        elif (others := entry.others()) is not None:
-            job.how.note(f"the cache has features of this data, but with {others}, so they are computed again")
 
         def keep(rows: np.ndarray, values: np.ndarray, valid: np.ndarray, reasons: tuple[Skipped, ...]) -> None:
             gaps = np.flatnonzero(np.diff(rows) != 1) + 1  # other ranks have the rows between

@@ -431,7 +431,7 @@ class HuggingFace:
         output = output_of(settings, family, config.num_classes, checkpoint.preprocessor, notes)
         size = None
         if hints.image_size is None and checkpoint.preprocessor:
-            size = preprocessed_size(config, images.size, notes)
+            size = preprocessed_size(config, images.size, notes, is_usual=family.is_dinov2)
         elif hints.image_size is None and family.is_dinov2:
             size, size_notes = dinov2_size(config)
             notes += size_notes
@@ -609,9 +609,11 @@ def _check_masks(tensors: TensorFile, settings: ConfigFile, notes: list[str]) ->
         notes.append("attn_mask_probs is above 0, as in the middle of a training; here queries attend to all patches")
 
 
-def preprocessed_size(config: ViTConfig, made: tuple[int, int] | None, notes: list[str]) -> tuple[int, int] | None:
+def preprocessed_size(
+    config: ViTConfig, made: tuple[int, int] | None, notes: list[str], *, is_usual: bool = False
+) -> tuple[int, int] | None:
     """Return the size of the images that `preprocessor_config.json` makes if the network can be resized to it, and add
-    a note. Return None if the network has that size already or cannot take it."""
+    a note unless this `is_usual`. Return None if the network has that size already or cannot take it."""
     own = config.image_size
     if made in (None, own):
         return None
@@ -621,10 +623,11 @@ def preprocessed_size(config: ViTConfig, made: tuple[int, int] | None, notes: li
     except ConfigError:
         notes.append(f"{differs}; patches of {config.patch_size} do not divide {made}, so images of {own} are used")
         return None
-    notes.append(
-        f"{differs}, so the positions are resized ({config.position_resize}, as in the library); use image_size={own} "
-        "to keep the size of the positions"
-    )
+    if not is_usual:
+        notes.append(
+            f"{differs}, so the positions are resized ({config.position_resize}); use image_size={own} to keep the "
+            "size of the positions"
+        )
     return made
 
 
