@@ -273,8 +273,8 @@ class Bundle:
 
     def predictor(self, precision: Precision | None = None) -> Predictor:
         """Return what computes the outputs of batches in a precision, by default the bundle's own: the engine if it has
-        this precision, else PyTorch. Raise `ConfigError` as `Predictor`, and for weights in another number format than
-        float32, or bfloat16 if products are computed in it."""
+        this precision and the network as it is now, else PyTorch. Raise `ConfigError` as `Predictor`, and for weights
+        in another number format than float32, or bfloat16 if products are computed in it."""
         chosen = self.precision if precision is None else precision
         dtype = next(self.network.parameters()).dtype
         if dtype != torch.float32 and (dtype, resolve_precision(chosen, self.device)) != (torch.bfloat16, "bf16"):
@@ -286,6 +286,7 @@ class Bundle:
             self.engine is not None
             and self.engine.network is self.network
             and self.engine.precision == resolve_precision(chosen, self.device)
+            and self.engine.is_current
         ):
             return EnginePredictor(self.network, self.engine)
         return Predictor(self.network, chosen, exact_head=self.output == "numbers")
