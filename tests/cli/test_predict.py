@@ -77,6 +77,8 @@ def test_csv_has_the_numbers_of_json(model: Path, trained: RunResult, tmp_path: 
     assert second == [str(broken), "", "", "", "", error["error"]] and error["error"] in captured.err
     head = cli.shows("predict", model, trained.examples[0].path, "--csv").splitlines()[0]
     assert head.endswith("class_3,probability_3,error")
+    head = cli.shows("predict", model, trained.examples[0].path, "--csv", "--top", "99").splitlines()[0]
+    assert head.endswith("class_10,probability_10,error")  # no empty columns beyond the classes of the model
     shown = cli.shows("predict", model, trained.examples[0].path, "--top", "2")
     assert trained.examples[0].prediction.label in shown and "2." in shown and "3." not in shown
     assert "'' is not a path" in cli.refuses("predict", model, "")  # such as an unset variable of the shell

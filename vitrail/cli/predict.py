@@ -187,7 +187,7 @@ def main(call: Call, options: Predict) -> int:
         if any(place.resolve().is_relative_to(path.resolve()) for place in places):
             raise DestinationError(f"{path} holds images that are predicted; choose another folder for {flag(option)}")
     top = options.top or (None if options.json else TOP)  # None: all classes
-    top = top if bundle.output in CLASSES else None
+    top = min(top, max(len(bundle.classes), 1)) if top and bundle.output in CLASSES else None
     chosen: list[str] = []
     bundle = with_engine(bundle, options.engine, precision=options.precision, images=len(pictures), note=chosen.append)
     colour = colour_note(_some_images(pictures), bundle.preprocess.channels)
