@@ -151,13 +151,14 @@ def total_memory() -> int:
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 LIMIT_FILES = {
-    "": ("", "memory.max", "memory.current", "memory.stat"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+    "": ("", "memory.max", "memory.current"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
-"""Folder, limit, use and details of control groups: those of version 2, and the controller of memory of version 1."""
+"""Folder, limit and use of control groups: those of version 2, and the controller of memory of version 1."""
 
 KEPT = ("active_file", "inactive_file", "slab_reclaimable")
-"""Details of memory that holds copies of files and folders, which the system gives up for programs."""
+"""Fields of memory.stat, a file that some systems lack. This memory holds copies of files and folders, which the system
+gives up for programs."""
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
@@ -172,10 +173,12 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
         inner = CONTROL_GROUPS / place / path.lstrip("/")
         for folder in (inner, *inner.parents) if names else ():
             with suppress(OSError, ValueError):  # a group of another container, or without a limit
-                limit, used, details = ((folder / name).read_text(encoding="utf-8") for name in names)
-                stated = dict(line.split() for line in details.splitlines())
+                limit, used = (int((folder / name).read_text(encoding="utf-8")) for name in names)
+                details = folder / "memory.stat"
+                lines = details.read_text(encoding="utf-8").splitlines() if details.exists() else []
+                stated = dict(line.split() for line in lines)
                 cached = (int(stated.get(f"total_{kind}", stated.get(kind, 0))) for kind in KEPT)
-                yield int(limit), int(limit) - int(used) + sum(cached)
+                yield limit, limit - used + sum(cached)
 
 
 def available_memory(device: torch.device) -> int:
