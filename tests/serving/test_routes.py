@@ -24,9 +24,10 @@ from tests.make import encode
 from tests.serving.conftest import make_bundle
 from tests.serving.running import Running, data_uri, serving
 from vitrail import load
-from vitrail.errors import BundleError
+from vitrail.errors import BundleError, ConfigError
 from vitrail.models.variants import variant_config
 from vitrail.serving.protocol_v2 import HEADER
+from vitrail.serving.server import named_models
 from vitrail.serving.service import Service
 from vitrail.serving.settings import ServeSettings
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -73,6 +74,18 @@ def infer(server: Running, message: Any, binary: bytes = b"", path: str = "/v2/m
     text = json.dumps(message).encode()
     headers = {HEADER.replace("-", "_"): str(len(text))} if binary else {}
     return server.ask("POST", path, text + binary, **headers)
+
+
+def test_an_output_that_is_requested_twice(server: Running) -> None:
+    answer = infer(server, {"inputs": [TENSOR], "outputs": [{"name": "logits"}] * 2})
+    assert answer.status == 200 and [one["name"] for one in answer.json["outputs"]] == ["logits"]
+
+
+def test_names_of_models_have_any_letters() -> None:
+    names = ("\u06af\u0644\u200c\u0647\u0627", "a b")  # headers have ? for those that are not ASCII
+    assert named_models([f"{name}=model" for name in names]) == dict.fromkeys(names, "model")
+    with pytest.raises(ConfigError, match="bytes that are not UTF-8"):
+        named_models(["caf\udce9=model"])
 
 
 def test_inference_protocol_with_files_in_binary(server: Running, bundle: Bundle, images: list[bytes]) -> None:
@@ -257,7 +270,9 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
         ("/v2/models/flowers/infer", {"inputs": []}, "0 tensors were sent, but a model takes one"),
         ("/v2/models/flowers/infer", {"inputs": [TENSOR], "outputs": [{"name": "x"}]},
          "'x' does not exist; choose from logits, probabilities, embedding"),
-        ("/v2/models/flowers/infer", {"inputs": [TENSOR], "outputs": [{"name": "logits"}] * 2}, "'logits' is req"),
+        ("/v2/models/flowers/infer",
+         {"inputs": [TENSOR], "outputs": [{"name": "logits"}, {"name": "logits", "parameters": {"binary_data": True}}]},
+         "'logits' is requested with and without binary_data"),
         ("/", {"inputs": "", "parameters": {"\ud800": 1}}, "\ud800: the server does not act on this name"),
         ("/v2/models/flowers/infer", [], "not a request of the Open Inference Protocol"),
         ("/", {"inputs": "é"}, "inputs: the image is not base64"),

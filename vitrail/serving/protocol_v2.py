@@ -60,10 +60,9 @@ def parse_request(body: bytes, header: str | None) -> InferRequest:
         for item in message.get("outputs") or ():
             check_names(item, ("name", "parameters"), "an output")
             check_names(item.get("parameters") or {}, ("binary_data",), "parameters of an output")
-            name = str(item["name"])
-            if name in outputs:
-                raise Refused(400, f"outputs: {name!r} is requested twice; name it once")
-            outputs[name] = _flag(item.get("parameters"), "binary_data")
+            name, as_bytes = str(item["name"]), _flag(item.get("parameters"), "binary_data")
+            if outputs.setdefault(name, as_bytes) != as_bytes:
+                raise Refused(400, f"outputs: {name!r} is requested with and without binary_data; name it once")
         is_binary = _flag(message.get("parameters"), "binary_data_output")
         number = "" if message.get("id") is None else str(message["id"])
         return InferRequest(number, _tensor(inputs[0], body[length:]), outputs, is_binary)

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -254,9 +255,10 @@ def named_models(models: Sequence[str]) -> dict[str, str]:
             name, path = model_name(text), text
         if not name or not path:
             raise ConfigError(f"MODEL: {text!r} lacks a name or a path; give NAME=MODEL")
-        if name != name.strip() or not name.isprintable():
+        if re.search(r"^ | $|[\x00-\x1f\x7f\ud800-\udfff]", name):  # not for headers, or not for metrics
             raise ConfigError(
-                f"MODEL: {name!r} begins or ends with a space, or has control characters; give NAME=MODEL"
+                f"MODEL: {name!r} begins or ends with a space, or has control characters or bytes that are not UTF-8; "
+                "give NAME=MODEL"
             )
         if name in paths:
             raise ConfigError(f"MODEL: two models are called {name!r}; give another name to one of them: NAME=MODEL")
