@@ -118,9 +118,10 @@ def check_export(
         raise ConfigError(f"out={str(path)!r} must end in {chosen.suffix!r}, by which the file is recognised")
     else:
         files = _files(path, chosen, reads_texts=reads_texts)
-        if overwrite and not path.exists() and (others := [file for file in files if file.exists()]):
+        if not path.exists() and (others := [file for file in files if file.exists()]):
             raise DestinationError(
-                f"{others[0]} is no part of an earlier {path}, so it is not replaced; choose another out"
+                f"{others[0]} exists without {path}, so it may be another file and is not replaced; delete it, or "
+                "choose another out"
             )
         for file in files:
             check_new_file(file, overwrite=overwrite)
