@@ -22,6 +22,7 @@ from vitrail.machine import (
     cpu_name,
     describe,
     deterministic_algorithms,
+    environment,
     has_bf16_matrix_units,
     keep_freed_memory,
     peak_memory,
@@ -104,6 +105,12 @@ def test_memory_is_that_of_the_control_groups_of_this_process(tmp_path: Path, mo
     for details in tmp_path.rglob("memory.stat"):
         details.unlink()  # some systems have limits without this file
     assert total_memory() == 90_000_000 and available_memory(CPU) == 30_000_000
+
+
+def test_an_environment_variable_that_another_thread_has_deleted() -> None:
+    with environment("VITRAIL_TEST", "1"):
+        assert os.environ.pop("VITRAIL_TEST") == "1"
+    assert "VITRAIL_TEST" not in os.environ
 
 
 @linux

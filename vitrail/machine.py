@@ -93,7 +93,7 @@ def environment(name: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[name]
+        os.environ.pop(name, None)  # another thread may have ended the same block
         os.environ |= {} if before is None else {name: before}
 
 
