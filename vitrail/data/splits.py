@@ -195,7 +195,8 @@ def by_split(
     if not named and chosen is None:
         stems = {path: path.rpartition("/")[2].split(".")[0] for path in paths}
         splits = named_splits(stems.values())
-        named, unnamed = grouped(paths, lambda path: splits.get(stems[path]))
+        if {*splits.values()} - {"train"}:  # the word alone can mean something else
+            named, unnamed = grouped(paths, lambda path: splits.get(stems[path]))
     if chosen:
         check_chosen(where, chosen, named, paths)
         return named, left_out(where, unnamed)
