@@ -286,10 +286,10 @@ def _is_plain(path: Path, images: ImageFiles) -> bool:
     return bool(lines) and not (of_class and images.find(lines[0]) is None)
 
 
-def lines_of(path: Path) -> list[str]:
-    """Return the lines of a text. Raise `DataError` if it cannot be read."""
+def lines_of(path: Path, errors: str = "strict") -> list[str]:
+    """Return the lines of a text. Raise `DataError` if it cannot be read. `errors` treats bytes that are not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        return path.read_text(encoding="utf-8-sig", errors=errors).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path} as UTF-8: {error}") from error
 
