@@ -432,6 +432,13 @@ def test_names_of_yolo_are_texts_whatever_yaml_makes_of_it(tmp_path: Path, text:
     assert opened(tmp_path).classes == classes
 
 
+def test_spaces_at_the_ends_of_lines_do_not_hide_the_folder_of_an_image(tmp_path: Path) -> None:
+    yolo(tmp_path, train="list.txt", val="images/val")
+    picture(tmp_path / "images/val/a.png")
+    (tmp_path / "list.txt").write_text("images/train/a.png \n")
+    assert opened(tmp_path).train.key(0) == "images/train/a.png"
+
+
 def test_other_yaml_and_long_lists_of_folders_are_beside_the_point(tmp_path: Path) -> None:
     yolo(tmp_path, path="/content/data", train=[f"/{'long' * 20}/images/train"] * 60)
     (tmp_path / "notes.yaml").write_bytes("author: José".encode("latin-1"))

@@ -137,9 +137,9 @@ class ImageFiles:
         folder `near`, then this folder, then the split.
         Raise `DataError` if several remain.
         """
-        parts = name.replace("\\", "/").split("/")
-        last = parts[-1].casefold()
-        named = self._named.get(last) or self._named.get(last.strip(), [])
+        place = name.replace("\\", "/")
+        parts = (place if place.rpartition("/")[2].casefold() in self._named else place.strip()).split("/")
+        named = self._named.get(parts[-1].casefold(), ())
         found = [key for key in named if not holds_masks(key) and not key.startswith(outside)]
         rules: tuple[Callable[[str], int], ...] = (
             lambda key: len(os.path.commonprefix([key.split("/")[::-1], parts[::-1]])),  # noqa: RUF071 (of lists)
