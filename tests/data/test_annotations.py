@@ -439,6 +439,15 @@ def test_spaces_at_the_ends_of_lines_do_not_hide_the_folder_of_an_image(tmp_path
     assert opened(tmp_path).train.key(0) == "images/train/a.png"
 
 
+@pytest.mark.parametrize(("images", "folder"), [("img_dir", "ann_dir"), ("leftImg8bit", "gtFine")])
+def test_masks_are_no_images_of_a_task_without_labels(tmp_path: Path, images: str, folder: str) -> None:
+    masks(tmp_path, BLANK)
+    for old, new in (("images", images), ("masks", folder)):
+        (tmp_path / old).rename(tmp_path / new)
+    assert opened(tmp_path).train.key(0) == f"{images}/train/a.png"
+    assert len(opened(tmp_path, unlabelled=True).train) == 1
+
+
 def test_other_yaml_and_long_lists_of_folders_are_beside_the_point(tmp_path: Path) -> None:
     yolo(tmp_path, path="/content/data", train=[f"/{'long' * 20}/images/train"] * 60)
     (tmp_path / "notes.yaml").write_bytes("author: José".encode("latin-1"))

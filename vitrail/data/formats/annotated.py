@@ -179,7 +179,7 @@ class ImageFiles:
 IMAGES = ("images", "image", "imgs", "img_dir", "jpegimages", "leftimg8bit")
 """Names of folders with images beside those of annotations, in lower case."""
 
-MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject"})
+MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject", "ann_dir", "gtfine"})
 
 
 def holds_masks(key: str) -> bool:
