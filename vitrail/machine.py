@@ -85,6 +85,18 @@ def autocast(precision: TrainingPrecision, device: torch.device) -> torch.autoca
     return torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bf16", "float8"))
 
 
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the `with` block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ |= {} if before is None else {name: before}
+
+
 def keep_freed_memory() -> bool:
     """Make this process keep the memory that it frees. Return True if the C library supports this setting, as glibc
     does.
@@ -122,12 +134,9 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: allocated GPU memory for CUDA, else resident main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        with open("/proc/self/status", encoding="utf-8") as file:  # getrusage can report the parent's memory
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    found = system_bytes("self/status", "VmHWM")  # getrusage can report the parent's memory
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found or (peak if sys.platform == "darwin" else peak * 1024)
 
 
 def total_memory() -> int:
@@ -176,11 +185,9 @@ def available_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="utf-8") as file:
-            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        raise ConfigError("the free memory is unknown: this system has no /proc/meminfo; set --memory-limit") from None
+    free = system_bytes("meminfo", "MemAvailable")
+    if free is None:
+        raise ConfigError("the free memory is unknown: this system has no /proc/meminfo; set --memory-limit")
     return free if torch.cuda.is_available() else max(0, min([free, *(left for _, left in _memory_limits())]))
 
 
@@ -208,30 +215,34 @@ def _gigabytes(count: int) -> str:
 
 def cpu_name() -> str:
     """Return the processor's name as the operating system reports it."""
-    return _cpu_field("model name") or platform.processor() or platform.machine()
+    return _system_field("cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def cpu_vendor() -> str:
     """Return the vendor's name in /proc/cpuinfo, such as "AuthenticAMD", or "" if the system does not report it."""
-    return _cpu_field("vendor_id")
+    return _system_field("cpuinfo", "vendor_id")
 
 
 def cpu_flags() -> frozenset[str]:
     """Return the names of the processor's instruction sets in /proc/cpuinfo, such as "avx512f". Without this file, the
     set is empty.
     """
-    return frozenset(_cpu_field("flags", "Features").split())
+    return frozenset(_system_field("cpuinfo", "flags", "Features").split())
 
 
-def _cpu_field(*names: str) -> str:
-    """Return the value of the first line of /proc/cpuinfo that begins with one of the names, or "" without such a
-    line.
-    """
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith(names)), "")
-    except OSError:
-        return ""
+def system_bytes(file: str, name: str) -> int | None:
+    """Return the bytes in a line of a file of /proc, which has kilobytes. Return None if the system does not report
+    them."""
+    found = _system_field(file, f"{name}:")
+    return 1024 * int(found.split()[0]) if found else None
+
+
+def _system_field(file: str, *names: str) -> str:
+    """Return the value of the first line of a file of /proc that begins with one of the names, or "" without such a
+    line."""
+    with suppress(OSError), open(f"/proc/{file}", encoding="utf-8") as lines:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+    return ""
 
 
 def describe(device: torch.device) -> dict[str, Any]:

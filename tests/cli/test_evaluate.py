@@ -239,7 +239,7 @@ def test_the_settings_of_an_evaluator_of_ones_own_are_options(
     assert "--of-class N" in shown and "Number of the class that is counted." in shown
     assert evaluate.json(*words, "--by", "share", "--of-class", "9")["test"]["share"] == 0
     errors = evaluate.refuses(*words, "--of-class", "1")
-    assert "--of-class: only share uses it, but --by is accuracy; add share to --by" in errors
+    assert "--of-class: only share uses it, but the model's own head is measured; add share to --by" in errors
     assert "--of-class: -1 is less than 0" in evaluate.refuses(*words, "--by", "share", "--of-class", "-1")
     monkeypatch.setitem(EVALUATORS, "data", ByData)
     with pytest.raises(ValueError, match="evaluator data: data is another option of evaluate"):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tests.cli.conftest import Cli
 from tests.listening import Display
-from tests.make import make_colour_folder
+from tests.make import coco_data, make_colour_folder
 from tests.words import model_with_words
 from vitrail.cli import main
 from vitrail.data.sources import DataConfig
@@ -64,6 +64,22 @@ def test_fine_tuning_begins_with_the_names_of_the_classes(
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("classes", "is_named"),
+    [
+        (("ab", "ab, c"), True),
+        (("bee " * 12 + "a", "bee " * 12 + "b"), False),  # equal within the tokens that the model reads
+        (("1", "2"), False),
+    ],
+)
+def test_heads_are_made_from_names_that_differ(
+    classes: tuple[str, ...], is_named: bool, words: Path, tmp_path: Path
+) -> None:
+    data = make_colour_folder(tmp_path / "colours", classes=classes)
+    found = starting_from_words(load(words), DataConfig(spec=str(data)).open_whole())
+    assert bool(found.classes) == is_named
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("linear_head", [False, True])
 def test_a_run_from_names_of_classes_that_ended_before_its_first_checkpoint_continues(
@@ -95,6 +111,17 @@ def test_zero_shot_accuracy(words: Path, colour_folder: Path, cli: Cli) -> None:
     (found,) = json.loads(shown.out).values()
     assert 0 <= found["zeroshot_accuracy"] <= 1 and "zeroshot_accuracy_low" in found and found["images"] > 0
     assert "independent" in shown.err and "only numbers" not in shown.err
+
+
+def test_retrieval_measures_the_texts_of_data_with_boxes_too(words: Path, tmp_path: Path, cli: Cli) -> None:
+    data = coco_data(tmp_path / "data", [1, 2, 3])
+    listed = json.loads((data / "train" / "_annotations.coco.json").read_text())["images"]
+    captions = [{"image_id": one["id"], "caption": f"picture {one['id']}"} for one in listed]
+    values = {"images": listed, "annotations": captions}
+    (data / "train" / "captions_train.json").write_text(json.dumps(values))
+    command = ["evaluate", words, "--data", data, "--by", "retrieval", "--split", "all"]
+    assert cli.json(*command)["train"]["texts"] == len(captions)
+    assert "measure retrieval alone" in cli.refuses(*command[:4], "--by", "retrieval,zeroshot")
 
 
 def test_a_note_tells_that_numbers_are_no_names(words: Path, tmp_path: Path, cli: Cli) -> None:
@@ -180,6 +207,9 @@ def test_search_by_text(words: Path, colour_folder: Path, tmp_path: Path, cli: C
     own, *every = F.normalize(bundle.embed(images), dim=1) @ bundle.embed_texts(["a red wall"])[0]
     assert best["cosine"] == pytest.approx(float(own), abs=5e-3) and best["cosine"] >= max(every) - 1e-2
     assert cli.shows("nearest", out, best["image"], "--text", "a bee", "--csv").splitlines()[0].startswith("query,rank")
+    table = cli.shows("nearest", out, "--text", "a bee " * 500, "--top", "3")
+    widest = max(len(line) for line in cli.shows("nearest", out, "--text", "a", "--top", "3").splitlines())
+    assert all(len(line) <= widest + 100 for line in table.splitlines()), "long texts do not widen the table"
     bare = replace(bundle, words=None).save(tmp_path / "bare")
     cli.shows("embed", bare, "--data", colour_folder, "--out", tmp_path / "others", "--no-cache")
     assert "no text tower" in cli.refuses("nearest", tmp_path / "others", "--text", "a bee")

@@ -145,6 +145,17 @@ def opened(root: Path, **more: Any) -> Splits:
     return open_data(str(root), validation_share=0.0, **more)
 
 
+@pytest.mark.parametrize("side", [2**70, "40"])
+def test_sizes_that_no_image_has_are_read_from_the_images(side: Any, tmp_path: Path) -> None:
+    images = [{"id": 7, "file_name": "a.png", "height": side, "width": 60}]
+    coco(tmp_path / "coco", images=images, annotations=box(6, 4, 30, 20))
+    voc(tmp_path / "voc", voc_object(6, 4, 36, 24), size="<width>60</width><height>1e999</height>")
+    for name in ("coco", "voc"):
+        source = opened(tmp_path / name).train
+        assert source[0].target.size == (40, 60)
+        np.testing.assert_allclose(source[0].target.boxes, [[0.1, 0.1, 0.6, 0.6]])
+
+
 def test_coco_is_read_with_its_numbers(tmp_path: Path) -> None:
     coco(tmp_path)
     splits = opened(tmp_path)
@@ -839,6 +850,33 @@ def test_numbers_and_objects_that_a_format_does_not_hold_are_counted(tmp_path: P
         assert ("3 objects in images with several" in notes) == (to == "masks"), notes
     masks(tmp_path / "void", BLANK + 1, "void\nroad\nsky\n")
     assert "(1, 2)" in "".join(convert(opened(tmp_path / "void"), tmp_path / "again", "masks"))
+
+
+def test_places_beyond_an_image_and_digits_of_places(tmp_path: Path) -> None:
+    """YOLO's programs refuse all labels of an image if one of them is beyond it."""
+    beyond = box(-6, 20, 36, 40, segmentation=[[-6, 20, 30, 20, 30, 60, -6, 60]])
+    amodal = box(10.5, 4.25, 30, 20, segmentation=[[10.5, 4.25, 20.5, 4.25, 20.5, 14.25]])
+    coco(tmp_path / "a", annotations=[*beyond, *amodal, *box(12.1234, 3, 9, 9)])
+    notes = "\n".join(convert(opened(tmp_path / "a"), tmp_path / "yolo", "yolo"))
+    assert "1 outline partly beyond the image" in notes and "1 box other than that around the outline" in notes
+    lines = (tmp_path / "yolo/labels/train/a.txt").read_text().splitlines()
+    assert all(0 <= float(number) <= 1 for line in lines for number in line.split()[1:])
+    np.testing.assert_allclose(opened(tmp_path / "yolo").train.target(0).boxes[0], [0, 0.5, 0.5, 1])
+    convert(opened(tmp_path / "a"), tmp_path / "voc", "voc")
+    assert "<xmin>12.1234</xmin>" in (tmp_path / "voc/Annotations/a.xml").read_text()
+
+
+def test_masks_of_objects_beside_those_of_classes_are_no_images(tmp_path: Path) -> None:
+    """Pascal VOC has a mask of both kinds for an image, and more images."""
+    for name in ("a", "b"):
+        picture(tmp_path / f"JPEGImages/{name}.png")
+    for folder in ("SegmentationClass", "SegmentationObject"):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(BLANK).save(tmp_path / folder / "a.png")
+    (tmp_path / "classes.txt").write_text("sky\nroad\n")
+    splits = opened(tmp_path)
+    assert keys_of(splits.train) == ["JPEGImages/a.png"]
+    assert any("skipped 1 image," in note and "JPEGImages/b.png" in note for note in splits.notes)
 
 
 def test_targets_of_boxes_are_selected_renumbered_and_joined() -> None:

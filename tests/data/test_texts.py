@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def test_tar_shards_hold_texts_in_text_files_or_json(tmp_path: Path) -> None:
         opened = open_whole(str(path), texts=True).splits(validation_share=0.0)
         assert texts_of(opened.train) == [("a", (RED,)), ("b", (BLUE, "b")), ("c", None)]
         assert any("2 texts are broken" in note for note in opened.notes)
+        assert any("1 image with another label or text in the .json" in note for note in opened.notes)
 
 
 def test_parquet_holds_texts_and_lists_of_texts(tmp_path: Path) -> None:
@@ -171,6 +173,18 @@ def test_what_captions_leave_out_is_named(tmp_path: Path) -> None:
     opened = open_whole(str(folder), texts=True).splits(validation_share=0.0)
     assert texts_of(opened.train) == EXPECTED
     assert any("instances_train2017.json" in note for note in opened.notes)
+
+
+@pytest.mark.parametrize("number", [[10], 11, None])
+def test_captions_of_images_that_are_not_listed_are_refused(number: object, tmp_path: Path) -> None:
+    folder = write_coco(images(tmp_path, "a.png", "b.png", "c.png"))
+    path = folder / "annotations" / "captions_train2017.json"
+    values = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(values | {"annotations": [*values["annotations"], {"image_id": number, "caption": "x"}]})
+    )
+    with pytest.raises(DataError, match=re.escape(f"not listed: image_id {number}")):
+        open_whole(str(folder), texts=True)
 
 
 def test_shards_with_labels_and_texts(tmp_path: Path) -> None:

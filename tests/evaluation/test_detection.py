@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vitrail.data.objects import Objects, Runs, drawn
 from vitrail.evaluation.detection import average_precision, best_threshold
+from vitrail.evaluation.metrics.intervals import wilson_ends
 from vitrail.weights.answers import Detections
 
 CLASSES = 3
@@ -213,8 +214,19 @@ def test_perfect_and_empty_answers_and_their_intervals() -> None:
     ]
     nothing = [one.taken(np.zeros(0, np.int64)) for one in perfect]
     best = average_precision(truths, perfect, CLASSES, resamples=20).precision
-    assert (best.value, best.low, best.high) == pytest.approx((1, 1, 1))
+    low, _ = wilson_ends(1.0, len(truths))
+    assert (best.value, best.low, best.high) == pytest.approx((1, low, 1)), "few images leave a doubt"
     assert average_precision(truths, nothing, CLASSES, resamples=0).precision.value == 0
     half = [one if n % 2 else nothing[n] for n, one in enumerate(perfect)]
     some = average_precision(truths, half, CLASSES, resamples=50).precision
     assert some.low is not None and some.high is not None and some.low < some.value < some.high
+
+
+def test_resamples_without_a_true_object_are_left_out() -> None:
+    size = (40, 60)
+    empty, full = Objects.of([], [], size=size), Objects.of([0], [(0.1, 0.1, 0.6, 0.6)], size=size)
+    right = Detections(NAMES, full.boxes * np.tile(size[::-1], 2), np.ones(1), full.labels, size)
+    nothing = right.taken(np.zeros(0, np.int64))
+    truths, found = [full, empty, empty, empty], [right, nothing, nothing, nothing]
+    precision = average_precision(truths, found, CLASSES, resamples=50).precision
+    assert precision.value == pytest.approx(1) and precision.low == pytest.approx(wilson_ends(1.0, 4)[0])

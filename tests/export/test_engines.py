@@ -198,6 +198,46 @@ def test_a_damaged_file_is_written_anew(model: Bundle, cache: Path) -> None:
     assert with_engine(model, "onnxruntime").predict(pictures())[0].label == model.predict(pictures())[0].label
 
 
+def test_a_file_of_other_weights_is_written_anew(model: Bundle, cache: Path) -> None:
+    other = make_bundle(num_classes=3)
+    with_engine(other, "onnxruntime")
+    (mine,), (theirs,) = (
+        [file for file in cache.rglob("*.onnx") if (file.parent / "openvino.xml").exists() is is_mine]
+        for is_mine in (True, False)
+    )
+    shutil.copyfile(theirs, mine)
+    found = with_engine(model, "onnxruntime").predict(pictures())
+    assert [one.probability for one in found] == pytest.approx([one.probability for one in model.predict(pictures())])
+
+
+@pytest.mark.parametrize("change", ["hook", "weights", "method"])
+def test_a_network_that_is_changed_later_is_computed_by_pytorch(change: str, model: Bundle) -> None:
+    fast = with_engine(copy.deepcopy(model), "onnxruntime")
+    before, network = fast.predict(pictures()), fast.network
+    if change == "hook":
+        network.blocks[0].register_forward_hook(lambda module, given, found: -found)
+    elif change == "method":
+        network.blocks[0].forward = lambda x, *_, **__: -x
+    else:
+        with torch.no_grad():
+            network.head.weight.neg_()
+    assert fast.predict(pictures()) == replace(fast, engine=None).predict(pictures()) != before
+
+
+def test_a_kept_measurement_that_is_no_measurement_is_made_anew(
+    model: Bundle, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times(monkeypatch, {"torch": 3.0, "openvino": 2.0, "onnxruntime": 2.5})
+    with_engine(model, images=MANY)
+    (measured,) = cache.rglob("measured-*.json")
+    kept = json.loads(measured.read_text())
+    kept["seconds"]["other"] = dict.fromkeys(kept["seconds"]["torch"], 1e-9)
+    for damaged in ({}, [], {"seconds": [], "refused": {}}, kept):
+        measured.write_text(json.dumps(damaged))
+        found = with_engine(model, images=MANY).engine
+        assert found is not None and found.name == "openvino"
+
+
 def test_what_cannot_be_computed(model: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"onnxruntime.*bf16.*engine='torch'"):
         with_engine(model, "onnxruntime", precision="bf16")

@@ -24,7 +24,7 @@ from tests.serving.conftest import CLASSES, make_bundle, make_samples, probabili
 from vitrail import load
 from vitrail.data.source import Sample
 from vitrail.errors import BundleError, ConfigError, DestinationError, ExportFailed, VitrailError
-from vitrail.export.export import Exporter, check_export, export
+from vitrail.export.export import Exporter, check_export, export, replacing_files
 from vitrail.export.formats import FORMATS
 from vitrail.export.parity import compare, expected_outputs
 from vitrail.export.program import describe
@@ -132,6 +132,47 @@ def test_an_altered_file_is_refused(to: str, exported: Callable[[str], Path], tm
     (tmp_path / f"cut{suffix}").write_bytes(content[: len(content) // 2])
     with pytest.raises(BundleError, match=f"cut{suffix}"):
         load(tmp_path / f"cut{suffix}")
+
+
+@pytest.mark.slow
+def test_a_damaged_archive_is_refused(exported: Callable[[str], Path], tmp_path: Path) -> None:
+    content = bytearray(exported("pt2").read_bytes())
+    content[content.index(b"PK\x01\x02") + 10] = 99  # the method of compression of the first entry
+    (tmp_path / "damaged.pt2").write_bytes(content)
+    with pytest.raises(BundleError, match=r"damaged\.pt2 is not a file"):
+        load(tmp_path / "damaged.pt2")
+
+
+def test_a_file_beside_an_export_that_is_no_part_of_one_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "flowers.bin").write_text("weights of another library")
+    with pytest.raises(DestinationError, match=r"flowers\.bin"):
+        check_export(tmp_path / "flowers.xml", "openvino", overwrite=True)
+
+
+def test_a_file_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "link.xml").symlink_to("flowers.xml")
+    (tmp_path / "flowers.xml").write_text("old")
+    with replacing_files(tmp_path / "link.xml", FORMATS["openvino"]) as partial:
+        partial.write_text("new")
+        partial.with_suffix(".bin").write_text("weights")
+    assert (tmp_path / "link.xml").is_symlink() and (tmp_path / "flowers.xml").read_text() == "new"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["flowers.bin", "flowers.xml", "link.xml"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["pt2", "onnx", "triton"])
+def test_names_that_utf_8_cannot_express(to: str, bundle: Bundle, samples: list[Sample], tmp_path: Path) -> None:
+    path = tmp_path / f"flowers{FORMATS[to].suffix}"
+    classes = ("caf\udce9", *bundle.classes[1:])
+    export(replace(bundle, classes=classes), path, to, samples)
+    assert load(path).classes == classes
+
+
+@pytest.mark.slow
+def test_a_program_refuses_a_size_that_it_was_not_traced_for(exported: Callable[[str], Path]) -> None:
+    network: Any = load(exported("pt2")).network
+    with pytest.raises(BundleError, match=r"does not take inputs of \(1, 12, 5, 3\)"):
+        network.run(np.zeros((1, 12, 5, 3), np.uint8))
 
 
 def test_another_process_opens_the_same_file(

@@ -48,7 +48,8 @@ def test_changes_have_the_types_of_their_settings(name: str, types_unchecked: No
     for wrong in (None, True, 2.5, "3"):
         with pytest.raises(ConfigError, match=rf"^num_classes={wrong!r} is not "):
             network.with_head(wrong)
-    for wrong in (None, 32, "32"):
+    assert network.with_image_size(32).config.image_size == (32, 32)
+    for wrong in (None, 32.0, "32"):
         with pytest.raises(ConfigError, match=rf"^image_size={wrong!r} is not "):
             network.with_image_size(wrong)
 

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import uvicorn
 from starlette.requests import Request
 
 from tests.serving.running import Running
-from vitrail.errors import ConfigError
+from vitrail import load
+from vitrail.errors import ConfigError, DataError
 from vitrail.serving.ray import ModelDeployment
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -75,6 +77,20 @@ def test_the_token_of_the_environment(model: Path, monkeypatch: pytest.MonkeyPat
     with running(ModelDeployment(str(model), max_batch=4)) as server:
         assert server.ask("GET", "/metrics").status == 401
         assert server.ask("GET", "/metrics", Authorization="Bearer secret").status == 200
+
+
+def test_the_runtime_the_index_and_the_notes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match="features"):
+        ModelDeployment(str(model), index=tmp_path)
+    noted = replace(load(model), notes=("it was assumed",))
+    monkeypatch.setattr("vitrail.serving.server.load", lambda *_, **__: noted)
+    asked: list[str] = []
+    monkeypatch.setattr("vitrail.serving.server.with_engine", lambda one, engine, **_: asked.append(engine) or one)
+    ModelDeployment(str(model), max_batch=4)
+    ModelDeployment(str(model), max_batch=4, engine="auto")
+    assert asked == ["torch", "auto"] and "it was assumed" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [{"workers": 2}, {"port": 80}, {"watch": True}, {"max_connections": 9}])

@@ -243,6 +243,7 @@ TENSOR = {"name": "images", "shape": [1, 12, 10, 3], "datatype": "UINT8", "data"
         ({"parameters": {"binary_data_size": 0}}, 400, "the input has binary data, too"),
         ({"data": np.zeros((1, 10, 12, 3)).tolist()}, 400, "nested lists of [1, 10, 12, 3] do not fit the shape"),
         ({"shape": [True, 12, 10, 3]}, 400, "is not a list of whole numbers"),
+        ({"datatype": "FP32", "data": [1e300] * 360}, 400, "must be finite"),
     ],
 )  # fmt: skip
 def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], status: int, words: str) -> None:
@@ -256,6 +257,8 @@ def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], stat
         ("/v2/models/flowers/infer", {"inputs": []}, "0 tensors were sent, but a model takes one"),
         ("/v2/models/flowers/infer", {"inputs": [TENSOR], "outputs": [{"name": "x"}]},
          "'x' does not exist; choose from logits, probabilities, embedding"),
+        ("/v2/models/flowers/infer", {"inputs": [TENSOR], "outputs": [{"name": "logits"}] * 2}, "'logits' is req"),
+        ("/", {"inputs": "", "parameters": {"\ud800": 1}}, "\ud800: the server does not act on this name"),
         ("/v2/models/flowers/infer", [], "not a request of the Open Inference Protocol"),
         ("/", {"inputs": "é"}, "inputs: the image is not base64"),
         ("/", {"inputs": ["eA=="]}, "inputs: this must be the text of one image in base64"),
@@ -326,7 +329,7 @@ def test_what_a_path_does_not_take(server: Running, images: list[bytes]) -> None
     answer = server.ask("POST", "/predict", field, Content_Type="multipart/form-data; boundary=limit")
     assert answer.status == 400 and "the form's field 'top' is not a file" in answer.json["error"]
     assert server.ask_form("/predict", *[("a.png", images[0])] * 65).status == 413
-    assert server.ask("GET", "/predict").status == 405
+    assert server.ask("GET", "/predict").status == server.ask("GET", "/predict/").status == 405
     answer = server.ask("GET", "/nowhere")
     assert answer.status == 404 and "GET /nowhere: Not Found" in answer.json["error"]
     bomb = bytearray(images[0])

@@ -129,6 +129,14 @@ def test_a_file_that_is_gone_has_no_picture(searching: Running, index: FeatureIn
         moved.rename(path)
 
 
+def test_a_name_of_a_file_that_is_not_utf_8(words: Bundle, index: FeatureIndex) -> None:
+    names = tuple(f"caf\udce9-{row}.png" for row in range(len(index)))
+    with serving({"words": words}, replace(index, images=names)) as running:
+        results = running.ask_json("/search", {"text": "a bee", "top": 9}).json["results"]
+        assert sorted(one["image"] for one in results) == list(names)
+        assert running.ask("GET", f"/search/pictures/{'9' * 5000}").status == 404
+
+
 def test_features_of_a_model_that_was_replaced_are_not_searched(words: Bundle, index: FeatureIndex) -> None:
     with serving({"words": words}, index) as running:
         running.service.index = replace(index, about={**index.about, "weights_sha256": "0" * 64})

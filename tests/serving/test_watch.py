@@ -19,7 +19,7 @@ import torch
 
 from tests.serving.conftest import make_bundle
 from tests.words import square_model_with_words
-from vitrail.errors import BundleError
+from vitrail.errors import BundleError, SaveError
 from vitrail.export.engines import with_engine
 from vitrail.models.predictor import EngineChoice
 from vitrail.models.text import TextTower
@@ -102,6 +102,25 @@ def test_a_new_model_is_served_when_its_files_have_settled(
     (line,) = map(json.loads, capfd.readouterr().err.splitlines())
     shas = {"sha256": weights_sha256(new.network), "before": weights_sha256(bundle.network), "engine": "torch"}
     assert {**line, "time": ""} == {"time": "", "event": "model replaced", "model": "flowers", **shas}
+
+
+def test_a_new_model_without_its_runtime_and_with_a_note(
+    folder: Path, images: list[bytes], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Bundle:
+        raise SaveError("could not save the network of another runtime")
+
+    async def work(service: Service, watcher: Watcher) -> None:
+        changed_bundle().save(folder / "model", overwrite=True)
+        monkeypatch.setattr(ModelFiles, "load", lambda self: replace(changed_bundle(), notes=("it was assumed",)))
+        monkeypatch.setattr("vitrail.serving.service.with_engine", fail)
+        for _ in range(2):
+            await watcher.look("flowers")
+        await outputs(service, images[0])
+
+    watch(folder, work)
+    (line,) = map(json.loads, capfd.readouterr().err.splitlines())
+    assert (line["event"], line["engine"], line["notes"]) == ("model replaced", "torch", ["it was assumed"])
 
 
 @pytest.mark.slow

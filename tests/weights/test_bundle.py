@@ -32,7 +32,7 @@ from vitrail.errors import BundleError, ConfigError, DataError, DestinationError
 from vitrail.export.export import check_export
 from vitrail.models.variants import build
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.answers import NumberPrediction, Prediction, rank
+from vitrail.weights.answers import Detections, NumberPrediction, Prediction, rank
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.load import convert
 
@@ -658,3 +658,13 @@ def test_a_text_is_not_permission_to_overwrite(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match="overwrite='no' is not true or false"):
             write()
+
+
+def test_an_object_at_the_threshold_is_shown_whatever_the_runtime_rounds() -> None:
+    bundle = dataclasses.replace(dense_bundle(), metrics={"validation_score_threshold": 0.7})
+    scores = np.array([0.7, 0.7 - 1e-7, 0.699])
+    found = Detections(bundle.classes, np.tile([0.0, 0, 9, 9], (3, 1)), scores, np.zeros(3, np.int64), (32, 40))
+    shown = bundle.shown(found)
+    assert isinstance(shown, Detections) and len(shown) == 2
+    given = bundle.shown(found, 0.7)
+    assert isinstance(given, Detections) and len(given) == 1, "a given threshold is exact"

@@ -62,6 +62,9 @@ def test_names_of_folders_are_made_readable(model: Bundle) -> None:
     made = zero_shot(model, ["01_honey_bee", "WaspNest"], templates=("{}",), readable=True)
     assert made.provenance["zero_shot"]["texts"] == ["honey bee", "Wasp Nest"]
     assert made.classes == ("01_honey_bee", "WaspNest")
+    alike = ["maillot", "maillot, tank suit", "02_honey_bee"]  # the first two are classes of ImageNet
+    made = zero_shot(model, alike, templates=("{}",), readable=True)
+    assert made.provenance["zero_shot"]["texts"] == ["maillot", "maillot, tank suit", "honey bee"]
 
 
 def test_published_templates_and_those_of_a_file(tmp_path: Path) -> None:

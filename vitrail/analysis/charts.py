@@ -91,8 +91,7 @@ def series_chart(
     parts = [frame, *(f'<path class="level" d="M{area.left:g} {area.y(y):.2f}H{area.right:g}"/>' for y in levels)]
     names = list(dict.fromkeys(one.name for one in series))
     for one in series:
-        number = names.index(one.name)
-        colour, dashes = series_look(number)
+        colour, dashes = series_look(names.index(one.name))
         parts.append(
             f'<path class="series" stroke="{colour}"{dashes} d="{path_data(area, one.points)}">'
             f"<title>{escape(one.name)}</title></path>"

@@ -6,7 +6,6 @@ import importlib
 import io
 import math
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, subset
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.machine import keep_freed_memory, peak_memory
+from vitrail.machine import keep_freed_memory, peak_memory, system_bytes
 from vitrail.models.variants import AnyConfig, build
 from vitrail.report.page import picture_file
 from vitrail.weights.bundle import Bundle
@@ -220,10 +219,7 @@ def write_parquet(source: Source, path: Path) -> Path:
 
 
 def _resident() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
-    except OSError:
-        return peak_memory(torch.device("cpu"))
+    return system_bytes("self/status", "VmRSS") or peak_memory(torch.device("cpu"))
 
 
 # Time until a model can be used: imports, loading and the first prediction.

@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import vitrail
 from vitrail.bench.peers import benchmark_script, run_python
 from vitrail.cores import compute_threads
 from vitrail.errors import ConfigError
-from vitrail.machine import Precision
+from vitrail.machine import Precision, system_bytes
 from vitrail.models.predictor import Predictor
 from vitrail.settings import raise_problems
 from vitrail.training.stop import StopRequest
@@ -69,18 +70,30 @@ def _turn(
 def measure_bare(bundle: Bundle, images: Sequence[bytes], precision: Precision, seconds: float) -> Bare:
     """Measure prediction without a server, for `seconds` per batch size."""
     predictor = Predictor(bundle.network, precision)
-    speeds, alone = {}, []
-    for batch in BATCHES:
-        predict(bundle, predictor, images[:batch])
-        begun, done = time.perf_counter(), 0
-        while (now := time.perf_counter()) - begun < seconds:
-            predict(bundle, predictor, [images[(done + k) % len(images)] for k in range(batch)])
-            done += batch
-            if batch == 1:
-                alone.append(time.perf_counter() - now)
-        speeds[batch] = done / (time.perf_counter() - begun)
+    times = {batch: bare_times(bundle, predictor, images, batch, seconds) for batch in BATCHES}
+    speeds = {batch: batch / float(found.mean()) for batch, found in times.items()}
     best = max(speeds, key=speeds.__getitem__)
-    return Bare(speeds[best], best, float(np.median(alone)))
+    return Bare(speeds[best], best, float(np.median(times[1])))
+
+
+def bare_times(
+    bundle: Bundle,
+    predictor: Predictor,
+    images: Sequence[bytes],
+    batch: int,
+    seconds: float,
+    threads: int | None = None,
+) -> np.ndarray:
+    """Return the times of decoding and computing batches without a server, on a number of threads, by default all. The
+    first batch does not count."""
+    found: list[float] = []
+    source, begun = cycle(images), time.perf_counter()
+    with compute_threads(threads):
+        while len(found) < 2 or time.perf_counter() - begun < seconds:
+            now = time.perf_counter()
+            predict(bundle, predictor, list(islice(source, batch)))
+            found.append(time.perf_counter() - now)
+    return np.array(found[1:])
 
 
 def measure_servers(
@@ -269,9 +282,23 @@ class _Connection:
 
     async def ask(self, image: bytes) -> int:
         """Send an image, and return the status of the answer, or 0 if there was none."""
+        head = f"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: image/jpeg\r\nContent-Length: {len(image)}\r\n\r\n"
         try:
             async with asyncio.timeout(TIMEOUT):
-                return await self._ask(image)
+                if time.perf_counter() - self._used > STALE:
+                    self.close()
+                if self._streams is None:
+                    self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+                self._used = time.perf_counter()
+                reader, writer = self._streams
+                writer.write(head.encode() + image)
+                await writer.drain()
+                lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+                await reader.readexactly(int(headers.get("content-length", "0")))
+                if headers.get("connection") == "close":
+                    self.close()
+                return int(lines[0].split()[1])
         except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError):
             self.close()
             return 0
@@ -281,23 +308,6 @@ class _Connection:
             with contextlib.suppress(OSError, RuntimeError):
                 self._streams[1].close()
             self._streams = None
-
-    async def _ask(self, image: bytes) -> int:
-        if time.perf_counter() - self._used > STALE:
-            self.close()
-        if self._streams is None:
-            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
-        self._used = time.perf_counter()
-        reader, writer = self._streams
-        head = f"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: image/jpeg\r\nContent-Length: {len(image)}\r\n\r\n"
-        writer.write(head.encode() + image)
-        await writer.drain()
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
-        await reader.readexactly(int(headers.get("content-length", "0")))
-        if headers.get("connection") == "close":
-            self.close()
-        return int(lines[0].split()[1])
 
 
 # Overhead of servers: their answers beside prediction without a server, measured in turns.
@@ -332,28 +342,18 @@ def measure_overhead(
     """
     predictor = Predictor(bundle.network, precision)
 
-    def times_without_server(batch: int, threads: int | None = None) -> np.ndarray:
-        """Return the times of batches on a number of threads, by default all, without the first one."""
-        found: list[float] = []
-        source, begun = cycle(images), time.perf_counter()
-        with compute_threads(threads):
-            while len(found) < 2 or time.perf_counter() - begun < seconds / 2:
-                now = time.perf_counter()
-                predict(bundle, predictor, list(islice(source, batch)))
-                found.append(time.perf_counter() - now)
-        return np.array(found[1:])
-
+    without_server = partial(bare_times, bundle, predictor, images, seconds=seconds / 2)
     with ExitStack() as stack:
         ports = {name: stack.enter_context(started(name, model, precision, pythons or {}))[1] for name in names}
         for name, port in ports.items():
             turns, errors, threads = [], 0, _lone_threads(port)
             for _ in range(TURNS):
                 one = asyncio.run(send_load(Load(clients=1), port, images, seconds / 2))
-                single = float(np.median(times_without_server(1, threads)))
+                single = float(np.median(without_server(1, threads=threads)))
                 begun = time.perf_counter()
                 many = asyncio.run(send_load(Load(clients=BUSY), port, images, seconds / 2))
                 speed = sum(outcome.status == 200 for outcome in many) / (time.perf_counter() - begun)
-                bare_speed = bare.batch / float(times_without_server(bare.batch).mean())
+                bare_speed = bare.batch / float(without_server(bare.batch).mean())
                 errors += sum(outcome.status != 200 for outcome in (*one, *many))
                 alone = float(np.median([outcome.seconds for outcome in one[1:] or one]))
                 turns.append((alone, single, alone - single, speed, bare_speed, speed / bare_speed))
@@ -473,12 +473,7 @@ def cpu_seconds(process: int) -> float:
 
 def memory_bytes(process: int) -> int:
     """Return the memory of a process and its descendants. Pages that several processes share are divided among them."""
-    total = 0
-    for one in _tree(process):
-        with suppress(OSError):
-            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total
+    return sum(system_bytes(f"{one}/smaps_rollup", "Pss") or 0 for one in _tree(process))
 
 
 def _tree(process: int) -> list[int]:

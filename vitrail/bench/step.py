@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vitrail.bench.peers import RUNTIMES, build_peer, in_runtime
 from vitrail.bench.workload import ProcessKilled, Workload, in_process, interleave, timed, waits_for
 from vitrail.errors import ConfigError
-from vitrail.machine import autocast, available_memory, check_memory, keep_freed_memory, peak_memory
+from vitrail.machine import autocast, available_memory, check_memory, keep_freed_memory, peak_memory, system_bytes
 from vitrail.models.compiled import Compiled, compile_blocks
 from vitrail.models.cost import training_bytes
 from vitrail.models.linear.float8 import use_float8
@@ -632,8 +632,6 @@ def _run(entry: Entry, workload: Workload, steps: int) -> None:
 
 def _status(field: str) -> int:
     """Return the bytes in a line of /proc/self/status. Raises `ConfigError` if the system has no such file."""
-    try:
-        with open("/proc/self/status", encoding="utf-8") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
-    except (OSError, StopIteration):
-        raise ConfigError("memory on a CPU is measured with /proc/self/status, which only Linux has") from None
+    if (found := system_bytes("self/status", field)) is None:
+        raise ConfigError("memory on a CPU is measured with /proc/self/status, which only Linux has")
+    return found

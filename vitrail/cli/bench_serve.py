@@ -24,19 +24,22 @@ from vitrail.bench.serving import (
     measure_servers,
 )
 from vitrail.cli.console import Column, measurement_title, print_json, terminal_table
-from vitrail.cli.options import Call, Command, JsonOption, names_in
+from vitrail.cli.options import Call, Command, JsonOption, check_own_effects, names_in
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.machine import Precision, describe
 from vitrail.models.variants import build, is_variant, variant_config
 from vitrail.registry import optional_module
-from vitrail.settings import setting
+from vitrail.settings import Effect, setting
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
 IMAGES = 32
 """Number of generated photographs that the clients send in turn."""
+
+
+LOADS = Effect(lambda own: not own.requests, "without --requests")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +51,12 @@ class BenchServe(JsonOption):
     gets random weights and 1,000 classes."""
     clients: tuple[int, ...] = setting((1, 8, 32), least=1, most=10_000, may_be_empty=True)
     """Numbers of clients of closed loops, in which each client sends the next request after an answer."""
-    rates: tuple[float, ...] = setting((0.2, 0.5, 0.8, 1.0, 1.2), above=0, may_be_empty=True)
+    rates: tuple[float, ...] = setting((0.2, 0.5, 0.8, 1.0, 1.2), effect=LOADS, above=0, may_be_empty=True)
     """Rates of open loops, in which requests arrive at random times, as fractions of the throughput of prediction
     without a server."""
-    seconds: float = setting(5.0, above=0)
+    seconds: float = setting(5.0, effect=LOADS, above=0)
     """Seconds per server and load."""
-    rounds: int = setting(1, least=1)
+    rounds: int = setting(1, effect=LOADS, least=1)
     """Number of rounds in which the servers take turns under each load. The seconds are divided among them."""
     against: str = "naive" if BENCHMARKS.exists() else "none"
     """Other servers to measure, with commas between them: naive computes each request alone, on the threads of its
@@ -90,6 +93,7 @@ COMMAND = Command(
 
 
 def main(call: Call, options: BenchServe) -> None:
+    check_own_effects(call.options, options)
     _check(options)
     optional_module("uvicorn", "serve")
     names = _servers(options.against)

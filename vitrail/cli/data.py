@@ -261,8 +261,7 @@ def run_pack(call: Call, options: Pack) -> None:
     if (options.destination / FILE).is_file():
         note = "has complete shards, which are kept: changes of the images since then are not in them"
         print_notes(console, f"{options.destination} {note}")
-    manifest = _pack(splits, options, shard_size, console, call.arguments)
-    _report(manifest, options, console)
+    _report(_pack(splits, options, shard_size, console, call.arguments), options, console)
 
 
 def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, arguments: Sequence[str]) -> Manifest:

@@ -33,6 +33,7 @@ from vitrail.errors import ConfigError, plural
 from vitrail.evaluation.evaluators import (
     BY_HEAD,
     EVALUATORS,
+    OF_PLACED,
     UNLEARNED,
     Evaluator,
     check_evaluators,
@@ -164,7 +165,13 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> None:
             name: (bundle, evaluators_for(bundle, options, given)) for name, bundle in bundles.items()
         })  # fmt: skip
         common = (
-            common_images(bundles, options.data, options.split, options.validation_share)
+            common_images(
+                bundles,
+                options.data,
+                options.split,
+                options.validation_share,
+                texts=all(evaluators.keys() == OF_PLACED["texts"] for evaluators in prepared.values()),
+            )
             if len(bundles) > 1 or options.validation_share is not None
             else None
         )
@@ -296,7 +303,7 @@ def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
     unreadable files."""
     by = options.by or ",".join(sorted(set(BY_HEAD.values())))
     evaluators = evaluators_of(by, _settings(given, by))
-    _check_used(set(evaluators), given, options.by or "accuracy")
+    _check_used(set(evaluators), given, f"--by is {options.by}" if options.by else "the model's own head is measured")
     for evaluator in evaluators.values():
         check_own_effects(given, evaluator)
     if ("accuracy" not in evaluators and options.confusion) or (
@@ -309,8 +316,9 @@ def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
         read_synsets(class_names)
 
 
-def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> None:
-    """Raise `ConfigError` if an option was typed that none of the chosen evaluators uses."""
+def _check_used(chosen: Collection[str], given: Mapping[str, Any], reason: str) -> None:
+    """Raise `ConfigError` if an option was typed that none of the chosen evaluators uses. The message has the
+    `reason` for which they are chosen."""
     for name in given:
         users = [user for user, evaluator in EVALUATORS.items() if name in bare_names(evaluator)]
         if name == "numbers":
@@ -319,7 +327,7 @@ def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> N
             *others, last = users
             several = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
             raise ConfigError(
-                f"{flag(name)}: only {several} it, but --by is {by}; add {users[0]} to --by, or leave out {flag(name)}"
+                f"{flag(name)}: only {several} it, but {reason}; add {users[0]} to --by, or leave out {flag(name)}"
             )
 
 
@@ -327,7 +335,7 @@ def evaluators_for(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) 
     """Return the evaluators for a model by name. Raise `ConfigError` for options that do not fit the model."""
     by = options.by or BY_HEAD[bundle.output]
     evaluators = evaluators_of(by, _settings(given, by))
-    _check_used(set(evaluators), given, by)
+    _check_used(set(evaluators), given, f"--by is {by}")
     if (options.confusion and bundle.output not in ("softmax", "sigmoid")) or (
         options.per_class and bundle.output == "numbers"
     ):
@@ -364,8 +372,10 @@ def fitting(
             bundle.reader_of_texts()
         advice = "linear, fewshot or knn"
         if bundle.words is not None:
-            advice += ", the names of the classes by zeroshot, or images with texts by retrieval. If a fine-tuned "
-            advice += "model is named beside it, --by zeroshot,accuracy measures each model by what it has"
+            advice += (
+                ", the names of the classes by zeroshot, or images with texts by retrieval. If a fine-tuned model is "
+                "named beside it, --by zeroshot,accuracy measures each model by what it has"
+            )
         raise ConfigError(
             f"--by {each}: this model has no head, so it cannot classify; fine-tune it, or measure its features by "
             f"{advice}"
@@ -429,7 +439,14 @@ def plan_of(
     learning = by_features.keys() - UNLEARNED
     learned = (
         open_images(
-            bundle, data, split, by_features=True, numbers=options.numbers, common=common, needs_training=bool(learning)
+            bundle,
+            data,
+            split,
+            by_features=True,
+            numbers=options.numbers,
+            common=common,
+            needs_training=bool(learning),
+            texts=evaluators.keys() == OF_PLACED["texts"],
         )
         if by_features
         else None

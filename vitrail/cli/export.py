@@ -388,7 +388,10 @@ def _written(result: ExportResult) -> str:
         f"  largest difference {parity.difference:.2g}, {parity.relative:.1e} of the change from {noun} to {noun}",
     ]
     if parity.agreement is not None:
-        lines.append(f"  same class for {parity.agreement:.2%} of the {parity.compared}")
+        lines.append(
+            f"  {'the file finds' if parity.compared == 'boxes' else 'same class for'} {parity.agreement:.2%} of the "
+            f"{parity.compared}"
+        )
     if accuracy := _accuracy(parity):
         lines.append(f"  accuracy of the file {_percent(accuracy)} on {plural(parity.labelled, 'labelled image')}")
     if result.precision == "int8":

@@ -40,6 +40,7 @@ from vitrail.files import check_new_file, check_new_folder, expanded
 from vitrail.machine import Precision, check_memory, keep_freed_memory
 from vitrail.models.cost import prediction_batch, prediction_bytes
 from vitrail.processes.group import Processes, join_processes
+from vitrail.report.charts import shorten
 from vitrail.settings import setting, to_plain
 from vitrail.training.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -157,6 +158,9 @@ def _place(path: Path) -> Path:
     return path.parent.resolve() / path.name
 
 
+LETTERS = 100
+"""Largest number of letters of a text or a label in a table. CSV and JSON have the whole ones."""
+
 Result = tuple[Path | str, list[dict[str, Any]] | UndecodableImage]
 """An image or a text with the nearest images, or with the reason why the image cannot be decoded."""
 
@@ -169,9 +173,10 @@ def _print_table(results: Sequence[Result]) -> None:
     for path, result in results:
         if isinstance(result, UndecodableImage):
             continue
+        query = shorten(path, LETTERS) if isinstance(path, str) else str(path)
         for rank, each in enumerate(result):
-            first = Text(str(path) if rank == 0 else "")
-            table.add_row(first, Text(each["image"]), f"{each['cosine']:.4f}", Text(_text(each["label"])))
+            label = shorten(_text(each["label"]), LETTERS)
+            table.add_row(Text(query if rank == 0 else ""), Text(each["image"]), f"{each['cosine']:.4f}", Text(label))
     print_in_full(table)
 
 

@@ -300,8 +300,7 @@ def run_compare(call: Call, options: Compare) -> None:
     check_comparable(bundles[0], bundles[1])
     last = [Path(name).name or name for name in options.models]
     names = last if last[0] != last[1] else options.models
-    opened = options.open(dict(zip(names, bundles, strict=True)), COMPARE, console)
-    first, second = opened
+    first, second = options.open(dict(zip(names, bundles, strict=True)), COMPARE, console)
     with images_bar(console, transient=True) as bar:
         found = compare(
             (options.outputs(first, bar), options.outputs(second, bar)),

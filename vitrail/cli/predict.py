@@ -229,7 +229,7 @@ def main(call: Call, options: Predict) -> int:
         with saving("the objects", options.coco), replacing_file(options.coco) as partial:
             text = json.dumps(objects, ensure_ascii=False)
             partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    show.end()
+    print_in_full(show.table)
     if not is_shown:
         _say_written(options, folders, objects, len(pictures) - len(broken))
     print_messages(*map(str, broken))
@@ -466,15 +466,15 @@ def _say_written(
 
 
 class _Table:
-    """A table with a row per image, which is printed at the end."""
+    """A table with a row per image, which the caller prints. Other forms leave it empty and print each row at once."""
 
     def __init__(self, bundle: Bundle, top: int | None) -> None:
         self.bundle = bundle
         self.ranks = range(1, (top or 0) + 1)
+        self.table = Table(box=SIMPLE_HEAD, pad_edge=False)
         self.begin()
 
     def begin(self) -> None:
-        self.table = Table(box=SIMPLE_HEAD, pad_edge=False)
         by_kind: dict[OutputKind, Sequence[str]] = {
             "boxes": ("objects", "best scores"), "mask": ("fractions of classes",), "numbers": self.bundle.classes,
         }  # fmt: skip
@@ -496,9 +496,6 @@ class _Table:
             case UndecodableImage():
                 return
         self.table.add_row(Text(picture.path), *map(Text, cells))
-
-    def end(self) -> None:
-        print_in_full(self.table)
 
 
 class _Csv(_Table):
@@ -533,9 +530,6 @@ class _Csv(_Table):
         for row in rows or [[""] * len(self.columns)]:
             self.writer.writerow([picture.path, *row, error])
 
-    def end(self) -> None:
-        pass
-
 
 class _Json(_Table):
     """One line of JSON per image."""
@@ -557,6 +551,3 @@ class _Json(_Table):
             case UndecodableImage():
                 row = {"error": str(result)}
         print_json({"image": picture.path, **row}, ascii_only=False)
-
-    def end(self) -> None:
-        pass

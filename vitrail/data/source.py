@@ -198,8 +198,7 @@ def samples_of(source: Source) -> Samples:
     count, names = len(source), tuple(source.classes)
     soft = [soft_target_of(source, index) for index in range(count)] if has_soft_targets(source) else None
     targets = Targets.of(map(source.target, range(count)), target_kind(source), names, soft)
-    reader = _OwnImages(source)
-    return Samples((reader,), range(count), targets, identity=identity_of(source))
+    return Samples((_OwnImages(source),), range(count), targets, identity=identity_of(source))
 
 
 def image_of(source: Source, index: int) -> bytes | UInt8[np.ndarray, "h w c"]:
@@ -461,7 +460,7 @@ def inodes_in(folder: Path) -> dict[str, int]:
     try:
         with os.scandir(folder) as entries:
             return {entry.name: inode_of(entry) for entry in entries}
-    except OSError:
+    except (OSError, ValueError):  # a path with a null character
         return {}
 
 

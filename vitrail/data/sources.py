@@ -528,7 +528,7 @@ def _refuse_foreign(request: Request) -> Splits:
 
 
 def _has_masks(request: Request) -> bool:
-    return request.is_folder and request.choice.splits != {} and formats.masks.holds_masks(request.path)
+    return request.is_folder and request.choice.splits != {} and bool(formats.masks.mask_folders(request.path))
 
 
 def _open_boxes(request: Request) -> Splits:

@@ -14,7 +14,7 @@ from vitrail.data.source import Source, check_outlines
 from vitrail.data.targets import Target
 from vitrail.errors import plural
 from vitrail.evaluation.evaluators import Bootstrapped, check_head
-from vitrail.evaluation.metrics.intervals import Metric, interval, with_intervals
+from vitrail.evaluation.metrics.intervals import Metric, interval_or_wilson, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.heads.dense_head import MOST_BOXES
 from vitrail.settings import setting
@@ -118,7 +118,8 @@ def average_precision(
 
     Crowds are ignored as in COCO: boxes that cover them are neither right nor wrong. The values are pycocotools'.
     A resample draws the images with replacement, and each drawn copy counts as an image. There are fewer resamples for
-    many classes and images (`MOST_RESAMPLED`).
+    many classes and images (`MOST_RESAMPLED`). Those without a true object are left out. If all others have the same
+    value, such as for perfect answers or a single image, the interval is Wilson's for as many samples as images.
     """
     from faster_coco_eval import COCOeval_faster  # type: ignore[import-untyped]
     from faster_coco_eval.faster_eval_api_cpp import COCOevalAccumulate  # type: ignore[import-untyped]
@@ -139,8 +140,11 @@ def average_precision(
     for row in resampled:
         drawn = table[:, random.integers(0, count, count)].ravel().tolist()
         row[:] = _means(_precisions(COCOevalAccumulate(params, [images[place] for place in drawn])))
-    values = _means(whole)
-    mean, at_50, at_75 = (interval(value, column) for value, column in zip(values, resampled.T, strict=True))
+    values = np.nan_to_num(_means(whole)).tolist()
+    mean, at_50, at_75 = (
+        interval_or_wilson(value, column, count)
+        for value, column in zip(values, resampled[~np.isnan(resampled[:, 0])].T, strict=True)
+    )
     by_size = {name: _mean(whole[:, :, :, place]) for place, name in enumerate(SIZES) if place}
     by_class = tuple(_mean(whole[:, :, label, 0]) for label in range(classes))
     return PrecisionReport(mean, at_50, at_75, by_size, by_class)
@@ -256,8 +260,9 @@ def _precisions(accumulated: dict[str, Any]) -> Float64[np.ndarray, "thresholds 
 
 
 def _means(precisions: Float64[np.ndarray, "thresholds recalls classes areas"]) -> list[float]:
-    """Return the means over all thresholds, and at 0.5 and 0.75, of all sizes. They are 0 if nothing is true."""
-    return [_mean(some[..., 0]) or 0.0 for some in (precisions, precisions[:1], precisions[5:6])]
+    """Return the means over all thresholds, and at 0.5 and 0.75, of all sizes. They are NaN if nothing is true."""
+    # NumPy makes NaN of None.
+    return np.array([_mean(some[..., 0]) for some in (precisions, precisions[:1], precisions[5:6])], float).tolist()
 
 
 def _mean(values: Float64[np.ndarray, ...]) -> float | None:

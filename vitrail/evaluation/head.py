@@ -34,8 +34,7 @@ class ByAccuracy(Bootstrapped):
         _check_classes(held_out)
         if self.real:
             imagenet_columns(outputs.bundle.classes)
-            keys = [held_out.key(index) for index in range(len(held_out))]
-            real_labels(keys, self._real())
+            real_labels([held_out.key(index) for index in range(len(held_out))], self._real())
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics. The classes of `held_out` are matched to the model's classes by `map_classes`.

@@ -50,17 +50,20 @@ class CommonImages:
         return replace(opened, whole=whole).splits(validation_share=0.0)
 
 
-def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: float | None) -> CommonImages:
+def common_images(
+    bundles: Mapping[str, Bundle], spec: str, split: str, share: float | None, *, texts: bool = False
+) -> CommonImages:
     """Return the images on which the models, by name, can be compared as the split "held-out" or "validation". Other
     splits of the data are measured as they are.
 
     They are the data's own test or validation split, if it has one. Otherwise they are a part of the training images:
     those that all models that were trained on this data held out, and of these only the fraction `share` that training
-    would hold out, if `share` is given. Models that were trained on other data do not restrict the choice.
+    would hold out, if `share` is given. Models that were trained on other data do not restrict the choice. With
+    `texts`, texts are the targets of data that has both texts and labels.
 
     Raise `DataError` if the models have no held-out image in common.
     """
-    opened_for = functools.cache(lambda numbers: open_whole(spec, numbers=numbers, needs_training=False))
+    opened_for = functools.cache(lambda numbers: open_whole(spec, numbers=numbers, texts=texts, needs_training=False))
     opened = {
         name: opened_for(bundle.classes if bundle.output == "numbers" else ()) for name, bundle in bundles.items()
     }
@@ -262,14 +265,16 @@ def open_images(
     common: CommonImages | None = None,
     needs_training: bool = True,
     needs_labels: bool = True,
+    texts: bool = False,
 ) -> EvaluatedData:
     """Return the data with the splits to measure: for the model's own head, or `by_features`, which is the default for
     a model without a head. `common` is the validation split, if several models are compared.
 
     For features, training images are needed unless `needs_training` is False. The targets are the data's own classes,
-    or the columns `numbers` (by default the columns that the model predicts). Unless `needs_labels` is True, data whose
-    labels cannot be read is opened without them, and a note says why. Images are held out for validation only if the
-    validation split is measured. For any other split, a classifier can learn from all training images.
+    or the columns `numbers` (by default the columns that the model predicts), or with `texts` the texts of data that
+    has both texts and labels. Unless `needs_labels` is True, data whose labels cannot be read is opened without them,
+    and a note says why. Images are held out for validation only if the validation split is measured. For any other
+    split, a classifier can learn from all training images.
 
     For the head, the targets are the model's classes or numbers. `class_names` is a file with the WordNet id and name
     of each model output, or "". `own` is the data with its own classes, if it is already open. Raise `DataError` if
@@ -281,7 +286,8 @@ def open_images(
     notes: tuple[str, ...] = ()
     if by_features:
         try:
-            opened = open_whole(spec, numbers=numbers or _numbers_of(bundle), needs_training=needs_training)
+            wanted = numbers or _numbers_of(bundle)
+            opened = open_whole(spec, numbers=wanted, texts=texts, needs_training=needs_training)
         except DataError as reason:
             if needs_labels:
                 raise

@@ -46,7 +46,8 @@ class ByRetrieval(Bootstrapped):
         if target_kind(held_out) != "texts":
             raise DataError(
                 "retrieval needs images with texts, and this data has none; use data with a column such as text or "
-                "caption, choose one by adding ?text=COLUMN, or measure classes by zeroshot"
+                "caption, choose one by adding ?text=COLUMN, or measure classes by zeroshot. If the data has texts "
+                "beside other targets, measure retrieval alone"
             )
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
@@ -73,7 +74,7 @@ class ByRetrieval(Bootstrapped):
         values = np.stack(columns, axis=1).astype(np.float64)
         means = resampled_means(values, resamples=self.bootstrap, seed=0).reshape(-1, len(columns))
         recalls = zip(METRICS, _recalls(values.mean(axis=0)[None])[0].tolist(), _recalls(means).T, strict=True)
-        found = {name: interval_or_wilson(value, resampled, float(len(images))) for name, value, resampled in recalls}
+        found = {name: interval_or_wilson(value, resampled, len(images)) for name, value, resampled in recalls}
         return {**with_intervals(found), **counts}
 
 

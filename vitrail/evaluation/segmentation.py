@@ -29,7 +29,7 @@ from vitrail.data.source import LARGEST_SCALE, Source, evenly, image_of, subset,
 from vitrail.data.targets import Target
 from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, plural
 from vitrail.evaluation.evaluators import Bootstrapped, check_head
-from vitrail.evaluation.metrics.intervals import Metric, interval, resampled_means, with_intervals
+from vitrail.evaluation.metrics.intervals import Metric, interval_or_wilson, resampled_means, with_intervals
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import Predictor
 from vitrail.models.vit_config import ViTConfig
@@ -285,7 +285,8 @@ def mask_metrics(confusions: Int64[np.ndarray, "n k k"], *, resamples: int = 100
     intervals over the images.
 
     All pixels of all images are counted together, as usual. Classes that are neither true nor predicted in a resample
-    are skipped in that resample.
+    are skipped in that resample. If all resamples have the same value, such as for a single image, the interval is
+    Wilson's for as many samples as images.
     """
     count, classes, _ = confusions.shape
     total = confusions.sum(axis=0)
@@ -296,8 +297,8 @@ def mask_metrics(confusions: Int64[np.ndarray, "n k k"], *, resamples: int = 100
     pixels = means.sum(axis=(1, 2))
     accuracies = np.divide(np.trace(means, axis1=1, axis2=2), pixels, out=np.zeros(len(means)), where=pixels > 0)
     return {
-        "mean_iou": interval(_mean_iou(total[None]).item(), _mean_iou(means)),
-        "pixel_accuracy": interval(float(right / all_pixels), accuracies),
+        "mean_iou": interval_or_wilson(_mean_iou(total[None]).item(), _mean_iou(means), count),
+        "pixel_accuracy": interval_or_wilson(float(right / all_pixels), accuracies, count),
     }
 
 

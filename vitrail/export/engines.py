@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from vitrail import __version__
 from vitrail.bench.workload import timed
 from vitrail.data.sources import open_whole
 from vitrail.errors import BundleError, ConfigError, ExportFailed, VitrailError
@@ -35,10 +36,10 @@ from vitrail.export.program import describe, trace
 from vitrail.files import cache_folder, saving, write_json
 from vitrail.machine import Precision, cpu_name, resolve_precision
 from vitrail.models.cost import prediction_batch
-from vitrail.models.predictor import Engine, EngineChoice, EngineName, Predictor
+from vitrail.models.predictor import Engine, EngineChoice, EngineName, Predictor, network_state
 from vitrail.settings import to_plain, typed
 from vitrail.weights.bundle import Bundle, is_described, weights_sha256
-from vitrail.weights.exported import ExportedNetwork, open_onnx, open_openvino
+from vitrail.weights.exported import ExportedNetwork, altered, open_onnx, open_openvino
 
 COMPARED = 32
 """Number of bundled images on which a runtime is compared with PyTorch."""
@@ -89,7 +90,8 @@ def with_engine(
     note: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Return the model with the runtime that computes its logits, or its embeddings if it has no head. The weights are
-    shared. Calls in another precision than `precision`, by default the model's own, are computed by PyTorch.
+    shared. Calls in another precision than `precision`, by default the model's own, are computed by PyTorch, and so are
+    all calls after the network was changed.
 
     "auto" chooses the fastest of the installed runtimes, as measured on this machine. `images` is the number of images
     that will be predicted: for few of them, "auto" is PyTorch, because a measurement would take longer. None stands for
@@ -161,6 +163,7 @@ class _Engines:
     def __init__(self, bundle: Bundle, precision: Precision, images: int | None = None) -> None:
         self.bundle, self.precision, self.images = bundle, precision, images
         self.contents: Literal["logits", "embedding"] = "logits" if bundle.classes else "embedding"
+        self.state, self.weights = network_state(bundle.network), weights_sha256(bundle.network)
         usual = prediction_batch(bundle.network, bundle.preprocess.image_size, bundle.device, precision)
         self.sizes = (1, 8) if images is None else (min(usual, max(images, 1)),)
         """Sizes of batches that are timed."""
@@ -169,13 +172,13 @@ class _Engines:
         self.predictor = Predictor(bundle.network, precision)
 
     def _key(self) -> str:
-        versions = [importlib.metadata.version(name) for name in ("torch", "numpy")]
+        versions = [__version__, *(importlib.metadata.version(name) for name in ("torch", "numpy"))]
         for kind in ("openvino", "onnxruntime", "onnx", "onnxscript"):
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions.append(f"{kind} {importlib.metadata.version(kind)}")
         bundle = self.bundle
         parts = [
-            weights_sha256(bundle.network), bundle.network.config.architecture, to_plain(bundle.network.config),
+            self.weights, bundle.network.config.architecture, to_plain(bundle.network.config),
             bundle.output, self.contents, self.precision, versions, cpu_name(), torch.get_num_threads(),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -210,7 +213,7 @@ class _Engines:
         size = self.sizes[0]
         if kept is not None:
             return bool(count / size * kept["seconds"]["torch"][str(size)] < WORTH_LOADING)
-        run, images = self._run_of_torch(), self._some_images()[:1].repeat(size, 1, 1, 1)
+        run, images = self._run_of_torch(), self._images[:1].repeat(size, 1, 1, 1)
         run(images)
         return count / size * timed(partial(run, images))() < WORTH
 
@@ -221,13 +224,14 @@ class _Engines:
         """Return the kept measurement of these runtimes and sizes of batches, or None."""
         try:
             found = json.loads(self._measured.read_text(encoding="utf-8"))
-            is_whole = all(
-                name in found["refused"] or all(float(found["seconds"][name][str(size)]) > 0 for size in self.sizes)
-                for name in ("torch", *names)
-            )
+            timed_names = ("torch", *(name for name in names if name not in found["refused"]))
+            seconds = {
+                name: {str(size): float(found["seconds"][name][str(size)]) for size in self.sizes}
+                for name in timed_names
+            }
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return found if is_whole else None
+        return {"seconds": seconds} if all(time > 0 for row in seconds.values() for time in row.values()) else None
 
     def _measure(self, names: Sequence[EngineName]) -> dict[str, Any]:
         """Time PyTorch and the runtimes whose outputs are PyTorch's, and keep the result."""
@@ -239,7 +243,7 @@ class _Engines:
             except VitrailError as error:
                 refused[name] = str(error)
         runs = {"torch": _on_arrays(self._run_of_torch()), **runs}
-        found = batch_seconds(runs, self._some_images()[:1].numpy(), self.sizes) if len(runs) > 1 else {"torch": ()}
+        found = batch_seconds(runs, self._images[:1].numpy(), self.sizes) if len(runs) > 1 else {"torch": ()}
         seconds = {name: dict(zip(map(str, self.sizes), times, strict=False)) for name, times in found.items()}
         kept = {"seconds": seconds, "refused": refused}
         with saving("the measurement of runtimes", self.folder):
@@ -271,24 +275,25 @@ class _Engines:
         interface = describe(bundle, self.contents)
         FORMATS[kind.to].check_size(kind.to, bundle.network)
         with replacing_files(path, FORMATS[kind.to]) as partial_path:
-            with saving("the network of another runtime", path):
-                FORMATS[kind.to].write(Traced(trace(bundle, interface), bundle, interface), partial_path)
+            FORMATS[kind.to].write(Traced(trace(bundle, interface), bundle, interface), partial_path)
             self._compare(self._opened(name, partial_path))
         return self._opened(name, path)
 
     def _opened(self, name: EngineName, path: Path) -> Engine:
-        _, _, session = KINDS[name].open(path, self.precision)
+        text, _, session = KINDS[name].open(path, self.precision)
+        if json.loads(text)["weights_sha256"] != self.weights:
+            raise altered(str(path))
 
         def run(images: Float[Tensor, "b c h w"]) -> Tensor:
             outputs = session(images.permute(0, 2, 3, 1).contiguous().numpy())
             return torch.from_numpy(next(iter(outputs.values())))
 
         precision: Literal["float32", "bf16"] = "bf16" if self.precision == "bf16" else "float32"
-        return Engine(name, self.bundle.network, precision, self.contents, run)
+        return Engine(name, self.bundle.network, precision, self.contents, run, self.state)
 
     def _compare(self, engine: Engine) -> None:
         """Raise `ExportFailed` if the outputs of a runtime differ from PyTorch's."""
-        images = self._some_images()
+        images = self._images
         plain = Predictor(self.bundle.network)
         exact = plain.logits(images) if self.contents == "logits" else plain.embed(images)
         found = engine.run(images)
@@ -317,13 +322,11 @@ class _Engines:
             return float((exact - found).abs().max())
         return float((exact - found).abs().max() / exact.abs().max().clamp(min=1e-30))
 
-    def _some_images(self) -> Float[Tensor, "b c h w"]:
-        """Return bundled images as the network takes them."""
-        if not hasattr(self, "_images"):
-            samples = spread_samples(open_whole("bundled", unlabelled=True).whole.train, COMPARED)
-            pixels = [self.bundle.preprocess.pixels(sample.image) for sample in samples]
-            self._images = self.bundle.inputs(pixels)
-        return self._images
+    @cached_property
+    def _images(self) -> Float[Tensor, "b c h w"]:
+        """Bundled images as the network takes them."""
+        samples = spread_samples(open_whole("bundled", unlabelled=True).whole.train, COMPARED)
+        return self.bundle.inputs([self.bundle.preprocess.pixels(sample.image) for sample in samples])
 
 
 def _best(kept: Mapping[str, Any]) -> Any:

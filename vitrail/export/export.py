@@ -16,7 +16,7 @@ import numpy as np
 from vitrail.bench.workload import interleave, timed
 from vitrail.data.source import Sample
 from vitrail.data.texts import FILES
-from vitrail.errors import ConfigError, DataError, check_known
+from vitrail.errors import ConfigError, DataError, DestinationError, check_known
 from vitrail.export.formats import CALIBRATION_BATCH, FORMATS, OPSETS, Format, Int8, Traced, check_precision
 from vitrail.export.parity import (
     RESIZING_TOLERANCE,
@@ -31,7 +31,7 @@ from vitrail.export.parity import (
     undecided_drop,
 )
 from vitrail.export.program import describe, trace
-from vitrail.files import check_new_file, check_new_folder, partial_path, replacing_folder, saving
+from vitrail.files import check_new_file, check_new_folder, replacing_file, replacing_folder, saving
 from vitrail.settings import problem_of, raise_problems, typed
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import Contents, ExportedNetwork, load_exported, tokenizer_file
@@ -117,7 +117,12 @@ def check_export(
     elif path.suffix != chosen.suffix:
         raise ConfigError(f"out={str(path)!r} must end in {chosen.suffix!r}, by which the file is recognised")
     else:
-        for file in _files(path, chosen, reads_texts=reads_texts):
+        files = _files(path, chosen, reads_texts=reads_texts)
+        if overwrite and not path.exists() and (others := [file for file in files if file.exists()]):
+            raise DestinationError(
+                f"{others[0]} is no part of an earlier {path}, so it is not replaced; choose another out"
+            )
+        for file in files:
             check_new_file(file, overwrite=overwrite)
     chosen.check(precision)
 
@@ -185,11 +190,10 @@ class Exporter:
         traced = Traced(trace(self._bundle, interface), self._bundle, interface, self._opset, calibration)
         note: str | None = None
         with replacing_files(path, FORMATS[to], reads_texts=texts) as partial:
-            with saving("the exported model", path):
-                FORMATS[to].write(traced, partial)
-                if texts:
-                    tokenizer = self._bundle.reader_of_texts().tokenizer
-                    tokenizer_file(partial, FILES[tokenizer.kind]).write_bytes(tokenizer.content)
+            FORMATS[to].write(traced, partial)
+            if texts:
+                tokenizer = self._bundle.reader_of_texts().tokenizer
+                tokenizer_file(partial, FILES[tokenizer.kind]).write_bytes(tokenizer.content)
             written: Any = load_exported(partial).network
             written.path = str(path)  # for messages
             if self._int8 is not None and precision == "int8":
@@ -234,18 +238,11 @@ def replacing_files(path: Path, chosen: Format, *, reads_texts: bool = False) ->
         with replacing_folder("the exported model", path, chosen.folder_files) as partial:
             yield partial
         return
-    partial = partial_path(path).with_suffix(path.suffix)
-    try:
-        with saving("the exported model", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+    with saving("the exported model", path), replacing_file(path) as partial:
         yield partial
-        with saving("the exported model", path):
-            written, final = (_files(place, chosen, reads_texts=reads_texts) for place in (partial, path))
-            for old, new in reversed([pair for pair in zip(written, final, strict=True) if pair[0].exists()]):
-                old.replace(new)  # the first file comes last, because a model is recognised by it
-    finally:
-        for file in _files(partial, chosen, reads_texts=reads_texts):
-            file.unlink(missing_ok=True)
+        for file in _files(partial, chosen, reads_texts=reads_texts)[1:]:  # a model is recognised by the first one
+            if file.exists():
+                file.replace(path.resolve().with_name(file.name))
 
 
 def _files(path: Path, chosen: Format, *, reads_texts: bool) -> list[Path]:

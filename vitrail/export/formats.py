@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import logging
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from vitrail.data.source import Sample
 from vitrail.data.texts import FILES
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.export.program import exported_noun
+from vitrail.machine import environment
 from vitrail.registry import optional_module
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported import (
@@ -109,10 +109,9 @@ class Format:
 
     def check(self, precision: str = "float32") -> None:
         """Raise `ConfigError` with the command that installs a missing package."""
-        for name in self.needs:
-            optional_module(name, self.extra)
-        with without_telemetry():
-            for name in (self.int8_needs or ()) if precision == "int8" else ():
+        further = (self.int8_needs or ()) if precision == "int8" else ()
+        with environment(NNCF_SILENT, "1"):
+            for name in (*self.needs, *further):
                 optional_module(name, self.extra)
 
 
@@ -210,8 +209,8 @@ def write_triton(traced: Traced, path: Path) -> None:
     write_onnx(traced, path / "1" / "model.onnx")
     (path / "config.pbtxt").write_text(_triton_config(traced), encoding="utf-8")
     classes = traced.bundle.classes if traced.interface.contents == "logits" else ()
-    names = [" ".join(name.split()) for name in classes]
-    (path / "labels.txt").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    labels = "".join(f"{' '.join(name.split())}\n" for name in classes)
+    (path / "labels.txt").write_text(labels, encoding="utf-8", errors="backslashreplace")
 
 
 def _is_triton_model(folder: Path) -> bool:
@@ -322,7 +321,7 @@ PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
 NNCF_SILENT = "NNCF_CI"
-"""Environment variable that keeps NNCF from contacting a server."""
+"""Environment variable that keeps NNCF from sending statistics of its use to a server, if it is set at its import."""
 
 
 @dataclass(frozen=True)
@@ -430,7 +429,7 @@ def quantise_openvino(model: Any, batches: Sequence[np.ndarray], *, is_transform
 
     Weights have a scale for each output channel, and activations have constant ranges from these batches.
     """
-    with quiet(), without_telemetry():
+    with quiet(), environment(NNCF_SILENT, "1"):
         tools: Any = optional_module("nncf", "openvino")
         images = [levels[row : row + 1] for levels in batches for row in range(len(levels))]
         return tools.quantize(
@@ -439,21 +438,6 @@ def quantise_openvino(model: Any, batches: Sequence[np.ndarray], *, is_transform
             model_type=tools.ModelType.TRANSFORMER if is_transformer else None,
             subset_size=len(images),
         )
-
-
-@contextlib.contextmanager
-def without_telemetry() -> Iterator[None]:
-    """Keep NNCF from sending statistics of its use to a server, which it does unless this variable is set at its
-    import."""
-    before = os.environ.get(NNCF_SILENT)
-    os.environ[NNCF_SILENT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[NNCF_SILENT]
-        else:
-            os.environ[NNCF_SILENT] = before
 
 
 @contextlib.contextmanager

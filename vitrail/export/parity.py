@@ -185,8 +185,8 @@ def compare(expected: Expected, written: ExportedNetwork, tolerance: float = TOL
     parity = _measure(expected, _outputs(expected, written))
     if not parity.relative <= tolerance:
         raise ExportFailed(
-            f"{written.path} differs from the network by {parity.difference:.3g}, which is {parity.relative:.2%} of "
-            f"the change of its outputs from image to image; at most {tolerance:.2%} is tolerated, so the file was "
+            f"{written.path} differs from the network by {parity.difference:.3g}, which is {parity.relative:.2g} of "
+            f"the change of its outputs from image to image; at most {tolerance:.2g} is tolerated, so the file was "
             "deleted"
         )
     if expected.decoded is not None and parity.agreement is not None and parity.agreement < SAME_ANSWERS:
@@ -227,8 +227,8 @@ def compare_other_size(expected: Expected, written: ExportedNetwork, tolerance: 
     if not difference <= tolerance * expected.spread:
         raise ExportFailed(
             f"{written.path} differs from the network by {difference:.3g} for images of {larger[0].shape[1:3]} pixels, "
-            f"which is {difference / expected.spread:.2%} of the change of its outputs from image to image; at most "
-            f"{tolerance:.2%} is tolerated, so the file was deleted"
+            f"which is {difference / expected.spread:.2g} of the change of its outputs from image to image; at most "
+            f"{tolerance:.2g} is tolerated, so the file was deleted"
         )
 
 
@@ -246,8 +246,8 @@ def compare_int8(expected: Expected, written: ExportedNetwork, max_drop: float, 
     if not dependence <= tolerance * expected.spread:
         raise ExportFailed(
             f"{written.path}: an answer changes by {dependence:.3g} with the other images of its batch, which is "
-            f"{dependence / expected.spread:.2%} of the change of its outputs from image to image; at most "
-            f"{tolerance:.2%} is tolerated, so the file was deleted"
+            f"{dependence / expected.spread:.2g} of the change of its outputs from image to image; at most "
+            f"{tolerance:.2g} is tolerated, so the file was deleted"
         )
     if parity.drop_interval[0] > max_drop:
         raise ExportFailed(

@@ -18,6 +18,7 @@ from vitrail.models.compiled import compile_copy
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features, shared_copy
 from vitrail.models.resnet import StandardisedConv
+from vitrail.models.shortcuts import has_hooks
 from vitrail.settings import problem_of, raise_problems
 
 EngineName = Literal["openvino", "onnxruntime"]
@@ -60,7 +61,8 @@ class Predictor:
         """Device of the weights. Images have to be on the same device."""
         empty = "network is on the device meta, so its weights have no values" if self.device.type == "meta" else ""
         raise_problems([problem_of("precision", precision, Precision, {}), empty])
-        self.precision: Precision = resolve_precision(precision, self.device)
+        has_own = precision == "auto" and isinstance(getattr(network, "sha256", None), str)  # an exported file
+        self.precision: Precision = resolve_precision("float32" if has_own else precision, self.device)
         """Format of matrix products: "bf16" or "float32"."""
         self.network: Any = shared_copy(network)
         """The copy of the network that predicts, with its weights in the form that products use."""
@@ -111,6 +113,16 @@ class Predictor:
             yield
 
 
+def network_state(network: nn.Module) -> object:
+    """Return a value that is another one after a module, a method, a hook or a weight of the network was replaced, and
+    after PyTorch has written to a weight."""
+    tensors = (*network.parameters(), *network.buffers())
+    return (
+        [(module, vars(module).get("forward"), has_hooks(module)) for module in network.modules()],
+        [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors],
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Engine:
     """A runtime that has loaded a network. `with_engine` in `vitrail/export/engines.py` makes engines."""
@@ -124,10 +136,17 @@ class Engine:
     """Output of the network that the engine computes. PyTorch computes all others."""
     run: Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b ..."]]
     """Function that computes this output from normalised images. Threads may call it at the same time."""
+    state: object
+    """The `network_state` that it has loaded."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Make a copied or pickled bundle have None in this place: PyTorch computes the network of the copy."""
         return type(None), ()
+
+    @property
+    def is_current(self) -> bool:
+        """True unless the network was changed after it was loaded."""
+        return network_state(self.network) == self.state
 
     @property
     def title(self) -> str:

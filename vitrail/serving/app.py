@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from vitrail import __version__
@@ -32,7 +32,7 @@ from vitrail.errors import UndecodableImage, nearest
 from vitrail.report.drawing import colour_of
 from vitrail.report.page import jpeg, picture_file
 from vitrail.serving.batching import Row
-from vitrail.serving.guard import PROBE_PATHS, App, Guard
+from vitrail.serving.guard import PROBE_PATHS, App, Guard, JsonAnswer
 from vitrail.serving.protocol_v2 import (
     DTYPES,
     HEADER,
@@ -122,7 +122,12 @@ def make_app(service: Service, watch: Callable[[], Coroutine[Any, Any, None]] | 
     routes = [operation.route(service) for operation in _operations(service)]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     guard = Guard(app, service)
-    origins = service.settings.allow_origin
+    # Browsers send origins in lower case, and without the usual port of their scheme.
+    origins = [
+        form
+        for origin in map(str.lower, service.settings.allow_origin)
+        for form in (origin, re.sub(r"^(http:.*):80$|^(https:.*):443$", r"\1\2", origin))
+    ]
     if not origins:
         return guard
     return CORSMiddleware(  # outside, because browsers send no token with the request that asks for permission
@@ -135,7 +140,7 @@ def _operations(service: Service) -> list[Operation]:
     that of embeddings."""
 
     async def describe(request: Request, service: Service) -> Response:
-        return JSONResponse(_openapi(operations))
+        return JsonAnswer(_openapi(operations))
 
     operations = [
         Operation("/", "Show the page", _page_route()),
@@ -219,7 +224,7 @@ async def _models(request: Request, service: Service) -> Response:
     if service.index is not None:
         model = service.searched_by()
         index = {"images": len(service.index), "model": model.name, "reads_texts": model.bundle.words is not None}
-    return JSONResponse({"version": __version__, "models": cards, "index": index})
+    return JsonAnswer({"version": __version__, "models": cards, "index": index})
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
@@ -242,11 +247,11 @@ def _card(model: ServedModel) -> dict[str, Any]:
 
 
 async def _model_list(request: Request, service: Service) -> Response:
-    return JSONResponse({"object": "list", "data": [_listed(model) for model in service.models.values()]})
+    return JsonAnswer({"object": "list", "data": [_listed(model) for model in service.models.values()]})
 
 
 async def _model_card(request: Request, service: Service) -> Response:
-    return JSONResponse(_listed(service.model(request.path_params["name"])))
+    return JsonAnswer(_listed(service.model(request.path_params["name"])))
 
 
 def _listed(model: ServedModel) -> dict[str, Any]:
@@ -263,22 +268,22 @@ async def _probe(request: Request, service: Service) -> Response:
     without the name of a probe asks if the server is ready."""
     probe = request.url.path.rsplit("/", 1)[1]
     is_fine = probe in ("live", "startup") or (service.is_ready and not service.is_draining)
-    return JSONResponse({probe: is_fine}, 200 if is_fine else 503)
+    return JsonAnswer({probe: is_fine}, 200 if is_fine else 503)
 
 
 async def _refused(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, Refused)
-    return JSONResponse({"error": str(refused)}, refused.status, refused.headers)
+    return JsonAnswer({"error": str(refused)}, refused.status, refused.headers)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}; docs/serving.md lists the paths of this server"
-    return JSONResponse({"error": message}, error.status_code, error.headers)
+    return JsonAnswer({"error": message}, error.status_code, error.headers)
 
 
 async def _crashed(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": "the server failed on this request; its log has the reason"}, 500)
+    return JsonAnswer({"error": "the server failed on this request; its log has the reason"}, 500)
 
 
 # --- paths that take images in other shapes: Hugging Face's, files of a form, and OpenAI's embeddings
@@ -327,7 +332,7 @@ async def _hugging_face(request: Request, service: Service) -> Response:
         return _ranking(model, _scored(row, asked.function), asked.top)
 
     (made,) = await service.all_file_outputs(model, [model.tasks[0]], [image], answer)
-    return JSONResponse(made, headers=model_headers(model))
+    return JsonAnswer(made, headers=model_headers(model))
 
 
 async def _upload(request: Request, service: Service) -> Response:
@@ -350,7 +355,7 @@ async def _upload(request: Request, service: Service) -> Response:
     ]
     status = 422 if all("error" in item for item in answers) else 200
     whole = {"model": model.name, "sha256": model.sha256, "results": answers}
-    return JSONResponse(whole, status, model_headers(model))
+    return JsonAnswer(whole, status, model_headers(model))
 
 
 async def _embeddings(request: Request, service: Service) -> Response:
@@ -380,7 +385,7 @@ async def _embeddings(request: Request, service: Service) -> Response:
         text = base64.b64encode(values.astype("<f4").tobytes()).decode() if encoding == "base64" else None
         data.append({"object": "embedding", "index": number, "embedding": text or values.tolist()})
     answer = {"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
-    return JSONResponse(answer, headers=model_headers(model))
+    return JsonAnswer(answer, headers=model_headers(model))
 
 
 @dataclass(frozen=True)
@@ -580,7 +585,7 @@ async def _explain(request: Request, service: Service) -> Response:
         "label": None if target is None else model.bundle.classes[target],
         "image": "data:image/jpeg;base64," + base64.b64encode(content).decode(),
     }
-    return JSONResponse(answer, headers=model_headers(model))
+    return JsonAnswer(answer, headers=model_headers(model))
 
 
 def _target(model: ServedModel, label: str | None) -> int | None:
@@ -628,7 +633,7 @@ async def _search(request: Request, service: Service) -> Response:
         }
         for one in found
     ]  # fmt: skip
-    return JSONResponse({"model": model.name, "sha256": model.sha256, "results": results}, headers=model_headers(model))
+    return JsonAnswer({"model": model.name, "sha256": model.sha256, "results": results}, headers=model_headers(model))
 
 
 def _parse_search(body: bytes) -> tuple[str, int | None]:
@@ -644,7 +649,8 @@ async def _picture(request: Request, service: Service) -> Response:
     """Answer with a JPEG picture of a stored image that is a file."""
     service.searched_by()
     index, row = service.index, request.path_params["row"]
-    if index is None or not (row.isascii() and row.isdecimal() and int(row) < len(index)):
+    is_number = row.isascii() and row.isdecimal() and len(row) < 20  # int() refuses thousands of digits
+    if index is None or not is_number or int(row) >= len(index):
         raise Refused(404, f"row {row!r} is not a row of the index")
     try:
         content = await service.draw(_thumbnail, Path(index.images[int(row)]), service.settings.max_pixels)
@@ -667,7 +673,7 @@ def _thumbnail(path: Path, most: int) -> bytes:
 
 
 async def _server(request: Request, service: Service) -> Response:
-    return JSONResponse({"name": "vitrail", "version": __version__, "extensions": ["binary_tensor_data"]})
+    return JsonAnswer({"name": "vitrail", "version": __version__, "extensions": ["binary_tensor_data"]})
 
 
 async def _metadata(request: Request, service: Service) -> Response:
@@ -675,7 +681,7 @@ async def _metadata(request: Request, service: Service) -> Response:
     preprocess = model.bundle.preprocess
     taken = [-1, *preprocess.image_size, preprocess.channels]
     outputs = [one for task in model.tasks for one in model.outputs[task].items()]
-    return JSONResponse(
+    return JsonAnswer(
         {
             "name": model.name,
             "versions": [model.sha256],
@@ -690,7 +696,7 @@ async def _metadata(request: Request, service: Service) -> Response:
 
 async def _ready(request: Request, service: Service) -> Response:
     is_ready = service.is_ready
-    return JSONResponse({"name": _model(request, service).name, "ready": is_ready}, 200 if is_ready else 503)
+    return JsonAnswer({"name": _model(request, service).name, "ready": is_ready}, 200 if is_ready else 503)
 
 
 async def _infer(request: Request, service: Service) -> Response:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import time
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -40,6 +42,15 @@ CLIENT_GONE = 499
 """Status in the log of a request whose client closed the connection before the answer."""
 
 
+class JsonAnswer(JSONResponse):
+    """An answer in JSON. Half characters, which stand for bytes of file names that are not UTF-8, are escaped."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+            "utf-8", "backslashreplace"
+        )
+
+
 class Guard:
     """Receives the whole body of a request within its limits before the application sees the request. Stops the
     application if the client disconnects."""
@@ -52,6 +63,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}  # a redirection would lose a proxy's address
         begun, status = time.perf_counter(), CLIENT_GONE
 
         async def sending(message: Message) -> None:
@@ -69,7 +81,7 @@ class Guard:
                 content = await self._decoded(scope, body)
             except Refused as refused:
                 headers = {**refused.headers, "Connection": "close"}
-                await JSONResponse({"error": str(refused)}, refused.status, headers)(scope, receive, sending)
+                await JsonAnswer({"error": str(refused)}, refused.status, headers)(scope, receive, sending)
             else:
                 await self._answer(scope, content, receive, sending)
         except _ClientGone:
@@ -84,7 +96,8 @@ class Guard:
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").strip().lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         name = name.removesuffix(".")
-        is_known = not host or is_loopback(name) or name in map(str.lower, self._settings.allow_host)
+        allowed = (one.lower().removesuffix(".") for one in self._settings.allow_host)
+        is_known = not host or is_loopback(name) or name in allowed
         if is_known or not self._settings.checks_host or scope["path"] in PROBE_PATHS:
             return None
         return Refused(421, f"Host: {host!r} is not a name of this server; start it with --allow-host {name}")
@@ -113,10 +126,9 @@ class Guard:
     def _check_token(self, scope: Message) -> Refused | None:
         """Return the refusal of a request that needs the token and has not sent it."""
         is_open = scope["path"] in PROBE_PATHS or (scope["path"] == "/" and scope["method"] in ("GET", "HEAD"))
-        wanted = f"Bearer {self._settings.token}".encode()
         if self._settings.token is not None and not is_open:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, wanted):
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._settings.token.encode()):
                 message = "this server needs a token: send the header 'Authorization: Bearer TOKEN'"
                 return Refused(401, message, {"WWW-Authenticate": "Bearer"})
         return None
@@ -192,10 +204,10 @@ class Guard:
         )  # fmt: skip
 
 
+@dataclass
 class _Body:
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.size = 0
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
 
     def take(self) -> bytes:
         """Return the content of the body, and free the received parts."""

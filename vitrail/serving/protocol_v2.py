@@ -54,14 +54,16 @@ def parse_request(body: bytes, header: str | None) -> InferRequest:
         inputs = message["inputs"]
         check_names(message, ("id", "inputs", "outputs", "parameters"), "the request")
         check_names(message.get("parameters") or {}, ("binary_data_output",), "parameters of the request")
+        if len(inputs) != 1:
+            raise Refused(400, f"inputs: {len(inputs)} tensors were sent, but a model takes one")
+        outputs: dict[str, bool] = {}
         for item in message.get("outputs") or ():
             check_names(item, ("name", "parameters"), "an output")
             check_names(item.get("parameters") or {}, ("binary_data",), "parameters of an output")
-        if len(inputs) != 1:
-            raise Refused(400, f"inputs: {len(inputs)} tensors were sent, but a model takes one")
-        outputs = {
-            str(item["name"]): _flag(item.get("parameters"), "binary_data") for item in message.get("outputs") or ()
-        }
+            name = str(item["name"])
+            if name in outputs:
+                raise Refused(400, f"outputs: {name!r} is requested twice; name it once")
+            outputs[name] = _flag(item.get("parameters"), "binary_data")
         is_binary = _flag(message.get("parameters"), "binary_data_output")
         number = "" if message.get("id") is None else str(message["id"])
         return InferRequest(number, _tensor(inputs[0], body[length:]), outputs, is_binary)

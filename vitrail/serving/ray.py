@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.machine import Precision
+from vitrail.models.predictor import EngineChoice
 from vitrail.serving.app import make_app
 from vitrail.serving.guard import CLIENT_GONE, Message
-from vitrail.serving.server import named_models
-from vitrail.serving.service import OverlayMaker, Service
+from vitrail.serving.server import ServeJob, load_models, named_models
+from vitrail.serving.service import OverlayMaker, Service, log_line
 from vitrail.serving.settings import TOKEN_VARIABLE, ServeSettings
 from vitrail.settings import raise_problems
-from vitrail.weights.load import load
 
 OF_FRAMEWORK = ("port", "workers", "watch", "max_connections", "keep_alive_seconds", "drain_seconds")
 """Settings of a process that listens by itself. Here the framework listens and starts the processes."""
@@ -33,21 +35,26 @@ class ModelDeployment:
         *models: str,
         device: str = "auto",
         precision: Precision | None = None,
+        engine: EngineChoice = "torch",
         overlays: OverlayMaker | None = None,
+        index: str | Path | None = None,
         **settings: Any,
     ) -> None:
         """Load models, which are given as on the command line: MODEL, or NAME=MODEL. `settings` are those of
-        `ServeSettings` without `OF_FRAMEWORK`. Raise `ConfigError` and `BundleError`."""
+        `ServeSettings` without `OF_FRAMEWORK`. The log has the notes on loading. Raise `VitrailError`."""
         raise_problems(
             f"{name}={settings[name]!r} has no effect here; set what the framework has in its place"
             for name in OF_FRAMEWORK
             if name in settings
         )
-        bundles = {name: load(path, device=device) for name, path in named_models(models).items()}
         # The framework listens, so its address is not known here. Names of hosts are checked only if some are
         # given.
         chosen = ServeSettings(**{"host": "0.0.0.0", "token": os.environ.get(TOKEN_VARIABLE) or None, **settings})
-        self._service = Service(bundles, chosen, precision, overlays)
+        job = ServeJob(models=named_models(models), settings=chosen, device=device, precision=precision, engine=engine)
+        bundles = load_models(job, {}, lambda note: log_line(event="note", note=note))
+        self._service = Service(
+            bundles, chosen, precision, overlays, None if index is None else FeatureIndex.open(index)
+        )
         self._app = make_app(self._service)
 
     async def __call__(self, request: Request) -> Response:

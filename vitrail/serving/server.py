@@ -7,6 +7,7 @@ accepted stay with the socket, so the other workers or the new one answer them.
 from __future__ import annotations
 
 import asyncio
+import errno
 import multiprocessing
 import os
 import resource
@@ -16,7 +17,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -34,7 +35,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vitrail.errors import BundleError, ConfigError, ProcessError, VitrailError
 from vitrail.evaluation.features.index import FeatureIndex
 from vitrail.export.engines import with_engine
-from vitrail.machine import Precision, keep_freed_memory
+from vitrail.machine import Precision, environment, keep_freed_memory
 from vitrail.models.predictor import EngineChoice
 from vitrail.serving.app import make_app
 from vitrail.serving.service import FOLDER, OverlayMaker, Service, log_line
@@ -199,11 +200,16 @@ def open_socket(settings: ServeSettings) -> socket.socket:
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((settings.host, settings.port))
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: no name of a host can be so long
         opened.close()
+        advice = (
+            "another port, or 0 for a free one"
+            if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+            else "an address of this machine, such as 127.0.0.1"
+        )
         raise ConfigError(
-            f"port={settings.port} on host={settings.host!r} cannot be used: {error.strerror}; choose another port, or "
-            "0 for a free one"
+            f"port={settings.port} on host={settings.host!r} cannot be used: {getattr(error, 'strerror', error)}; "
+            f"choose {advice}"
         ) from None
     return opened
 
@@ -248,6 +254,10 @@ def named_models(models: Sequence[str]) -> dict[str, str]:
             name, path = model_name(text), text
         if not name or not path:
             raise ConfigError(f"MODEL: {text!r} lacks a name or a path; give NAME=MODEL")
+        if name != name.strip() or not name.isprintable():
+            raise ConfigError(
+                f"MODEL: {name!r} begins or ends with a space, or has control characters; give NAME=MODEL"
+            )
         if name in paths:
             raise ConfigError(f"MODEL: two models are called {name!r}; give another name to one of them: NAME=MODEL")
         paths[name] = path
@@ -276,7 +286,7 @@ def serve(
     files = {name: ModelFiles.of(path, job.device) for name, path in watched.items()}
     states = {name: one.state() for name, one in files.items()}
     index = None if job.index is None else FeatureIndex.open(job.index)  # before the models are loaded in vain
-    service = Service(_load(job, files, on_note), job.settings, job.precision, job.overlays, index)
+    service = Service(load_models(job, files, on_note), job.settings, job.precision, job.overlays, index)
     watch = Watcher(service, files, states).run if files else None
     Server(service, on_start, watch=watch, supervisor=supervisor).run(sockets=[listening])
 
@@ -302,7 +312,8 @@ def serve_as_worker(
         raise SystemExit(error.exit_code) from None
 
 
-def _load(job: ServeJob, files: Mapping[str, ModelFiles], on_note: Callable[[str], None]) -> dict[str, Bundle]:
+def load_models(job: ServeJob, files: Mapping[str, ModelFiles], on_note: Callable[[str], None]) -> dict[str, Bundle]:
+    """Return the models of a server with their runtimes. Those of `files` are read from a private copy."""
     bundles = {}
     for name, path in job.models.items():
         bundle = files[name].load() if name in files else load(path, device=job.device)
@@ -357,7 +368,8 @@ class Supervisor:
     def run(self) -> None:
         """Run until a signal has stopped all workers. Raise the `VitrailError` of a worker that cannot start, and
         `ProcessError` if a worker dies before all have started."""
-        with tempfile.TemporaryDirectory(prefix="vitrail-metrics-") as self._metrics, self._waking() as woken:
+        made = tempfile.TemporaryDirectory(prefix="vitrail-metrics-")
+        with made as self._metrics, environment(FOLDER, made.name), self._waking() as woken:
             try:
                 for number in range(self._count):
                     self._start(number)
@@ -371,14 +383,7 @@ class Supervisor:
     def _start(self, number: int) -> None:
         told, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=self._work, args=(number, self._listening, theirs))
-        before = os.environ.get(FOLDER)
-        os.environ[FOLDER] = self._metrics
-        try:
-            process.start()
-        finally:
-            os.environ.pop(FOLDER)
-            if before is not None:
-                os.environ[FOLDER] = before
+        process.start()
         theirs.close()
         self._workers.append(_Running(number, process, told))
 
@@ -503,11 +508,9 @@ class ModelFiles:
             return ()
         found = []
         for file in files:
-            try:
-                status = file.stat()
-            except OSError:
-                continue
-            found.append((str(file.relative_to(self.path.parent)), status.st_size, status.st_mtime_ns, status.st_ino))
+            with suppress(OSError):  # it was removed
+                status, name = file.stat(), str(file.relative_to(self.path.parent))
+                found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
         return tuple(found)
 
     def load(self) -> Bundle:
@@ -584,4 +587,7 @@ class Watcher:
             log_line(event="model refused", model=name, sha256=before, error=f"{type(error).__name__}: {error}")
         else:
             engine = "torch" if made.bundle.engine is None else made.bundle.engine.name
-            log_line(event="model replaced", model=name, sha256=made.sha256, before=before, engine=engine)
+            log_line(
+                event="model replaced", model=name, sha256=made.sha256, before=before, engine=engine,
+                **({"notes": bundle.notes} if bundle.notes else {}),
+            )  # fmt: skip

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 import numpy as np
@@ -22,7 +23,7 @@ from vitrail.cores import compute_threads
 from vitrail.data.pixels.decode import allow_pixels, image_size_of, pixel_limit
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.data.texts import is_usable
-from vitrail.errors import ConfigError, ExportFailed, UndecodableImage
+from vitrail.errors import ConfigError, UndecodableImage, VitrailError
 from vitrail.evaluation.features.index import FeatureIndex, Similar
 from vitrail.export.engines import with_engine
 from vitrail.machine import Precision
@@ -119,7 +120,7 @@ class Service:
         served."""
         before = self.models[name]
         engine: EngineChoice = "torch" if before.bundle.engine is None else before.bundle.engine.name
-        with suppress(ExportFailed):  # then PyTorch computes
+        with suppress(VitrailError):  # then PyTorch computes
             bundle = await asyncio.to_thread(with_engine, bundle, engine, precision=self._precision)
         made = await asyncio.to_thread(self._served, name, bundle, before)
         self.models[name] = made
@@ -161,11 +162,10 @@ class Service:
         answer: Callable[[Row, bytes], Any] | None = None,
     ) -> list[Any]:
         """Return the same as `file_outputs`. Raise `Refused` also if an image cannot be decoded."""
-        rows = []
-        for number, row in enumerate(await self.file_outputs(model, tasks, images, answer)):
+        rows = await self.file_outputs(model, tasks, images, answer)
+        for number, row in enumerate(rows):
             if isinstance(row, UndecodableImage):
                 raise Refused(422, f"image {number} {row}")
-            rows.append(row)
         return rows
 
     async def pixel_outputs(self, model: ServedModel, tasks: Sequence[Task], pixels: Sequence[Pixels]) -> list[Row]:
@@ -341,14 +341,16 @@ class Metrics:
         self.requests = Counter(
             "vitrail_requests", "Answered requests", ("path", "status"), registry=self._registry
         )  # fmt: skip
-        self.seconds = self._histogram("vitrail_request_seconds", "Time of a request", ("path",))
-        self.decoding = self._histogram("vitrail_decode_seconds", "Time for decoding an image", ())
-        self.queue = self._histogram("vitrail_queue_seconds", "Longest wait in a batch", MODEL)
-        self.inference = self._histogram("vitrail_inference_seconds", "Time for computing a batch", MODEL)
-        self.sizes = self._histogram("vitrail_batch_size", "Images in a batch", MODEL, SIZES)
-        self.images = self._gauge("vitrail_images", "Images that are accepted and not answered")
-        self.bodies = self._gauge("vitrail_body_bytes", "Bytes of all bodies of requests")
-        self.ready = self._gauge("vitrail_ready", "Number of processes that accept requests")
+        histogram = partial(Histogram, buckets=SECONDS, registry=self._registry)
+        self.seconds = histogram("vitrail_request_seconds", "Time of a request", ("path",))
+        self.decoding = histogram("vitrail_decode_seconds", "Time for decoding an image")
+        self.queue = histogram("vitrail_queue_seconds", "Longest wait in a batch", MODEL)
+        self.inference = histogram("vitrail_inference_seconds", "Time for computing a batch", MODEL)
+        self.sizes = histogram("vitrail_batch_size", "Images in a batch", MODEL, buckets=SIZES)
+        gauge = partial(Gauge, registry=self._registry, multiprocess_mode="livesum")
+        self.images = gauge("vitrail_images", "Images that are accepted and not answered")
+        self.bodies = gauge("vitrail_body_bytes", "Bytes of all bodies of requests")
+        self.ready = gauge("vitrail_ready", "Number of processes that accept requests")
 
     def batches(self, model: str, task: str) -> Callable[[int, float, float], None]:
         """Return a function that records a batch: number of images, longest wait, and time for computing."""
@@ -369,14 +371,6 @@ class Metrics:
         everyone = CollectorRegistry()
         MultiProcessCollector(everyone, path=folder)  # type: ignore[no-untyped-call]
         return generate_latest(everyone)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self._registry, multiprocess_mode="livesum")
-
-    def _histogram(
-        self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...] = SECONDS
-    ) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
 
 
 # --- one model: its name, its hash, its outputs, and the batches that compute them
@@ -436,7 +430,13 @@ class ServedModel:
                 finite(torch.from_numpy(values))
             self.outputs[task] = {name: values.shape[1:] for name, values in made.items()}
         run, known = self.computed.run(self.tasks[0]), before if self._is_like(before) else None
-        self.threads: int = settings.batch_threads or (known.threads if known else self._threads(run, blank, compute))
+        self.threads: int = settings.batch_threads or (
+            known.threads
+            if known
+            else choose_threads(run, blank, compute.threads)
+            if bundle.device.type == "cpu"
+            else compute.threads  # on a GPU it hardly matters
+        )
         """Number of compute threads of a batch that is alone."""
         self.largest: int = settings.max_batch or (known.largest if known else choose_batch(run, blank))
         """Largest number of images that are computed together."""
@@ -492,17 +492,14 @@ class ServedModel:
         possible: dict[Task, bool] = {"classes": bool(self.bundle.classes), "embedding": contents != "logits"}
         return tuple(task for task in get_args(Task) if possible[task])
 
-    def _threads(self, run: Run, blank: np.ndarray, compute: Compute) -> int:
-        """Return the number of compute threads of a batch that is alone. On a GPU it hardly matters."""
-        is_on_cpu = self.bundle.device.type == "cpu"
-        return choose_threads(run, blank, compute.threads) if is_on_cpu else compute.threads
-
     def _is_like(self, before: ServedModel | None) -> bool:
         """Return True if measurements of an earlier model hold for this one too."""
-        if before is None or self.precision != before.precision:
-            return False
-        mine, theirs = self.bundle.network, before.bundle.network
-        return type(mine) is type(theirs) and bool(mine.config == theirs.config)
+        return (
+            before is not None
+            and self.precision == before.precision
+            and type(self.bundle.network) is type(before.bundle.network)
+            and bool(self.bundle.network.config == before.bundle.network.config)
+        )
 
 
 class ModelOutputs:

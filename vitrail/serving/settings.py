@@ -7,7 +7,6 @@ import math
 import re
 from dataclasses import dataclass
 
-from vitrail.errors import ConfigError
 from vitrail.settings import byte_count, problems, raise_problems, setting
 
 TOKEN_VARIABLE = "VITRAIL_TOKEN"
@@ -45,7 +44,7 @@ class ServeSettings:
     allow_origin: tuple[str, ...] = ()
     """Origins of web pages that may read the answers (CORS), such as https://flowers.example, or * for all. By default
     only the server's own page may."""
-    workers: int = setting(1, least=1)
+    workers: int = setting(1, least=1, most=1024)
     """Processes that answer requests to the port, each with its own copy of the models, its part of the compute threads
     and its own limits. A process that dies is started again."""
     watch: bool = False
@@ -84,35 +83,42 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         raise_problems(problems(self))
-        if self.token is not None and not (self.token.isprintable() and self.token == self.token.strip() != ""):
-            raise ConfigError(
+        is_sendable = self.token is None or (self.token.isprintable() and self.token == self.token.strip() != "")
+        rules = (
+            (
+                is_sendable,
                 "token: it is empty, begins or ends with a space, or has control characters, so that no request could "
-                "send it; give another one, or none at all for a server without a token"
-            )
-        if self.max_images > self.max_queue:
-            raise ConfigError(
+                "send it; give another one, or none at all for a server without a token",
+            ),
+            (
+                self.max_images <= self.max_queue,
                 f"max_images={self.max_images} is more than max_queue={self.max_queue}, so such a request could never "
-                "be accepted; choose a larger queue"
-            )
-        raise_problems(
-            f"allow_host={name!r} is not the name of a host, which has no scheme, port or path; give for example "
-            "flowers.example"
-            for name in self.allow_host
-            if not HOST_NAME.fullmatch(name)
-        )
-        raise_problems(
-            f"allow_origin={origin!r} is not an origin, which is a scheme and a host without a path; give for example "
-            "https://flowers.example, or * for all"
-            for origin in self.allow_origin
-            if not ORIGIN.fullmatch(origin)
-        )
-        if self.body_bytes < 1:
-            raise ConfigError(f"max_body={self.max_body} is less than 1 byte, so every request would be refused")
-        if self.body_bytes > self.body_memory_bytes:
-            raise ConfigError(
+                "be accepted; choose a larger queue",
+            ),
+            *(
+                (
+                    HOST_NAME.fullmatch(name),
+                    f"allow_host={name!r} is not the name of a host, which has no scheme, port or path; give for "
+                    "example flowers.example",
+                )
+                for name in self.allow_host
+            ),
+            *(
+                (
+                    ORIGIN.fullmatch(origin),
+                    f"allow_origin={origin!r} is not an origin, which is a scheme and a host without a path; give for "
+                    "example https://flowers.example, or * for all",
+                )
+                for origin in self.allow_origin
+            ),
+            (self.body_bytes >= 1, f"max_body={self.max_body} is less than 1 byte, so every request would be refused"),
+            (
+                self.body_bytes <= self.body_memory_bytes,
                 f"max_body={self.max_body} is more than body_memory={self.body_memory}, so such a request could never "
-                "be accepted; choose more memory for bodies"
-            )
+                "be accepted; choose more memory for bodies",
+            ),
+        )
+        raise_problems(problem for holds, problem in rules if not holds)
 
     @property
     def checks_host(self) -> bool:

@@ -244,8 +244,7 @@ def query_losses(
     with torch.no_grad():
         points = uncertain_points(chosen)
         targets, counted = at(true, points), known_at(known, points)
-    values = at(chosen, points)
-    entropy, dice = mask_losses(values, targets, counted)
+    entropy, dice = mask_losses(at(chosen, points), targets, counted)
     mask_loss = ENTROPY_WEIGHT * entropy.sum() + DICE_WEIGHT * dice.sum()
     return torch.stack([CLASS_WEIGHT * class_loss(logits, queries, labels[found]), mask_loss])
 

@@ -64,8 +64,7 @@ class Tokenizer(Bundle):
     def restored(self, tokens: Int64[Tensor, "b n"]) -> Float[Tensor, "b c h w"]:
         """Return the normalised images that the decoder restores from tokens."""
         config = self.network.config
-        pixels = self.coder.pixels(tokens, config.grid)
-        return join_patches(pixels, config.grid, config.patch_size)
+        return join_patches(self.coder.pixels(tokens, config.grid), config.grid, config.patch_size)
 
     def save(self, path: str | Path, *, overwrite: bool = False, stored: StoredFormat = "float32") -> Path:
         """Write the folder. Raise `ConfigError` for rounded weights, and the errors of `Bundle.save`."""

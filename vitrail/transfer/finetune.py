@@ -20,7 +20,6 @@ from vitrail.evaluation.metrics.report import regression_report, report
 from vitrail.evaluation.mistakes import box_report, mask_report
 from vitrail.evaluation.outputs import Outputs, Predictions
 from vitrail.machine import Precision, available_memory, keep_freed_memory, pick_device, resolve_precision
-from vitrail.models.vit_config import ViTConfig
 from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import HeadlessTask
 from vitrail.training.config import TrainConfig
@@ -55,7 +54,7 @@ from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.trials import RESULTS, Tried, choose_rate, read_tried, search_settings, trials_folder
 from vitrail.weights.answers import DENSE
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.zero_shot import NUMBER, readable_name, zero_shot
+from vitrail.weights.zero_shot import NUMBER, zero_shot
 
 Protocol = Literal["rule", "paper", "bit"]
 
@@ -234,14 +233,15 @@ def starting_from_words(bundle: Bundle, data: OpenedData) -> Bundle:
     worse there than classification without training. Other models, and models for classes whose names do not differ or
     are numbers, stay as they are."""
     names, kind = data.whole.classes, data.whole.target_kind
-    texts = {readable_name(name).lower() for name in names}
-    is_named = 1 < len(names) == len(texts) and not all(map(NUMBER.fullmatch, names))
-    if bundle.words is None or bundle.classes or kind not in ("class", "classes") or not is_named:
+    is_named = kind in ("class", "classes") and not all(map(NUMBER.fullmatch, names))
+    if bundle.words is None or bundle.classes or not is_named:
         return bundle
-    if not isinstance(config := bundle.network.config, ViTConfig) or config.head_hidden:
-        return bundle  # `zero_shot` has no head for it
+    try:
+        made = zero_shot(bundle, names, readable=True)
+    except ConfigError:  # the names do not differ for the model, or its network cannot have such a head
+        return bundle
     note = "the head of the initial model is made from the names of the classes, as for --by zeroshot"
-    return replace(zero_shot(bundle, names, readable=True), notes=(*bundle.notes, note))
+    return replace(made, notes=(*bundle.notes, note))
 
 
 def finetune(

@@ -415,8 +415,7 @@ def _batch_size(images: int, *, gpu: bool) -> int:
 
     On a CPU larger batches are no faster.
     """
-    largest = 512 if gpu else 32
-    return max(4, min(largest, 2 ** int(math.log2(max(images / 8, 4)))))
+    return max(4, min(512 if gpu else 32, 2 ** int(math.log2(max(images / 8, 4)))))
 
 
 def _choose_steps(choices: Choices, images: int, batch: int, *, gpu: bool, limited: bool) -> None:

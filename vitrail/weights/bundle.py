@@ -174,10 +174,11 @@ class Bundle:
         return self.metrics.get("validation_score_threshold")
 
     def shown(self, found: AnyPrediction, threshold: float | None = None) -> AnyPrediction:
-        """Return a prediction without the objects whose score is below a threshold, by default that of the model."""
+        """Return a prediction without the objects whose score is below a threshold, by default that of the model. This
+        is the score of an object itself, which another runtime or batch can round to a slightly lower one."""
         if not isinstance(found, Detections):
             return found
-        usual = USUAL_THRESHOLD if self.score_threshold is None else self.score_threshold
+        usual = USUAL_THRESHOLD if self.score_threshold is None else self.score_threshold - 1e-5
         return found.above(usual if threshold is None else threshold)
 
     @overload
@@ -272,8 +273,8 @@ class Bundle:
 
     def predictor(self, precision: Precision | None = None) -> Predictor:
         """Return what computes the outputs of batches in a precision, by default the bundle's own: the engine if it has
-        this precision, else PyTorch. Raise `ConfigError` as `Predictor`, and for weights in another number format than
-        float32, or bfloat16 if products are computed in it."""
+        this precision and the network as it is now, else PyTorch. Raise `ConfigError` as `Predictor`, and for weights
+        in another number format than float32, or bfloat16 if products are computed in it."""
         chosen = self.precision if precision is None else precision
         dtype = next(self.network.parameters()).dtype
         if dtype != torch.float32 and (dtype, resolve_precision(chosen, self.device)) != (torch.bfloat16, "bf16"):
@@ -285,6 +286,7 @@ class Bundle:
             self.engine is not None
             and self.engine.network is self.network
             and self.engine.precision == resolve_precision(chosen, self.device)
+            and self.engine.is_current
         ):
             return EnginePredictor(self.network, self.engine)
         return Predictor(self.network, chosen, exact_head=self.output == "numbers")

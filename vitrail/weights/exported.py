@@ -34,6 +34,7 @@ from vitrail.registry import optional_module
 from vitrail.settings import to_plain
 from vitrail.weights.answers import DENSE, OutputKind
 from vitrail.weights.bundle import Bundle, read_described, weights_sha256
+from vitrail.weights.tensors import first_line
 from vitrail.weights.words import read_contents, words_of
 
 # --- the hash
@@ -159,7 +160,8 @@ def text_of(bundle: Bundle, interface: Interface) -> str:
         config: Any = bundle.network.config
         values["rows"] = inspect.getdoc(config.dense_head)
         values |= {"class_ids": list(bundle.class_ids), "score_threshold": bundle.score_threshold}
-    return json.dumps({name: values[name] for name in FIELDS if name in values}, ensure_ascii=False)
+    text = json.dumps({name: values[name] for name in FIELDS if name in values}, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode()  # half characters in names, which UTF-8 cannot express
 
 
 # --- the network
@@ -351,7 +353,8 @@ def open_openvino(path: Path, precision: str = "float32") -> Loaded:
     """Return the content of OpenVINO's files that Vitrail wrote, on the CPU, with matrix products in float32 or bf16.
     Raise `BundleError`."""
     core = openvino_core()
-    weights = path.with_suffix(".bin")
+    beside = path.with_suffix(".bin")
+    weights = beside if beside.exists() else path.resolve().with_suffix(".bin")  # beside the file that a link names
     try:
         content, numbers = path.read_bytes(), weights.read_bytes()
         model = core.read_model(path)
@@ -389,18 +392,23 @@ def open_pt2(path: Path) -> Loaded:
     """Return the content of a file of torch.export that Vitrail wrote. Raise `BundleError`."""
     try:
         texts, parts = pt2_parts(path)
-    except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"{path} is not a file of torch.export: {error}") from error
-    text, seal = _described(path, texts)
-    if digest(parts) != seal:
-        raise altered(str(path))
-    with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own deprecated calls
-        module = torch.export.load(path).module()
+        text, seal = _described(path, texts)
+        if digest(parts) != seal:
+            raise altered(str(path))
+        with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own deprecated calls
+            module = torch.export.load(path).module()
+    except BundleError:
+        raise
+    except Exception as error:  # a damaged archive has many classes of errors
+        raise BundleError(f"{path} is not a file of torch.export: {first_line(error)}") from error
     names = texts.get(OUTPUTS, "").split()
 
     def run(inputs: np.ndarray) -> dict[str, np.ndarray]:
-        with torch.no_grad():
-            outputs = module(torch.from_numpy(inputs))
+        try:
+            with torch.no_grad():
+                outputs = module(torch.from_numpy(inputs))
+        except AssertionError as error:  # a size that the program was not traced for
+            raise BundleError(f"{path} does not take inputs of {inputs.shape}: {first_line(error)}") from error
         return {name: output.numpy() for name, output in zip(names, outputs, strict=True)}
 
     return text, seal, run

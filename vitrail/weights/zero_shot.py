@@ -42,13 +42,13 @@ def zero_shot(
     pair of towers: a softmax over the given classes, or with a bias of the logits an independent probability of each.
 
     `templates` are texts with {} in the place of the class, or a name or a file (`read_templates`). With `readable`,
-    texts are made from names of folders (`readable_name`), and the classes keep their names.
+    texts are made from names of folders (`readable_names`), and the classes keep their names.
 
     Raise `ConfigError` for a model without a text tower, for empty names, and for names that are given twice.
     """
     classes = typed(tuple[str, ...], classes, "classes")
     templates = typed(str | tuple[str, ...], templates, "templates")
-    texts = [readable_name(name) for name in classes] if readable else list(classes)
+    texts = readable_names(classes) if readable else list(classes)
     chosen = read_templates(templates) if isinstance(templates, str) else _checked(templates, "templates")
     words = bundle.reader_of_texts()
     found = embed_classes(words, texts, chosen)
@@ -101,6 +101,14 @@ def readable_name(name: str) -> str:
     text = re.sub(r"[_\s-]+", " ", text).split(",")[0]
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).strip()
     return text or name
+
+
+def readable_names(names: Sequence[str]) -> list[str]:
+    """Return the names of classes as they are written in texts (`readable_name`). Those that would be equal, such as
+    "maillot" and "maillot, tank suit" of ImageNet, stay whole."""
+    texts = [readable_name(name) for name in names]
+    counts = Counter(text.casefold() for text in texts)
+    return [text if counts[text.casefold()] == 1 else name for text, name in zip(texts, names, strict=True)]
 
 
 def read_templates(name: str) -> tuple[str, ...]:

@@ -387,10 +387,10 @@ def test_absolute_paths_in_the_folder_are_accepted(table: Callable[..., Path]) -
 
 
 def test_a_check_names_all_faults_of_a_table(table: Callable[..., Path]) -> None:
-    rows = ("a/1.jpg,x", "a/2.jpg,y", "gone,x", "../away,y", "./a/1.jpg,x", "b/gone,x")
+    rows = ("a/1.jpg,x", "a/2.jpg,y", "gone,x", "../away,y", "./a/1.jpg,x", "b/gone,x", "nul\0/1.jpg,x")
     faults = open_whole(str(table("path,label", *rows)), tolerant=True).whole.faults
     found = [(fault.kind, fault.count) for fault in faults]
-    assert found == [("missing-file", 3), ("repeated-row", 1)]
+    assert found == [("missing-file", 4), ("repeated-row", 1)]
     with pytest.raises(DataError) as caught:
         opened(table("path,label", *rows))
     assert all(word in str(caught.value) for word in ("gone", "away", "./a/1.jpg", "b/gone"))

@@ -137,7 +137,7 @@ def test_a_cls_goes_before_a_json_whichever_comes_first(tmp_path: Path) -> None:
     same = [("3.cls", b"1"), ("3.json", b'{"label": "1"}'), ("3.jpg", b"")]
     splits = open_shards(write(tmp_path / "x.tar", [*files, *same]), None)
     assert targets_of(splits.train) == [1, 0, 1] and splits.classes == ("0", "1")
-    assert any("2 images with another label in the .json file" in note for note in splits.notes)
+    assert any("2 images with another label or text in the .json file" in note for note in splits.notes)
 
 
 def test_a_cls_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:

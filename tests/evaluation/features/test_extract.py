@@ -43,6 +43,7 @@ from vitrail.models.vit import VisionTransformer
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.exported import ExportedNetwork, Interface
 
 PREPROCESS = Preprocess(image_size=(14, 21), channels=3, mean=(0.3,), std=(0.4,))
 HERE = Readers(0)
@@ -120,6 +121,18 @@ def same(one: FeatureSet, other: FeatureSet) -> bool:
 def the_entry(cache: Path) -> Path:
     (found,) = (path for path in cache.iterdir() if path.is_dir())
     return found
+
+
+def test_an_exported_file_has_its_own_precision() -> None:
+    def run(levels: np.ndarray) -> dict[str, np.ndarray]:
+        return {"embedding": np.resize(levels.mean(axis=(1, 2)), (len(levels), 16)).astype(np.float32)}
+
+    config = make_network().config.with_head(0)
+    exported = ExportedNetwork(config, PREPROCESS, Interface("embedding"), run, "flowers.onnx", "0" * 64)
+    with patch("vitrail.machine.has_bf16_matrix_units", return_value=True):
+        found = extracted(exported, Pictures(5), feature_precision="auto")
+        assert Bundle(exported, (), PREPROCESS).predictor("auto").precision == "float32"
+    assert found.precision == "float32" and found.features.shape == (5, 16)
 
 
 def test_features_are_what_the_bundle_embeds(colour_folder: Path) -> None:

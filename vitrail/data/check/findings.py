@@ -625,7 +625,7 @@ def _blank(examined: Examined) -> Iterator[Finding]:
     rows = np.flatnonzero(examined.looks.oddities & Oddity.BLANK)
     yield Finding(
         "blank", "warning", len(rows), f"{plural(len(rows), 'image')} with a single colour",
-        "The network learns to assign a label to a blank picture.",
+        "The network learns from pictures that show nothing.",
         "Look at these images, and delete those that show nothing.",
         _singles(examined, rows, lambda row: f"grey level {examined.looks.mean[row]:.0f}"),
     )  # fmt: skip

@@ -140,7 +140,7 @@ class ImageFiles:
         place = name.replace("\\", "/")
         parts = (place if place.rpartition("/")[2].casefold() in self._named else place.strip()).split("/")
         named = self._named.get(parts[-1].casefold(), ())
-        found = [key for key in named if not holds_masks(key) and not key.startswith(outside)]
+        found = [key for key in named if not is_in_masks(key) and not key.startswith(outside)]
         rules: tuple[Callable[[str], int], ...] = (
             lambda key: len(os.path.commonprefix([key.split("/")[::-1], parts[::-1]])),  # noqa: RUF071 (of lists)
             lambda key: key == f"{near}/{name}",
@@ -182,7 +182,7 @@ IMAGES = ("images", "image", "imgs", "img_dir", "jpegimages", "leftimg8bit")
 MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject", "ann_dir", "gtfine"})
 
 
-def holds_masks(key: str) -> bool:
+def is_in_masks(key: str) -> bool:
     """Return True for an image in a folder of masks. Below a folder of images, "mask" is a name like others."""
     folders = [part.lower() for part in key.split("/")[:-1]]
     first = next((place for place, part in enumerate(folders) if part in MASKS), None)
@@ -194,7 +194,7 @@ def open_images_alone(request: Request, opener: Callable[[Request], Splits]) -> 
     annotations are held out here too. If it cannot read them, the names of folders divide the images."""
     root, chosen = request.path, request.choice.splits
     images = ImageFiles(root if root.is_dir() else root.parent)
-    keys = [key for key in images.inodes if not holds_masks(key)]
+    keys = [key for key in images.inodes if not is_in_masks(key)]
     try:
         read = opener(replace(request, unlabelled=False)).sources
     except DataError as error:
@@ -216,6 +216,11 @@ def open_images_alone(request: Request, opener: Callable[[Request], Splits]) -> 
         if some
     }
     return splits_from(sources, (*notes, f"{root}: only the images are used, and not their boxes or masks"))
+
+
+def is_size(sides: Iterable[Any]) -> bool:
+    """Return True for the height and width of an image. Other values, such as texts, 0 and infinity, state no size."""
+    return all(isinstance(side, int | float) and 1 <= side < 2**31 for side in sides)
 
 
 def fault_at(

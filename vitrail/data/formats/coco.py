@@ -26,7 +26,8 @@ from vitrail.data.formats.annotated import (
     ImageFiles,
     fault_at,
     files_beside_images,
-    holds_masks,
+    is_in_masks,
+    is_size,
     missing_images,
     object_splits,
     unlisted_images,
@@ -111,7 +112,7 @@ def open_coco(request: Request) -> Splits:
     faults = []
     if root.is_dir():
         listed_keys = {key for one in found.values() for key in one.keys}
-        unlisted = sorted(key for key in images.inodes if key not in listed_keys and not holds_masks(key))
+        unlisted = sorted(key for key in images.inodes if key not in listed_keys and not is_in_masks(key))
         faults = unlisted_images(title, unlisted, "no COCO file lists them")
     return object_splits(
         title, images, found, [*categories.values()], request.classes,
@@ -140,9 +141,10 @@ def _captions(
         known = {one["id"] for one in values["images"]}
         for one in values["annotations"]:
             number = one.get("image_id") if isinstance(one, dict) else None
-            if number in rows:
-                texts[rows[number]] = tuple(dict.fromkeys(texts[rows[number]] + reader(one.get("caption"))))
-            elif number not in known:
+            row = rows.get(number) if isinstance(number, int | str) else None
+            if row is not None:
+                texts[row] = tuple(dict.fromkeys(texts[row] + reader(one.get("caption"))))
+            elif not (isinstance(number, int | str) and number in known):
                 strange.append(f"image_id {number!r}")
         faults += [*result.faults, *_unknown_images(files[split], strange)]
         targets = Targets.of(texts, "texts", ())
@@ -264,7 +266,7 @@ def _images(
         if not sized:
             continue
         sides: tuple[Any, Any] = one.get("height"), one.get("width")
-        if not all(isinstance(side, int | float) and 1 <= side < math.inf for side in sides):
+        if not is_size(sides):
             sides = images.size(key, str(path))
             unstated.append(one["file_name"])
         result.sizes.append((int(sides[0]), int(sides[1])))

@@ -219,7 +219,11 @@ class YoloWriter(_Writer):
             elif outline is not None and len(outline) > 1:
                 self.lost["outline", "of several polygons, of which YOLO gets the boxes"] += 1
             if isinstance(outline, tuple) and len(outline) == 1:
-                corners = outline[0]
+                corners = outline[0].clip(0, 1)
+                if (corners != outline[0]).any():
+                    self.lost["outline", "partly beyond the image, with corners moved to its border"] += 1
+                if (np.abs(target.boxes[row] - box_around((corners,))) * np.tile(size[::-1], 2)).max() >= 1:
+                    self.lost["box", "other than that around the outline, which YOLO gets instead"] += 1
                 if len(corners) == 4:  # read as the corners of a rotated box otherwise
                     corners = np.concatenate([corners, corners[-1:]])
                 numbers = corners.ravel().tolist()
@@ -273,7 +277,7 @@ class VocWriter(_Writer):
             box = ElementTree.SubElement(one, "bndbox")
             sides = (target.boxes[row] * np.tile(size[::-1], 2)).tolist()
             for name, value in zip(("xmin", "ymin", "xmax", "ymax"), sides, strict=True):
-                _add(box, name, f"{_short(value):g}")
+                _add(box, name, f"{_short(value):.12g}")
             if target.outlines and target.outlines[row] is not None:
                 self.lost["outline", "skipped, because VOC has boxes only"] += 1
         ElementTree.indent(root)
@@ -302,7 +306,10 @@ class MaskWriter(_Writer):
         self.numbers = range(self.first, self.first + len(self.names))
         names = [BACKGROUND] * self.first + list(self.names)
         if len(set(names)) < len(names) or len(names) > IGNORED:
-            raise DataError(f"{plural(len(names), 'class')} with {BACKGROUND} cannot be written as masks; rename them")
+            raise DataError(
+                f"{plural(len(names), 'class')} with {BACKGROUND} cannot be written as masks, which have up "
+                f"to {IGNORED} classes with different names; rename or remove some"
+            )
         if strange := [name for name in names if is_special(name)]:
             raise DataError(
                 f"masks cannot have the class names {listed(strange)}: in classes.txt, a line that begins with # is a "

@@ -24,6 +24,7 @@ from vitrail.data.formats.annotated import (
     IMAGES,
     ImageFiles,
     divided,
+    is_in_masks,
     lines_of,
     missing_images,
     names_in,
@@ -49,17 +50,12 @@ LISTS = ("classes.txt", "labels.txt", "labelmap.txt")
 """Names of files with the names of the classes."""
 
 
-def holds_masks(root: Path) -> bool:
-    """Return True for a folder with a folder of masks, in it or in a folder of a split."""
-    return root.is_dir() and bool(_mask_folders(root))
-
-
 def masks_pair_up(root: Path) -> bool:
     """Return True if every mask has the name of an image in another folder, and the listed classes are not folders.
 
     Without the list, a folder called masks beside any other folder is taken for a class.
     """
-    folders = _mask_folders(root) if root.is_dir() else []
+    folders = mask_folders(root) if root.is_dir() else []
     path = _list_of_classes(root, folders)
     if path is None or {line.strip() for line in lines_of(path)} & {place.name for place in class_folders(root)}:
         return False
@@ -67,7 +63,7 @@ def masks_pair_up(root: Path) -> bool:
     return not missing
 
 
-def _mask_folders(root: Path) -> list[Path]:
+def mask_folders(root: Path) -> list[Path]:
     """Return the folder of masks in `root`, or those in its folders of splits, such as train/masks."""
     inner = class_folders(root)
     for places in ([inner], [class_folders(folder) for folder in inner if split_of(folder.name)]):
@@ -85,7 +81,7 @@ def open_masks(request: Request) -> Splits:
     """Return the splits of images with masks. Raise `DataError` if the masks and their classes cannot be read."""
     root, known = request.path, request.classes
     title = f"data {str(root)!r}"
-    folders = _mask_folders(root)
+    folders = mask_folders(root)
     images = ImageFiles(root)
     of_image, missing = _images_of_masks(root, folders, images)
     names, colours = _classes(root, folders)
@@ -107,7 +103,8 @@ def open_masks(request: Request) -> Splits:
         if known is not None and set(kept) == set(known):
             targets = targets.renumbered([known.index(name) for name in kept], known)
         sources[split] = file_samples(root, keys, [images.inodes[key] for key in keys], targets)
-    unlisted = sorted(set(images.inodes) - set(of_image) - set(of_image.values()) - set(missing))
+    used = {*of_image, *of_image.values(), *missing}
+    unlisted = sorted(key for key in images.inodes if key not in used and not is_in_masks(key))
     inside = listed([f"{folder.relative_to(root).as_posix()}/" for folder in folders])
     faults = [
         *missing_images(f"{title}: masks", missing),

@@ -184,8 +184,7 @@ def open_pseudo_labels(folder: Path, classes: tuple[str, ...] | None) -> Splits:
             f"{info.images:,} to label and there are {len(pool):,} now; if both numbers are equal, names have changed. "
             "Label the images again with vitrail data label"
         )
-    rows = _read_rows(folder, info)
-    samples = labelled(pool, rows, info.classes)
+    samples = labelled(pool, _read_rows(folder, info), info.classes)
     if classes is not None and classes != info.classes and set(classes) == set(info.classes):
         samples = samples.renumbered([classes.index(name) for name in info.classes], classes)
     return Splits(samples, None, None)

@@ -103,10 +103,11 @@ def open_shards(
             notes.append(
                 f"{location}, {split}: skipped {files} that are neither the image nor the label or text of a sample"
             )
-        if (doubtful := sum(shard.index.doubtful for shard in opened[split])) and not are_texts:
+        if doubtful := sum(shard.index.doubtful for shard in opened[split]):
             notes.append(
-                f"{location}, {split}: {plural(doubtful, 'image')} with another label in the .json file than the one "
-                "that is used, which is that of the .cls file, or of the first of the fields label, cls and class"
+                f"{location}, {split}: {plural(doubtful, 'image')} with another label or text in the .json file than "
+                "the one that is used, which is that of the .cls or .txt file, or of the first of the fields label, "
+                "cls and class"
             )
         if (missing := int((~found.known).sum())) and not are_texts:
             notes.append(f"{location}, {split}: {missing:,} of {plural(len(found), 'image')} without a label")

@@ -80,8 +80,8 @@ class ShardIndex:
     ignored: int
     """Number of tar members that are neither images nor labels or texts of images."""
     doubtful: int
-    """Number of images whose .json file has another label than the .cls file, which is used, or several labels, of
-    which the first one of `LABELS` is used."""
+    """Number of images whose .json file has another label than the .cls file or another text than the .txt file, which
+    are used, or several labels, of which the first one of `LABELS` is used."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -179,10 +179,10 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
     images: dict[int, Member] = {}
     stated: dict[str, dict[int, RawLabel]] = {"json": {}, "cls": {}}
     labels: dict[RawLabel, int] = {}
-    texts: dict[int, tuple[str, ...]] = {}
+    texts: dict[str, dict[int, tuple[str, ...]]] = {"json": {}, "txt": {}}
     reader = TextReader()
     seen: set[tuple[int, str]] = set()
-    several: set[int] = set()
+    doubtful: set[int] = set()
     ignored = 0
     for member, key, suffix in _parts(shard, read, size, rows):
         if key is None:
@@ -206,12 +206,12 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
             )
         data = read(member.offset, member.size)
         if suffix == "txt":
-            texts[row] = reader(data.decode("utf-8-sig", "replace"))
+            texts["txt"][row] = reader(data.decode("utf-8-sig", "replace"))
             continue
         label, name, cell, has_others = _label(shard, member.name, data)
-        several |= {row} if has_others else set()
-        if cell is not None and (row, "txt") not in seen:
-            texts[row] = reader(cell)
+        doubtful |= {row} if has_others else set()
+        if cell is not None:
+            texts["json"][row] = reader(cell)
         if name is not None:
             names[row] = name
         if label is not None:
@@ -225,7 +225,9 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
         repeated = next(key for key, count in Counter(kept.values()).items() if count > 1)
         raise DataError(f"{shard} has two samples with the key {repeated!r}; keys must be unique")
     digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in encoded)
-    of_images = [texts.get(row, ()) for row in kept]
+    of_images = [texts["txt"].get(row, texts["json"].get(row, ())) for row in kept]
+    doubtful |= {row for row, label in stated["cls"].items() if str(stated["json"].get(row, label)) != str(label)}
+    doubtful |= {row for row, some in texts["txt"].items() if texts["json"].get(row, some) != some}
     return ShardIndex(
         keys=np.frombuffer(b"".join(encoded), np.uint8),
         key_ends=np.cumsum([len(key) for key in encoded], dtype=np.int64),
@@ -238,7 +240,7 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
         texts=TextTable.of(text for some in of_images for text in some),
         unread=(reader.empty, reader.broken),
         ignored=ignored,
-        doubtful=sum(row in several or str(stated["json"].get(row, used[row])) != str(used[row]) for row in codes),
+        doubtful=len(doubtful & kept.keys()),
     )
 
 

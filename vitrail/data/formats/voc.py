@@ -21,7 +21,8 @@ from vitrail.data.formats.annotated import (
     ImageFiles,
     divided,
     fault_at,
-    holds_masks,
+    is_in_masks,
+    is_size,
     missing_images,
     object_splits,
     unlisted_images,
@@ -72,7 +73,7 @@ def open_voc(request: Request) -> Splits:
     found = {
         split: _images(images, [(key, of_image[key]) for key in keys], read, names) for split, keys in splits.items()
     }
-    unlisted = sorted(key for key in images.inodes if key not in of_image and not holds_masks(key))
+    unlisted = sorted(key for key in images.inodes if key not in of_image and not is_in_masks(key))
     if not found:
         raise DataError("\n".join([f"{title}: no list in ImageSets names an image with an XML file", *notes]))
     faults = [
@@ -107,7 +108,7 @@ def _images(
     for key, name in pairs:
         tree = read[name]
         height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
-        if not (height >= 1 and width >= 1):
+        if not is_size((height, width)):
             height, width = images.size(key, name)
             unstated.append(name)
         row = len(result.keys)

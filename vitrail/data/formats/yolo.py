@@ -26,7 +26,7 @@ from vitrail.data.formats.annotated import (
     ImageFiles,
     divided,
     fault_at,
-    holds_masks,
+    is_in_masks,
     lines_of,
     names_in,
     object_splits,
@@ -168,7 +168,7 @@ def _splits(
     chosen: SplitNames | None,
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
     """Return the images of each split, and notes."""
-    keys = [key for key in images.inodes if not holds_masks(key)]
+    keys = [key for key in images.inodes if not is_in_masks(key)]
     read = (values.get(name) for name in ("train", "val", "test"))
     stated = dict(zip(SPLITS, (one if isinstance(one, list) else [one] if one else [] for one in read), strict=True))
     if description is not None and chosen is None and any(stated.values()):

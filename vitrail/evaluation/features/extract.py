@@ -31,6 +31,7 @@ from vitrail.processes.launch import Launch
 from vitrail.settings import problem_of, raise_problems, typed
 from vitrail.weights.answers import finite
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.exported import ExportedNetwork
 
 if TYPE_CHECKING:
     from vitrail.evaluation.outputs import Outputs
@@ -137,7 +138,8 @@ class _Job:
         """Return the job with the precision "auto" replaced by bf16 or float32, and print the choice."""
         if self.precision != "auto" or not len(self.source):
             return self
-        if resolve_precision("auto", self.how.bundle.device) == "float32":
+        is_exported = isinstance(self.how.bundle.network, ExportedNetwork)  # it has its own number format
+        if is_exported or resolve_precision("auto", self.how.bundle.device) == "float32":
             return replace(self, precision="float32")
         cosines = compare_precisions(self.how.bundle, self.source, self.layer, at_most=self.batch_size)
         if not len(cosines):

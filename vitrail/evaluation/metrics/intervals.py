@@ -88,7 +88,7 @@ def balanced_accuracy_interval(
     return interval_or_wilson(balanced_accuracy(labels, predicted, num_classes), resampled, count)
 
 
-def wilson_interval(fraction: float, count: float) -> Metric:
+def wilson_interval(fraction: float, count: int | float) -> Metric:
     """Return a fraction of `count` independent samples with Wilson's score interval."""
     return Metric(fraction, *wilson_ends(fraction, count))
 
@@ -173,7 +173,7 @@ def interval(value: float, resampled: Float64[np.ndarray, " resamples"]) -> Metr
     return Metric(value, low, high)
 
 
-def interval_or_wilson(value: float, resampled: Float64[np.ndarray, " resamples"], count: float) -> Metric:
+def interval_or_wilson(value: float, resampled: Float64[np.ndarray, " resamples"], count: int | float) -> Metric:
     """Return a metric with its interval, which is Wilson's for `count` samples if all resamples have the same value."""
     found = interval(value, resampled)
     return wilson_interval(value, count) if found.low is not None and found.low == found.high else found

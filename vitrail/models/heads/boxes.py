@@ -68,8 +68,7 @@ class Pyramid(BoxHead):
 
     def forward(self, features: Features) -> Float[Tensor, "b cells outputs"]:
         grid = rows, columns = features.grid
-        tokens = features.with_middle(self.middle_norm)
-        image = torch.unflatten(tokens.transpose(1, 2), 2, grid)
+        image = torch.unflatten(features.with_middle(self.middle_norm).transpose(1, 2), 2, grid)
         even = F.pad(image, (0, columns % 2, 0, rows % 2), mode="replicate")
         maps = [
             norm(each)
