@@ -441,11 +441,18 @@ def test_an_empty_path_beside_paths_that_lead_out_names_no_file(tree: Trees) -> 
         opened(table)
 
 
-def test_a_table_of_counts_is_not_taken_for_one_of_paths(tree: Trees) -> None:
+def test_a_table_beside_one_with_a_usual_column_of_paths_is_not_read(tree: Trees) -> None:
     root = tree("data/1.png", "data/2.png")
     (root / "labels.csv").write_text("path,label\n1.png,a\n2.png,b\n")
-    (root / "summary.csv").write_text("class,images\na,1\nb,1\n")
-    assert len(opened(root)) == 2
+    (root / "places.csv").write_text("img,country\n1.png,x\n2.png,y\n")
+    assert opened(root).classes == ("a", "b")
+
+
+def test_numbers_of_images_are_no_paths(tree: Trees) -> None:
+    root = tree("1.png", "2.png")
+    (root / "summary.csv").write_text("class,images\na,1\nb,2\n")
+    with pytest.raises(DataError, match="has no column of paths"):
+        opened(root)
 
 
 def test_files_that_several_folders_hold_are_refused(tree: Trees) -> None:

@@ -92,8 +92,8 @@ def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
 
 def _tables(folder: Path) -> list[Path]:
     """Return the tables in a folder, without those in its subfolders. If at least one table has a column of paths,
-    tables without such a column are left out. A column such as "images" can also hold counts, so it counts only if no
-    table has one of the usual names."""
+    tables without such a column are left out. Less usual names of this column count only if no table has a usual
+    one."""
     found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in TABLES and entry.is_file())
     found = [table for table in found if not has_predictions(table)]
     useful = [table for table in found if has_paths(table, USUAL_PATHS)] or list(filter(has_paths, found))
@@ -353,10 +353,10 @@ def _faults(table: Table, missing: list[str], repeated: list[str], hint: str) ->
 
 
 USUAL_PATHS = ("path", "file", "file_name", "filename", "filepath", "image", "image_path", "image_id")
-"""Names of columns that hold nothing but paths."""
+"""Names of columns that decide which table of a folder is read."""
 
 PATHS = (
-    *USUAL_PATHS[:-1], "file_path", "img_path", "img", "image_name", "image_file", "filenames", "filepaths", "images",
+    *USUAL_PATHS[:-1], "file_path", "img_path", "img", "image_name", "image_file", "filenames", "filepaths",
     "image_id", "imageid",
 )  # fmt: skip
 Listing = Callable[[str], dict[str, int]]
