@@ -322,9 +322,12 @@ def _below(folder: Path, keys: list[str], listing: Listing, split: Split | None)
     are, and a hint."""
     if any(_file(listing, key) for key in keys):
         return keys, ""
-    inner = [place.name for place in class_folders(folder) if place.name.lower() not in TARGETS]
     known = (None, "train", split) if split else (None, *SPLITS)
-    places = {f"{name}/": [f"{name}/{key}" for key in keys] for name in inner if split_of(name) in known}
+    places = {
+        f"{name}/": [f"{name}/{key}" for key in keys]
+        for name in (place.name for place in class_folders(folder))
+        if name.lower() not in TARGETS and split_of(name) in known
+    }
     parts = folder.resolve().parts
     for start in ("/".join(parts[-depth:]) + "/" for depth in range(1, len(parts))):
         if keys[0].startswith(start):
