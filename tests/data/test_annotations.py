@@ -443,6 +443,31 @@ def test_names_of_yolo_are_texts_whatever_yaml_makes_of_it(tmp_path: Path, text:
     assert opened(tmp_path).classes == classes
 
 
+def test_spaces_at_the_ends_of_lines_do_not_hide_the_folder_of_an_image(tmp_path: Path) -> None:
+    yolo(tmp_path, train="list.txt", val="images/val")
+    picture(tmp_path / "images/val/a.png")
+    (tmp_path / "list.txt").write_text("images/train/a.png \n")
+    assert opened(tmp_path).train.key(0) == "images/train/a.png"
+
+
+@pytest.mark.parametrize(("images", "folder"), [("img_dir", "ann_dir"), ("leftImg8bit", "gtFine")])
+def test_masks_are_no_images_of_a_task_without_labels(tmp_path: Path, images: str, folder: str) -> None:
+    masks(tmp_path, BLANK)
+    for old, new in (("images", images), ("masks", folder)):
+        (tmp_path / old).rename(tmp_path / new)
+    assert opened(tmp_path).train.key(0) == f"{images}/train/a.png"
+    assert len(opened(tmp_path, unlabelled=True).train) == 1
+
+
+def test_other_yaml_and_long_lists_of_folders_are_beside_the_point(tmp_path: Path) -> None:
+    yolo(tmp_path, path="/content/data", train=[f"/{'long' * 20}/images/train"] * 60)
+    (tmp_path / "notes.yaml").write_bytes("author: José".encode("latin-1"))
+    assert len(opened(tmp_path).train) == len(opened(tmp_path / "data.yaml").train) == 1
+    (tmp_path / "data.yaml").write_bytes("names: [José, b]\ntrain: images/train".encode("latin-1"))
+    with pytest.raises(DataError, match=r"data\.yaml is not valid YAML: unacceptable character #xdce9"):
+        opened(tmp_path)
+
+
 def test_folders_called_mask_below_images_hold_pictures(tmp_path: Path) -> None:
     yolo(tmp_path, "", train="images")
     for name in ("mask", "no_mask"):

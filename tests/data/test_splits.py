@@ -55,6 +55,10 @@ def test_files_are_sorted_into_splits() -> None:
     shards = ["imagenet-train-000000.tar", "imagenet-train-000001.tar", "imagenet-val-000000.tar"]
     assert by_split("here", shards) == ({"train": shards[:2], "validation": shards[2:]}, ())
     assert by_split("here", shards[:2]) == ({"train": shards[:2]}, ())
+    vehicles = ["vehicles-bus-0.tar", "vehicles-train-0.tar"]
+    assert by_split("here", vehicles) == ({"train": vehicles}, ())
+    alone = ["pets-val-0.tar", "pets-val-1.tar"]
+    assert by_split("here", alone) == ({"train": alone}, ())
     assert by_split("here", ["pets-0.tar", "pets-1.tar"]) == ({"train": ["pets-0.tar", "pets-1.tar"]}, ())
 
 

@@ -110,7 +110,7 @@ def test_joined_labels_are_asked_about(counts: dict[str, int], separator: str) -
 @pytest.mark.parametrize(
     "counts",
     [{"golden retriever": 5, "labrador retriever": 4, "golden": 3}, {"tench, Tinca tinca": 2, "tench": 3},
-     {"cat": 3, "fox": 4, "cat|fox": 1}, {"and/or": 9, "or": 9}],
+     {"cat": 3, "fox": 4, "cat|fox": 1}, {"and/or": 9, "or": 9}, {"['cat']": 3, "['fox']": 4}],
 )  # fmt: skip
 def test_names_with_separators_can_be_classes(counts: dict[str, int]) -> None:
     refuse_joined("t.csv", counts)

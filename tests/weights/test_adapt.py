@@ -15,7 +15,7 @@ import torch
 from tests.make import assert_close, assert_same, random_bundle, small_config, square_config
 from vitrail.errors import VitrailError
 from vitrail.models.positions import resize_grid
-from vitrail.models.predictor import Engine
+from vitrail.models.predictor import Engine, network_state
 from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit_config import ViTConfig
@@ -42,7 +42,7 @@ def test_another_network_is_not_computed_by_the_runtime_of_the_old_one() -> None
         raise AssertionError("the runtime has the old network")
 
     plain = vit()
-    engine = Engine("onnxruntime", plain.network, "float32", "logits", run)
+    engine = Engine("onnxruntime", plain.network, "float32", "logits", run, network_state(plain.network))
     fast = replace(plain, engine=engine)
     assert replace(fast, classes=("x", "y", "z")).engine is engine
     reduced = with_reduction(fast, TokenReduction(tokens=2))

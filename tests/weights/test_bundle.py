@@ -291,7 +291,9 @@ def test_an_array_of_four_axes_holds_images_and_any_other_is_one_image(bundle: B
 
 
 @pytest.mark.parametrize(
-    "given", [torch.zeros(3, 13, 21), np.zeros((2, 13, 21), np.uint8), 5, np.zeros(7, np.uint8), {"rose.jpg"}], ids=type
+    "given",
+    [torch.zeros(3, 13, 21), np.zeros((2, 13, 21), np.uint8), 5, bytearray(), np.zeros(7, np.uint8), {"rose.jpg"}],
+    ids=type,
 )
 def test_what_is_neither_a_list_nor_an_image_is_refused(bundle: Bundle, given: Any, types_unchecked: None) -> None:
     for method in (bundle.predict, bundle.embed):

@@ -178,7 +178,7 @@ def test_a_pytorch_file_without_named_weights(content: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_options_and_metrics_of_training_scripts_lie_beside_the_weights(zipped: bool, tmp_path: Path) -> None:
-    more = {"args": argparse.Namespace(lr=0.1, blr=None), "best": np.float64(0.5), "epoch": np.int64(3)}
+    more = {"args": argparse.Namespace(lr=0.1, blr=None), "best": np.float64(0.5), "epoch": np.int32(3)}
     torch.save({"model": {"w": torch.ones(2)}, **more}, tmp_path / "x.pth", _use_new_zipfile_serialization=zipped)
     assert list(open_tensors(tmp_path / "x.pth").shapes) == ["w"]
 

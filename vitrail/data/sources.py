@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -615,7 +616,8 @@ FORMATS = [
     Format(_tables_in, _open_table_folder, OF_TABLES, has_numbers=True),
     Format(_has_masks, _open_masks, ("splits", "ignore")),
     Format(
-        lambda request: request.is_folder and not formats.idx.has_idx(request.path) and wrapped(request.path),
+        lambda request: request.is_folder and not formats.idx.has_idx(request.path)
+        and (inner := wrapped(request.path)) and inner.name not in (request.classes or ()),
         _open_inner, ALL_CHOICES, has_numbers=True,
     ),
     Format(
@@ -636,7 +638,7 @@ def wrapped(root: Path) -> Path | None:
     """Return the only folder in `root`, or the only one that holds images, if it holds several folders and `root`
     nothing else than hidden and unrelated files. Return None if `root` itself is the data."""
     folders = formats.folder.class_folders(root)
-    folders = folders if len(folders) == 1 else list(filter(formats.folder.holds_images, folders))
+    folders = folders if len(folders) == 1 else [*islice(filter(formats.folder.holds_images, folders), 2)]
     if len(folders) != 1 or named_splits([folders[0].name]) or formats.folder.has_images(root):
         return None
     inner = folders[0]

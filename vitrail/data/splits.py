@@ -184,8 +184,8 @@ def by_split(
     where: str, paths: Iterable[str], chosen: SplitNames | None = None
 ) -> tuple[dict[Split, list[str]], tuple[str, ...]]:
     """Return the sorted relative paths of each split, and notes for the user. If no path names a split, words that all
-    names have in common do not count, such as that of the data in "imagenet-val-000000.tar". If no name is then that of
-    a split, all paths are training data.
+    names have in common do not count, such as that of the data in "imagenet-val-000000.tar". If the names are then not
+    those of several splits, all paths are training data.
 
     Raise `DataError` if some paths name a split and others do not, if the paths are folds, or if a chosen split has
     none of the paths.
@@ -195,7 +195,8 @@ def by_split(
     if not named and chosen is None:
         stems = {path: path.rpartition("/")[2].split(".")[0] for path in paths}
         splits = named_splits(stems.values())
-        named, unnamed = grouped(paths, lambda path: splits.get(stems[path]))
+        if len({*splits.values()}) > 1:  # the word of one split alone divides nothing
+            named, unnamed = grouped(paths, lambda path: splits.get(stems[path]))
     if chosen:
         check_chosen(where, chosen, named, paths)
         return named, left_out(where, unnamed)

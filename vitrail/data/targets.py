@@ -430,7 +430,7 @@ def refuse_joined(title: str, counts: Mapping[str, int], chosen: str | None = No
     images of each class, and `chosen` the separator that the user chose."""
     if chosen is not None:
         return
-    if lists := [name for name in counts if re.fullmatch(r"""\[\s*(["']).*\1\s*\]""", name)]:
+    if lists := [name for name in counts if re.fullmatch(r"""\[\s*(["']).*\1[\s,]+(["']).*\2\s*\]""", name)]:
         raise DataError(
             f"{title}: labels such as {lists[0]} are lists that were written as texts; write them as lists in JSON "
             "lines, or as cat|fox with --label-separator '|'. If each of them is one class, add --label-separator none"

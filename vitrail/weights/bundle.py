@@ -590,7 +590,7 @@ def image_list(images: Images) -> Sequence[ImageLike]:
     if isinstance(images, np.ndarray) and images.ndim in (2, 3, 4):
         if images.ndim == 2 or images.shape[-1] in (1, 3):
             return list(images) if images.ndim == 4 else [images]
-    elif isinstance(images, Sequence) and not isinstance(images, bytes):  # bytearray, for the type checker
+    elif isinstance(images, Sequence) and not isinstance(images, bytes | bytearray):
         return images
     shape = getattr(images, "shape", None)
     raise ConfigError(

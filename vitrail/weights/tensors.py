@@ -45,7 +45,7 @@ TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 SCALAR: Any = np.float64().__reduce__()[0]
 PLAIN: list[Any] = [
     argparse.Namespace, SCALAR, (SCALAR, "numpy.core.multiarray.scalar"), np.dtype,
-    *(type(np.dtype(kind)) for kind in ("float32", "float64", "int64")),
+    *(type(np.dtype(kind)) for kind in ("float16", "float32", "float64", "int32", "int64", "bool")),
 ]  # fmt: skip
 """Objects that training scripts store beside the weights, such as options and the best metric, and that run no code."""
 

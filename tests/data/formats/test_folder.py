@@ -266,6 +266,9 @@ def test_a_folder_around_the_data_is_entered_with_a_note(tree: Trees) -> None:
     parts = opened(tree("images/cat/1.png", "images/dog/2.png", "parts/parts.txt", "meta/", name="with parts"))
     assert parts.classes == ("cat", "dog")
     (root / "cats").mkdir()
+    only_cats = tree("cats/old/1.png", "cats/young/2.png", "dogs/", name="only cats")
+    known = open_data(str(only_cats), validation_share=0.0, classes=("cats", "dogs"))
+    assert keys_of(known.train) == ["cats/old/1.png", "cats/young/2.png"]
     doubled = opened(tree("train/train/cat/1.png", "train/train/dog/2.png", "test/test/cat/3.png", name="doubled"))
     assert keys_of(doubled.train) == ["cat/1.png", "dog/2.png"] and keys_of(doubled.test) == ["cat/3.png"]
 

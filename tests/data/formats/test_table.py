@@ -426,6 +426,35 @@ def test_tables_are_named_after_splits_beside_a_word_that_all_have(tree: Trees) 
     assert len(splits.train) == 2 and splits.test is not None and len(splits.test) == 1
 
 
+@pytest.mark.parametrize(("name", "folder"), [("train.csv", "test"), ("labels.csv", "masks")])
+def test_files_of_other_splits_and_masks_are_not_those_of_a_table(tree: Trees, name: str, folder: str) -> None:
+    root = tree(f"{folder}/1.png", f"{folder}/2.png")
+    (root / name).write_text("path,label\n1.png,a\n2.png,b\n")
+    with pytest.raises(DataError, match="name a file that does not exist"):
+        opened(root / name)
+
+
+def test_an_empty_path_beside_paths_that_lead_out_names_no_file(tree: Trees) -> None:
+    table = tree("1.png", "2.png", "lists/3.png") / "lists" / "labels.csv"
+    table.write_text("path,label\n../1.png,a\n../2.png,b\n ,a\n")
+    with pytest.raises(DataError, match="1 of 3 rows name a file that does not exist"):
+        opened(table)
+
+
+def test_a_table_beside_one_with_a_usual_column_of_paths_is_not_read(tree: Trees) -> None:
+    root = tree("data/1.png", "data/2.png")
+    (root / "labels.csv").write_text("path,label\n1.png,a\n2.png,b\n")
+    (root / "places.csv").write_text("img,country\n1.png,x\n2.png,y\n")
+    assert opened(root).classes == ("a", "b")
+
+
+def test_numbers_of_images_are_no_paths(tree: Trees) -> None:
+    root = tree("1.png", "2.png")
+    (root / "summary.csv").write_text("class,images\na,1\nb,2\n")
+    with pytest.raises(DataError, match="has no column of paths"):
+        opened(root)
+
+
 def test_files_that_several_folders_hold_are_refused(tree: Trees) -> None:
     root = tree("train/1.jpg", "test/1.jpg", "train/2.jpg")
     (root / "labels.csv").write_text("path,label\n1.jpg,a\n2.jpg,b\n")

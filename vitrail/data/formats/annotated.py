@@ -137,9 +137,9 @@ class ImageFiles:
         folder `near`, then this folder, then the split.
         Raise `DataError` if several remain.
         """
-        parts = name.replace("\\", "/").split("/")
-        last = parts[-1].casefold()
-        named = self._named.get(last) or self._named.get(last.strip(), [])
+        place = name.replace("\\", "/")
+        parts = (place if place.rpartition("/")[2].casefold() in self._named else place.strip()).split("/")
+        named = self._named.get(parts[-1].casefold(), ())
         found = [key for key in named if not is_in_masks(key) and not key.startswith(outside)]
         rules: tuple[Callable[[str], int], ...] = (
             lambda key: len(os.path.commonprefix([key.split("/")[::-1], parts[::-1]])),  # noqa: RUF071 (of lists)
@@ -179,7 +179,7 @@ class ImageFiles:
 IMAGES = ("images", "image", "imgs", "img_dir", "jpegimages", "leftimg8bit")
 """Names of folders with images beside those of annotations, in lower case."""
 
-MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject"})
+MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject", "ann_dir", "gtfine"})
 
 
 def is_in_masks(key: str) -> bool:
@@ -291,10 +291,10 @@ def _is_plain(path: Path, images: ImageFiles) -> bool:
     return bool(lines) and not (of_class and images.find(lines[0]) is None)
 
 
-def lines_of(path: Path) -> list[str]:
-    """Return the lines of a text. Raise `DataError` if it cannot be read."""
+def lines_of(path: Path, errors: str = "strict") -> list[str]:
+    """Return the lines of a text. Raise `DataError` if it cannot be read. `errors` treats bytes that are not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        return path.read_text(encoding="utf-8-sig", errors=errors).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path} as UTF-8: {error}") from error
 

@@ -93,7 +93,8 @@ def read_folder(
     check_names(str(root), named.values())
     owners = {(root / name).resolve(): name for name in reversed(folders)}
     scan.entered |= owners.keys()  # no link inside a class folder takes the images of another one
-    found = {name: sorted(scan.images(name)) if name in owners.values() else [] for name in folders}
+    distinct = {*owners.values()}
+    found = {name: sorted(scan.images(name)) if name in distinct else [] for name in folders}
     empty = [name for name, images in found.items() if not images]
     if len(empty) == len(folders) and not tolerant:
         raise DataError(f"{root} has no images ({ALL}) in its class folders: {listed(empty)}; add images")

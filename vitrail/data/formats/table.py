@@ -29,13 +29,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from vitrail.data.faults import TABLES, Fault, column_names, has_predictions, shown, unknown_class
-from vitrail.data.formats.folder import class_folders
+from vitrail.data.formats.folder import TARGETS, class_folders
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.source import Samples, file_samples, inodes_in
 from vitrail.data.splits import (
     CHOICE,
     FALSE,
     NAMES,
+    SPLITS,
     TRUE,
     Choice,
     Request,
@@ -91,10 +92,11 @@ def tables_in(folder: Path, chosen: SplitNames | None = None) -> list[Path]:
 
 def _tables(folder: Path) -> list[Path]:
     """Return the tables in a folder, without those in its subfolders. If at least one table has a column of paths,
-    tables without such a column are left out."""
+    tables without such a column are left out. Less usual names of this column count only if no table has a usual
+    one."""
     found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in TABLES and entry.is_file())
     found = [table for table in found if not has_predictions(table)]
-    useful = [table for table in found if has_paths(table)]
+    useful = [table for table in found if has_paths(table, USUAL_PATHS)] or list(filter(has_paths, found))
     empty = [table for table in found if split_of(table.name) and not table.stat().st_size]
     return sorted(useful + empty) if useful else found
 
@@ -276,11 +278,11 @@ def _with_files(table: Table) -> tuple[Table, list[Fault]]:
         folder = real.parents[above - 1]
     # Every folder is listed once, because a million calls of stat would take longer.
     listing = functools.cache(lambda place: inodes_in(folder / place))
-    keys, hint = (keys, "") if above else _below(folder, keys, listing)
+    keys, hint = (keys, "") if above else _below(folder, keys, listing, split_of(table.path.name))
     found: dict[str, TableRow] = {}
     missing, repeated = [], []
     for row, key in zip(table.rows, keys, strict=True):
-        file = _file(listing, key)
+        file = _file(listing, key) if row.path.strip() else None
         if file is None:
             missing.append(f"line {row.line}: {row.path}")
             continue
@@ -313,13 +315,19 @@ def _from_folder(folder: Path, text: str) -> str:
     return os.path.relpath(base / path, base)
 
 
-def _below(folder: Path, keys: list[str], listing: Listing) -> tuple[list[str], str]:
+def _below(folder: Path, keys: list[str], listing: Listing, split: Split | None) -> tuple[list[str], str]:
     """Return the paths of files relative to the folder of their table. If none of them is there, they are in a folder
-    in it, or the paths begin with the name of the folder, as they do from a folder above. If this can be several
-    folders, return the paths as they are, and a hint."""
+    in it, or the paths begin with the name of the folder, as they do from a folder above. Folders of masks, and of a
+    test set if the table is of another `split`, do not count. If this can be several folders, return the paths as they
+    are, and a hint."""
     if any(_file(listing, key) for key in keys):
         return keys, ""
-    places = {f"{place.name}/": [f"{place.name}/{key}" for key in keys] for place in class_folders(folder)}
+    known = (None, "train", split) if split else (None, *SPLITS)
+    places = {
+        f"{name}/": [f"{name}/{key}" for key in keys]
+        for name in (place.name for place in class_folders(folder))
+        if name.lower() not in TARGETS and split_of(name) in known
+    }
     parts = folder.resolve().parts
     for start in ("/".join(parts[-depth:]) + "/" for depth in range(1, len(parts))):
         if keys[0].startswith(start):
@@ -347,9 +355,12 @@ def _faults(table: Table, missing: list[str], repeated: list[str], hint: str) ->
             )  # fmt: skip
 
 
+USUAL_PATHS = ("path", "file", "file_name", "filename", "filepath", "image", "image_path", "image_id")
+"""Names of columns that decide which table of a folder is read."""
+
 PATHS = (
-    "path", "file", "file_name", "filename", "filepath", "image", "image_path", "file_path", "img_path", "img",
-    "image_name", "image_file", "filenames", "filepaths", "images", "image_id", "imageid",
+    *USUAL_PATHS[:-1], "file_path", "img_path", "img", "image_name", "image_file", "filenames", "filepaths",
+    "image_id", "imageid",
 )  # fmt: skip
 Listing = Callable[[str], dict[str, int]]
 """Function that returns the inodes of the files in a folder below a given one, by their names."""
@@ -413,10 +424,10 @@ class _Cells:
         return place
 
 
-def has_paths(table: Path) -> bool:
+def has_paths(table: Path, paths: Sequence[str] = PATHS) -> bool:
     """Return True for a table with a column that is called like one of paths."""
     names = column_names(table, lambda first: _delimiter(table, first))
-    return any(name.strip().lower() in PATHS for name in names)
+    return any(name.strip().lower() in paths for name in names)
 
 
 class _Targets(NamedTuple):

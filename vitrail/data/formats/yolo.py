@@ -57,7 +57,7 @@ def _description(root: Path) -> Path | None:
     """Return the file in a folder that describes the data. Raise `DataError` if there are several, or if a file cannot
     be read."""
     paths = [path for pattern in ("*.yaml", "*.yml") for path in sorted(root.glob(pattern)) if path.is_file()]
-    found = [path for path in paths if lines_of(path) and _described(path)]
+    found = [path for path in paths if lines_of(path, "replace") and _described(path)]
     if len(found) > 1:
         raise DataError(f"{root} has several descriptions of YOLO data: {listed([p.name for p in found])}; name one")
     return found[0] if found else None
@@ -70,7 +70,7 @@ def _described(path: Path) -> dict[str, Any]:
         return {}
     text, fault = "", None
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")  # of which YAML takes only UTF-8
         values, as_text = yaml.safe_load(text), yaml.load(text, Loader=yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         fault, values = error, dict.fromkeys(re.findall(r"^(\w+)\s*:", text, re.MULTILINE))
@@ -111,9 +111,9 @@ def open_yolo(request: Request) -> Splits:
     folder = root.parent if root.is_file() else root
     title = f"data {str(root)!r}"
     values = _described(description) if description is not None else {}
-    stated, train = Path(str(values.get("path"))), str(values.get("train"))
-    if stated.is_absolute() and (stated / train).exists() and not (folder / train).exists() and root.is_file():
-        folder = stated
+    stated, train = Path(str(values.get("path"))), values.get("train")
+    if root.is_file() and stated.is_absolute() and isinstance(train, str):
+        folder = stated if (stated / train).exists() and not (folder / train).exists() else folder
     if "kpt_shape" in values:
         raise DataError(f"{description} describes keypoints (kpt_shape); only boxes and polygons are read")
     images = ImageFiles(folder)
