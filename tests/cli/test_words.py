@@ -17,6 +17,7 @@ from tests.make import coco_data, make_colour_folder
 from tests.words import model_with_words
 from vitrail.cli import main
 from vitrail.data.sources import DataConfig
+from vitrail.registry import optional_module
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.training.log import Log
 from vitrail.training.run import resume, train
@@ -78,6 +79,16 @@ def test_heads_are_made_from_names_that_differ(
     data = make_colour_folder(tmp_path / "colours", classes=classes)
     found = starting_from_words(load(words), DataConfig(spec=str(data)).open_whole())
     assert bool(found.classes) == is_named
+    assert any("do not differ" in note for note in found.notes) == (len(classes[0]) > 40)
+
+
+def test_a_package_that_reads_texts_and_is_missing_is_named(
+    words: Path, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, data = load(words), DataConfig(spec=str(colour_folder)).open_whole()
+    monkeypatch.setattr("vitrail.weights.words.Words.embed", lambda *_: optional_module("not_installed", "words"))
+    found = starting_from_words(bundle, data)
+    assert not found.classes and "pip install 'vitrail[words]'" in found.notes[-1]
 
 
 @pytest.mark.slow

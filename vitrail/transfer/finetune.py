@@ -230,16 +230,17 @@ def _with_rates(chosen: FinetunePlan, rates: tuple[float, ...], facts: DataFacts
 def starting_from_words(bundle: Bundle, data: OpenedData) -> Bundle:
     """Return a model that reads texts, but has no head, with a head made from the names of the data's classes
     (`zero_shot`). Fine-tuning keeps this head unless a linear model is better on the validation split, so it is never
-    worse there than classification without training. Other models, and models for classes whose names do not differ or
-    are numbers, stay as they are."""
+    worse there than classification without training. Other models, and models for classes whose names are numbers, stay
+    as they are. So do models that cannot make a head from the names, with a note on the reason."""
     names, kind = data.whole.classes, data.whole.target_kind
     is_named = kind in ("class", "classes") and not all(map(NUMBER.fullmatch, names))
     if bundle.words is None or bundle.classes or not is_named:
         return bundle
     try:
         made = zero_shot(bundle, names, readable=True)
-    except ConfigError:  # the names do not differ for the model, or its network cannot have such a head
-        return bundle
+    except ConfigError as error:  # for example, the names do not differ for the model, or a package is missing
+        reason = f"the head of the initial model is not made from the names of the classes: {error}"
+        return replace(bundle, notes=(*bundle.notes, reason))
     note = "the head of the initial model is made from the names of the classes, as for --by zeroshot"
     return replace(made, notes=(*bundle.notes, note))
 
