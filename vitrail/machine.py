@@ -175,8 +175,8 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
             with suppress(OSError, ValueError):  # a group of another container, or without a limit
                 limit, used = (int((folder / name).read_text(encoding="utf-8")) for name in names)
                 details = folder / "memory.stat"
-                lines = details.read_text(encoding="utf-8").splitlines() if details.exists() else []
-                stated = dict(line.split() for line in lines)
+                text = details.read_text(encoding="utf-8") if details.exists() else ""
+                stated = dict(line.split() for line in text.splitlines())
                 cached = (int(stated.get(f"total_{kind}", stated.get(kind, 0))) for kind in KEPT)
                 yield limit, limit - used + sum(cached)
 

@@ -239,8 +239,10 @@ def starting_from_words(bundle: Bundle, data: OpenedData) -> Bundle:
     try:
         made = zero_shot(bundle, names, readable=True)
     except ConfigError as error:  # for example, the names do not differ for the model, or a package is missing
-        reason = f"the head of the initial model is not made from the names of the classes: {error}"
-        return replace(bundle, notes=(*bundle.notes, reason))
+        return replace(
+            bundle,
+            notes=(*bundle.notes, f"the head of the initial model is not made from the names of the classes: {error}"),
+        )
     note = "the head of the initial model is made from the names of the classes, as for --by zeroshot"
     return replace(made, notes=(*bundle.notes, note))
 
