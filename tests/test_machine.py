@@ -77,7 +77,7 @@ def test_peak_memory_grows_with_the_peak_and_stays() -> None:
 
 
 @linux
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of the GPU's memory then")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, these are figures of its memory")
 def test_total_memory_is_what_the_kernel_lets_this_process_have() -> None:
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
     installed = int(line.split()[1]) * 1024
@@ -86,7 +86,7 @@ def test_total_memory_is_what_the_kernel_lets_this_process_have() -> None:
 
 
 @linux
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of the GPU's memory then")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, these are figures of its memory")
 def test_memory_is_that_of_the_control_groups_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.machine.CONTROL_GROUPS", tmp_path)
     files = {

@@ -126,7 +126,8 @@ def nearest(value: str, choices: Iterable[str]) -> str:
 
 
 def check_known(name: str, known: Collection[str], problem: str, kind: type[UserError] = ConfigError) -> None:
-    """Raise an error of this kind, with the `problem` and the nearest names, unless a name is one of those known."""
+    """Raise an error of class `kind` unless `known` has the name. Its message states the `problem` and the nearest
+    names."""
     if name not in known:
         raise kind(f"{problem}; {nearest(str(name), known)}")
 

@@ -276,7 +276,7 @@ def from_word(kind: Any, word: str) -> Any:
                 return choice
         if get_origin(one) is not Literal and (word or one is not Path):  # Path("") is the current folder
             with suppress(ValueError):
-                return one(os.path.expanduser(word) if one is Path else word)  # noqa: PTH111 (raises no error)
+                return one(os.path.expanduser(word) if one is Path else word)  # noqa: PTH111 (as in files.py)
     raise ValueError(f"{word!r} is not {_noun(kind, str)}")
 
 

@@ -172,7 +172,7 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 def left_out(run: Path) -> dict[int, tuple[str, set[str]]]:
-    """Return the reason and the names of the images of each batch that was left out, by its step."""
+    """Return why each batch was skipped, and the names of its images, by the number of its step."""
     return {event["step"]: (event["reason"], set(event["keys"])) for event in events_of(run, "batch left out")}
 
 

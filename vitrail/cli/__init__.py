@@ -282,8 +282,8 @@ def bytes_or_escape(error: Any) -> tuple[str | bytes, int]:
 
 
 CONTROLS = re.compile(r"(\x1b\[[\d;]*[AKm]|\x1b\[\?25[hl])|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-"""Control characters that a terminal does not get, but their escape sequences in Python. The group has those that pass:
-the colours and the movements of progress bars."""
+"""Control characters. A terminal gets those of the group, which are colours and the movements of progress bars. It gets
+Python's escape sequences in place of all others."""
 
 
 class Output:

@@ -88,8 +88,8 @@ def default_texts(config: TrainConfig) -> dict[str, str]:
 
 
 def dropped_note(recipe: ModelConfig, run: ModelConfig, initial: Bundle, given: Collection[str]) -> str:
-    """Return a note about the settings of a recipe's network that are not `given` and that a run with the network of an
-    initial model does not use, or an empty text."""
+    """Return a note about the settings of a recipe's network that a run does not use, because it has the network of an
+    initial model. Settings that were `given` are not among them. Without such settings, the text is empty."""
     own = {**vars(initial.network.config), **run.overrides}
     left = {name: recipe.overrides.get(name) for name in OF_TRAINED_NETWORK if name not in given}
     texts = [setting_text(name, value) for name, value in left.items() if value and value != own.get(name)]

@@ -114,8 +114,8 @@ class Predictor:
 
 
 def network_state(network: nn.Module) -> object:
-    """Return a value that is another one after a module, a method, a hook or a weight of the network was replaced, and
-    after PyTorch has written to a weight."""
+    """Return a value that changes if a module, a method, a hook or a weight of the network is replaced, and if PyTorch
+    writes to a weight."""
     tensors = (*network.parameters(), *network.buffers())
     return (
         [(module, vars(module).get("forward"), has_hooks(module)) for module in network.modules()],
@@ -137,7 +137,7 @@ class Engine:
     run: Callable[[Float[Tensor, "b c h w"]], Float[Tensor, "b ..."]]
     """Function that computes this output from normalised images. Threads may call it at the same time."""
     state: object
-    """The `network_state` that it has loaded."""
+    """The `network_state` of the network when it was loaded."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Make a copied or pickled bundle have None in this place: PyTorch computes the network of the copy."""

@@ -38,6 +38,7 @@ Before = Callable[[Tensor, int], AttentionPositions | None]
 """A function that is called before a block with its input tokens and its number."""
 
 Between = Callable[[Tensor, int], Tensor]
+"""A function that takes the output of a block and the number of the next one, and returns the input of that one."""
 
 Same = TypeVar("Same", bound="ViTOutputs")
 

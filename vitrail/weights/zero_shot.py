@@ -104,8 +104,8 @@ def readable_name(name: str) -> str:
 
 
 def readable_names(names: Sequence[str]) -> list[str]:
-    """Return the names of classes as they are written in texts (`readable_name`). Those that would be equal, such as
-    "maillot" and "maillot, tank suit" of ImageNet, stay whole."""
+    """Return the names of classes as they are written in texts (`readable_name`). Names
+    whose texts would be equal, such as "maillot" and "maillot, tank suit" of ImageNet, stay whole."""
     texts = [readable_name(name) for name in names]
     counts = Counter(text.casefold() for text in texts)
     return [text if counts[text.casefold()] == 1 else name for text, name in zip(texts, names, strict=True)]

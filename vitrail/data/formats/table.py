@@ -363,7 +363,7 @@ PATHS = (
     "image_id", "imageid",
 )  # fmt: skip
 Listing = Callable[[str], dict[str, int]]
-"""Function that returns the inodes of the files in a folder below a given one, by their names."""
+"""A function that takes a folder, relative to a given one, and returns the inodes of its files by their names."""
 LABELS = ("label", "labels", "class", "class_name", "category", "target")
 BOXES = frozenset({"xmin", "ymin", "xmax", "ymax", "x_min", "y_min", "x_max", "y_max", "x1", "y1", "x2", "y2", "bbox"})
 DELIMITERS = ",;\t|"

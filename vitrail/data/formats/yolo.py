@@ -206,8 +206,8 @@ def _entry(
     taken: Collection[str],
 ) -> list[str] | None:
     """Return the images of an entry of a description, a folder or a list of images in a file, or None if there is
-    neither. The description can come from another machine, so the end of a path decides. The images `taken` are not
-    meant by the end of an entry alone: they belong to another one, and the folder of this one is missing."""
+    neither. The description can come from another machine, so the end of a path decides. The
+    folder of an entry is missing if only the end of the entry fits, and only to images `taken` by another entry."""
     parts, own = (
         [part for part in text.replace("\\", "/").split("/") if part not in ("", ".", "..")]
         for text in (f"{values.get('path', '')}/{entry}", entry)
