@@ -336,7 +336,8 @@ def _below(folder: Path, keys: list[str], listing: Listing, split: Split | None)
     found = [place for place, some in places.items() if any(_file(listing, key) for key in some[:1000])]
     if len(found) == 1:
         return places[found[0]], ""
-    return keys, f"; there are such files in {listed(found)}, so say in each path which one is meant" * bool(found)
+    hint = f"; there are such files in {listed(found)}, so say in each path which one is meant" if found else ""
+    return keys, hint
 
 
 def _faults(table: Table, missing: list[str], repeated: list[str], hint: str) -> Iterator[Fault]:
