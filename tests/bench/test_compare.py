@@ -130,6 +130,7 @@ import torch
 def ViT(**sizes):
     raise torch.OutOfMemoryError('CUDA out of memory. Tried 9 GB')
 """
+BROKEN = "def ViT(**sizes): raise RuntimeError('operator torchvision::nms does not exist')"
 
 
 @pytest.mark.slow
@@ -139,9 +140,10 @@ def ViT(**sizes):
     [
         (FAILING, True, ["float32"], {"vit-pytorch compiled": "no C++ compiler"}),
         (FULL, False, [], {"vit-pytorch": "CUDA out of memory"}),
+        (BROKEN, False, [], {"vit-pytorch": "operator torchvision::nms does not exist"}),
     ],
 )
-def test_a_peer_whose_compiler_fails_or_that_needs_more_memory_is_skipped(
+def test_a_peer_that_fails_is_skipped(
     tiny_work: MakeWork, stand_in: Callable[[str], None], text: str, best: bool, found: list[str],
     skipped: dict[str, str],
 ) -> None:  # fmt: skip

@@ -125,10 +125,9 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
             skipped[entry.library] = str(error)
             continue
         except Exception as error:
-            # The compiler may be missing or may not support this network, so its failure is not an error of ours. Nor
-            # is a peer that needs more memory than our network.
-            is_too_large = entry.library not in (OURS, PRODUCTS) and is_out_of_memory(error)
-            if entry.settings not in COMPILED and not is_too_large:
+            # A peer may be installed and broken or need more memory than our network, and the compiler may be missing
+            # or not support a network. Neither is an error of ours.
+            if entry.library in (OURS, PRODUCTS) and entry.settings not in COMPILED:
                 raise
             reason = first_line(error)
             # PyTorch's own message names every process on the GPU.
