@@ -275,7 +275,7 @@ def check_request(config: TrainConfig) -> None:
     Raises `ConfigError`, `RunError` or `DestinationError`.
     """
     pick_device(config.run.device)
-    config.optimizer.check_new()
+    config.check_new()
     for name in ("dropout", "stochastic_depth", "skip_dropped") if config.start.train_blocks == 0 else ():
         if value := config.model.overrides.get(name):
             raise ConfigError(

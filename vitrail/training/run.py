@@ -110,7 +110,7 @@ def train(
     processes = join_processes(config.run.process_seconds)
     with processes.reporting():
         config = processes.from_first(config)
-        config.optimizer.check_new()
+        config.check_new()
         if initial is not None and config.start.init is None:
             raise ConfigError(
                 "initial: a model was passed, but config.start.init does not say where it comes from; set init to its "
