@@ -15,7 +15,7 @@ import pytest
 from vitrail.errors import ConfigError
 from vitrail.models.variants import ModelConfig, override_fields
 from vitrail.recipes import RECIPES
-from vitrail.settings import bare_names, setting
+from vitrail.settings import bare_names, raise_problems, setting
 from vitrail.tasks import TASKS
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.masked_patches import MaskedPatches
@@ -53,7 +53,7 @@ def test_settings_of_a_head_are_refused_in_a_task_without_one(task: str, fields:
     start = {"init": "m"} if "new_head" in fields or "linear_head" in fields else {}
     config = TrainConfig().override(task=task, crop_area=(0.2, 1.0), **fields, **start)
     with pytest.raises(ConfigError, match=f"{next(iter(fields))}=.* head, but the task {task}"):
-        config.check_new()
+        raise_problems(config.new_problems())
 
 
 EQUAL = {"crop_area": (1.0, 1.0), "flip": False}
@@ -72,7 +72,7 @@ EQUAL = {"crop_area": (1.0, 1.0), "flip": False}
 )
 def test_runs_in_which_views_teach_nothing_are_refused(task: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainConfig().override(task=task, **{"crop_area": (0.2, 1.0), **fields}).check_new()
+        raise_problems(TrainConfig().override(task=task, **{"crop_area": (0.2, 1.0), **fields}).new_problems())
 
 
 def test_the_limits_themselves_are_allowed() -> None:

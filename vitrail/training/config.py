@@ -540,13 +540,10 @@ class TrainConfig(Checked):
                     "size; leave both out"
                 )
 
-    def check_new(self) -> None:
-        """Raise `ConfigError` for settings that only runs of earlier versions can have, which are read and continued."""
-        self.optimizer.check_new()
-        raise_problems(self._unused())
-
-    def _unused(self) -> Iterator[str]:
-        """Yield a message for each setting that the task does not act on."""
+    def new_problems(self) -> Iterator[str]:
+        """Yield a message for each setting that only runs of earlier versions can have, which are read and continued:
+        most are settings that the task does not act on."""
+        yield from self.optimizer.new_problems()
         given = {**vars(self.start), **vars(self.early), **self.model.overrides}
         for name in OF_TRAINED_NETWORK if not self.task.trains_network else ():
             if given.get(name):
