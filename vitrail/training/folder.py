@@ -73,7 +73,7 @@ def read_record(folder: Path) -> Record:
             tuple((name, str(sha256)) for name, sha256 in dict(values.get("models", {})).items()),
         )
     except (ConfigError, TypeError, KeyError) as error:
-        raise RunError(f"{path} is damaged: {error}") from error
+        raise RunError(f"{path} is damaged, or of another version of Vitrail: {error}") from error
 
 
 def replace_config(folder: Path, config: TrainConfig, **further: Any) -> None:
