@@ -299,12 +299,12 @@ def _tuples(value: Any) -> Any:
 
 def _given(value: Any) -> Any:
     """Return a value of Python code in the form of the values of settings."""
+    if hasattr(value, "tolist"):  # an array, or a number or a truth value of numpy
+        value = value.tolist()
     if type(value) in (list, tuple, range):
         return tuple(map(_given, value))
     if isinstance(value, PurePath):
         return str(value)
-    if getattr(value, "shape", None) == ():  # a number or a truth value of numpy
-        value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)

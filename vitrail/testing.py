@@ -11,6 +11,7 @@ import io
 import json
 import math
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,7 +38,7 @@ from vitrail.models.variants import build, variant_config
 from vitrail.processes.group import Processes
 from vitrail.settings import from_plain, to_plain
 from vitrail.tasks.task import BatchObjective, LossOutput, Objective, Position, Task
-from vitrail.training.job import target_fits, target_rule
+from vitrail.training.job import check_source as check_before_training
 from vitrail.training.start import head_fields
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -349,19 +350,14 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
     image must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError`
     with the broken rule.
     """
-    assert isinstance(source, Source), f"{type(source).__name__} lacks a method or the classes of a Source"
-    count, classes = len(source), source.classes
-    assert count > 0, "the source must have at least one sample"
-    assert isinstance(classes, tuple) and all(isinstance(name, str) for name in classes), (
-        "classes must be a tuple of names"
-    )
-    assert len(set(classes)) == len(classes), f"a class occurs twice: {classes}"
+    try:
+        check_before_training(source, sys.maxsize)
+    except ConfigError as error:
+        raise AssertionError(str(error)) from None
+    count, kind = len(source), target_kind(source)
     keys, labels = [source.key(index) for index in range(count)], [source.target(index) for index in range(count)]
-    assert len(set(keys)) == count, "two samples must not have the same key"
-    kind = target_kind(source)
+    assert len(set(keys)) == count and all(keys), "keys must be different names, and not empty"
     for key, label in zip(keys, labels, strict=True):
-        assert isinstance(key, str) and key, f"a key must be a name, not {key!r}"
-        assert target_fits(label, kind, len(classes)), f"{key!r}: {target_rule(kind, len(classes))}, not {label!r}"
         values: Any = label or ()
         if kind == "numbers":
             assert not any(map(math.isinf, values)), (
@@ -370,13 +366,8 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
         elif kind == "classes":
             assert list(values) == sorted(set(values)), f"the labels of {key!r} must be in rising order, not {label!r}"
     first = [source[index] for index in range(count)]
-    for sample, key, label in zip(first, keys, labels, strict=True):
-        assert (sample.key, str(sample.target)) == (key, str(label)), (
-            f"the key and target of source[...] must equal key() and target(), but differ for {key!r}"
-        )
-        assert isinstance(sample.image, bytes | np.ndarray), f"the image of {key!r} must be bytes or an array"
-        if decodes:
-            decode(sample.image, 3 if isinstance(sample.image, bytes) else sample.image.shape[2])
+    for sample in first if decodes else ():
+        decode(sample.image, 3 if isinstance(sample.image, bytes) else sample.image.shape[2])
     for past in (count, count + 7):
         try:
             source[past]

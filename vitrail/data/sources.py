@@ -158,7 +158,7 @@ class DataConfig:
         self._allow_pixels()
         if not isinstance(data, OpenedData):
             whole = data if isinstance(data, Splits) else Splits(data, None, None)
-            data = OpenedData("", whole, open_mixed(whole, self.mix, unlabelled=unlabelled))
+            data = OpenedData(self.spec, whole, open_mixed(whole, self.mix, unlabelled=unlabelled))
         return data.splits(
             validation_share=self.validation_share,
             validation=self.validation,
