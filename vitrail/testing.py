@@ -37,8 +37,9 @@ from vitrail.models.network import Features
 from vitrail.models.variants import build, variant_config
 from vitrail.processes.group import Processes
 from vitrail.settings import from_plain, to_plain
-from vitrail.tasks.task import BatchObjective, LossOutput, Objective, Position, Task
+from vitrail.tasks.task import BatchObjective, Objective, Position, Task
 from vitrail.training.job import check_source as check_before_training
+from vitrail.training.loop import check_output
 from vitrail.training.start import head_fields
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -256,9 +257,13 @@ def check_task(task: Any, splits: Splits) -> None:
     """Check that a task fulfils the contract of `vitrail.tasks.task.Task`.
 
     Every method that training uses is called with a small network for images of 28 x 42 pixels. The splits should be
-    small and must include a validation split. Raises `AssertionError` with the broken rule.
+    small and must include a validation split. Raises `AssertionError` with the broken rule, or the error with which
+    `vitrail.train` refuses the task.
     """
     assert isinstance(task, Task), f"{type(task).__name__} must be a Task"
+    assert isinstance(getattr(task, "targets", None), tuple) and hasattr(task, "name"), (
+        "a task must state its name and, as a tuple, the kinds of targets"
+    )
     names = [metric.name for metric in task.metrics]
     assert task.loss_metric in names, f"loss_metric={task.loss_metric!r} is not one of the task's metrics: {names}"
     settings = json.loads(json.dumps(to_plain(task)))
@@ -307,7 +312,7 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
     position = Position(step=0, steps=10, epoch=0.0)
     objective.before_step(position)
     output = loss_of(batch)
-    assert isinstance(output, LossOutput), f"an objective must return a LossOutput, not {type(output).__name__}"
+    check_output(objective, output)
     amounts = objective.counted(batch).shape[1:]
     for name, value in {"loss": output.loss, **output.metrics}.items():
         assert value.shape == amounts and value.isfinite().all(), (
@@ -348,12 +353,9 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
 
     A source provides random access, and returns the same samples in every thread and process. With `decodes`, every
     image must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError`
-    with the broken rule.
+    with the broken rule, or the `ConfigError` with which `vitrail.train` refuses the source.
     """
-    try:
-        check_before_training(source, sys.maxsize)
-    except ConfigError as error:
-        raise AssertionError(str(error)) from None
+    check_before_training(source, sys.maxsize)
     count, kind = len(source), target_kind(source)
     keys, labels = [source.key(index) for index in range(count)], [source.target(index) for index in range(count)]
     assert len(set(keys)) == count and all(keys), "keys must be different names, and not empty"
