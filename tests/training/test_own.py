@@ -23,6 +23,7 @@ from tests.listening import Display
 from tests.make import MemorySource, make_masks_folder, make_voc_folder, wait_for
 from tests.training.jobs import Make, train_until
 from vitrail.data.batch import Batch
+from vitrail.data.objects import Objects
 from vitrail.data.source import Sample, soft_target_of, target_kind
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
@@ -254,6 +255,10 @@ BROKEN: list[tuple[Any, str]] = [
     (changed(target=lambda self, index: (0, 2)), "target(0) is (0, 2), but the targets of this source must be None or"),
     (changed(target=lambda self, index: np.int64(index % 2) if index == 4 else index % 2), "target(4) is np.int64(0)"),
     (changed(target=lambda self, index: 1.5 if index == 31 else index % 2), "target(31) is 1.5, but the targets"),
+    *(
+        (changed(target=lambda self, index, box=box: Objects.of([0], [box])), "left, top, right, bottom) in [0, 1]")
+        for box in ((1, 2, 7, 5), (0.5, 0.5, 0.2, 0.2), (0.1, 0.1, 0.1, 0.3), (0.1, float("nan"), 0.5, 0.6))
+    ),
     (changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)), "must have the key and the target"),
     (
         changed(__getitem__=lambda self, index: Sample(self.key(index), PICTURE.astype(np.float32), index % 2)),

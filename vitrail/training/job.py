@@ -682,7 +682,14 @@ def target_fits(target: Target, kind: TargetKind, count: int) -> bool:
     if kind == "class":
         return _is_class(target, count)
     if kind == "boxes":
-        return isinstance(target, Objects) and bool(((target.labels >= 0) & (target.labels < count)).all())
+        return (
+            isinstance(target, Objects)
+            and bool(
+                ((target.labels >= 0) & (target.labels < count)).all()
+                and ((target.boxes > -1e-6) & (target.boxes < 1 + 1e-6)).all()  # False for NaN
+                and (target.boxes[:, 2:] > target.boxes[:, :2]).all()
+            )
+        )
     if kind == "mask":
         return isinstance(target, Mask) and all(-1 <= place < count for place in target.places)
     if not isinstance(target, tuple):
@@ -690,7 +697,7 @@ def target_fits(target: Target, kind: TargetKind, count: int) -> bool:
     if kind == "texts":
         return all(isinstance(text, str) for text in target)
     if kind == "numbers":
-        return len(target) == count and all(isinstance(number, float) for number in target)
+        return len(target) == count and all(isinstance(one, float) and not math.isinf(one) for one in target)
     return all(_is_class(one, count) for one in target)
 
 
@@ -701,10 +708,10 @@ def _is_class(value: Any, count: int) -> bool:
 def target_rule(kind: TargetKind, count: int) -> str:
     """Return the rule of `target_fits` in words."""
     rules = {
-        "boxes": f"`Objects` with indices from 0 to {count - 1}",
+        "boxes": f"`Objects` with indices from 0 to {count - 1}, and boxes (left, top, right, bottom) in [0, 1]",
         "mask": f"a `Mask` with indices from -1 to {count - 1}",
         "texts": "tuples of strings",
-        "numbers": f"tuples of {count} floats, one for each name in classes",
+        "numbers": f"tuples of {count} floats, one for each name in classes, finite or NaN",
         "classes": f"tuples of indices from 0 to {count - 1}",
     }
     return (
