@@ -45,6 +45,8 @@ def test_fingerprint_tells_keys_labels_and_order_apart() -> None:
 def test_fingerprint_reads_no_image_and_is_the_same_for_equal_sources() -> None:
     sources = [MemorySource(labels=[0, 1]), MemorySource([b"", b""], labels=[0, 1])]
     expected = hashlib.sha256(b"0\0" + b"0\n" + b"1\0" + b"1\n").hexdigest()
+    some = np.array([False, True])
+    assert fingerprint(subset(sources[0], some)) == fingerprint(subset(sources[0], [1])) != expected, "a mask"
     assert [fingerprint(source) for source in sources] == [expected, expected]
     assert fingerprint(subset(MemorySource(labels=[3, 0, 1], keys=["n", "0", "1"]), [1, 2])) == expected
 
