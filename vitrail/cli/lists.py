@@ -212,8 +212,8 @@ def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
     columns = [
         Column("layer", "kind"),
         Column("GMAC", lambda row: row["macs"] / 1e9, ",.3f"),
-        Column("steps" if is_measured else "steps in sequence", "sequential"),
-        Column("path" if is_measured else "longest path", "path"),
+        Column("steps" if is_measured else "steps in sequence", "sequential", ",d"),
+        Column("path" if is_measured else "longest path", "path", ",d"),
     ]
     if is_measured:
         speed = Column("GFLOP/s", lambda row: 2 * row["macs"] / row["seconds"] / 1e9, ",.0f")

@@ -223,7 +223,7 @@ def count_rows(report: Report, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
 
 
 def size_text(size: tuple[int, ...]) -> str:
-    return f"{size[0]:,} x {size[1]:,}"
+    return f"{size[0]} x {size[1]}"
 
 
 def _shown(one: FaultExample, source: Source) -> Shown:
