@@ -157,7 +157,7 @@ def measurement_title(machine: dict[str, Any], what: str, rounds: dict[str, int]
     """Return the lines above the tables of a measurement: the machine, what is measured, and the number of rounds."""
     often = "" if rounds is None else f"\n{plural(rounds['repetitions'], 'round')} after {rounds['warmup']} of warm-up"
     return escape(
-        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, torch "
+        f"{machine['device']}, {plural(machine['cores'], 'core')}, {plural(machine['threads'], 'thread')}, torch "
         f"{machine['versions']['torch']}\n{what}{often}"
     )
 
