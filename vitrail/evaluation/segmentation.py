@@ -79,12 +79,14 @@ class ByMasks(Bootstrapped):
 
 def confused_pixels(target: Target, found: AnyPrediction) -> Int64[np.ndarray, "classes classes"] | None:
     """Return the number of pixels of an image by their true class (rows) and the class that a model predicts (columns),
-    or None for an image without a mask. Raise `UndecodableImage` if the mask cannot be read."""
+    or None for an image without a mask or with a mask without any class. Raise `UndecodableImage` if the mask cannot be
+    read."""
     assert isinstance(found, MaskPrediction)
     if not isinstance(target, Mask):
         return None
     height, width = found.indices.shape
-    return pixel_confusion(target.indices((height, width)), found.indices.astype(np.int64), len(found.names))
+    counts = pixel_confusion(target.indices((height, width)), found.indices.astype(np.int64), len(found.names))
+    return counts if counts.any() else None
 
 
 def _values(
@@ -254,7 +256,7 @@ def _patch_size(outputs: Outputs) -> tuple[int, int]:
     config = outputs.bundle.network.config
     if not isinstance(config, ViTConfig):
         raise ConfigError("segmentation needs the patch tokens of a Vision Transformer, which this network lacks")
-    return config.patch_size
+    return config.patch_pixels
 
 
 # Metrics: intersection over union and pixel accuracy, from a confusion matrix for each image.
