@@ -366,7 +366,11 @@ PATHS = (
 Listing = Callable[[str], dict[str, int]]
 """A function that takes a folder, relative to a given one, and returns the inodes of its files by their names."""
 LABELS = ("label", "labels", "class", "class_name", "category", "target")
-BOXES = frozenset({"xmin", "ymin", "xmax", "ymax", "x_min", "y_min", "x_max", "y_max", "x1", "y1", "x2", "y2", "bbox"})
+BOXES = frozenset({
+    "xmin", "ymin", "xmax", "ymax", "x_min", "y_min", "x_max", "y_max", "x1", "y1", "x2", "y2", "bbox",
+    "rle", "rle_mask", "encodedpixels",
+})  # fmt: skip
+"""Names of columns of boxes and of run lengths of masks."""
 DELIMITERS = ",;\t|"
 INDEX = re.compile(r"|unnamed: \d+|index", re.I)
 """Names of the column of row numbers that pandas writes."""
@@ -545,8 +549,13 @@ def _refuse_boxes(cells: _Cells, image: int, label: int, *, is_chosen: bool) -> 
     is_of_boxes = name in boxes and not is_chosen
     if inner is None and not is_of_boxes and not (boxes and len(set(cells.column(image))) < len(cells.lines)):
         return
-    what = f"the columns {listed(boxes)} are boxes" if inner is None else f"{name!r} holds JSON objects or lists"
-    raise DataError(f"{cells.path}: {what}, and boxes are not read from tables; write them as COCO, YOLO or Pascal VOC")
+    what = (
+        f"the columns {listed(boxes)} are boxes or masks" if inner is None else f"{name!r} holds JSON objects or lists"
+    )
+    raise DataError(
+        f"{cells.path}: {what}, which are not read from tables; write boxes as COCO, YOLO or Pascal VOC, "
+        "and masks as files"
+    )
 
 
 # --- cells
