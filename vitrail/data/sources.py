@@ -55,10 +55,6 @@ KINDS: dict[TargetKind, str] = {
 }
 """Names of the target kinds in messages."""
 
-Opener = Callable[[Request], Splits]
-
-FRACTION = re.compile(r"\d*\.\d+")
-
 
 HOLD_OUT = ("validation_share", "cut_method")
 """Settings that choose the held-out training images. If only a part of the training images is used, `cut_method` also
@@ -340,7 +336,7 @@ def open_mixed(splits: Splits, more: tuple[str, ...], *, unlabelled: bool = Fals
     opened = []
     for text in more:
         fraction, _, spec = text.partition(":")
-        if FRACTION.fullmatch(fraction) is None or not 0 < float(fraction) < 1 or not spec:
+        if re.fullmatch(r"\d*\.\d+", fraction) is None or not 0 < float(fraction) < 1 or not spec:
             raise DataError(
                 f"mix {text!r} must be a fraction between 0 and 1, a colon and a data set, such as 0.3:more/images"
             )
@@ -504,11 +500,11 @@ def _place(request: Request) -> str:
     return request.location if request.is_url else str(request.path)
 
 
-def _boxes(request: Request) -> list[tuple[str, Opener]]:
+def _boxes(request: Request) -> list[tuple[str, Callable[[Request], Splits]]]:
     """Return the formats of boxes that recognise some data, with the functions that open it."""
     if request.is_url or not request.path.exists():
         return []
-    found: list[tuple[str, Opener]] = []
+    found: list[tuple[str, Callable[[Request], Splits]]] = []
     files = formats.annotated.files_beside_images(request.path)
     if formats.coco.annotation_files(files):
         found.append(("COCO's JSON", formats.coco.open_coco))
@@ -563,8 +559,8 @@ def _open_masks(request: Request) -> Splits:
     if request.unlabelled:
         return formats.annotated.open_images_alone(request, formats.masks.open_masks, formats.masks.mask_files)
     splits = formats.masks.open_masks(request)
-    lists = [request.path / name for name in formats.masks.LISTS]
-    return replace(splits, notes=(*splits.notes, *_beside(request.path, lists)))
+    beside = _beside(request.path, [request.path / name for name in formats.masks.LISTS])
+    return replace(splits, notes=(*splits.notes, *beside))
 
 
 OF_TABLES = ("splits", "image", "label", "separator", "keep_missing", "text")
@@ -708,10 +704,9 @@ def _without_unlabelled(splits: Splits) -> Splits:
 
 def _has_known(targets: Targets) -> bool:
     """Return True if a target is known: a label, or a pixel with a class in the masks of at most 20 images."""
-    known = targets.known
-    if targets.kind != "mask" or not known.any():
-        return bool(known.any())
-    masks = targets.values[known]
+    if targets.kind != "mask":
+        return bool(targets.known.any())
+    masks = targets.values[targets.known]
     try:
         return any((masks[place].indices() != IGNORED).any() for place in evenly(len(masks), 20))
     except UndecodableImage:  # the use of the masks reports it

@@ -417,13 +417,12 @@ def _empty(title: str, sources: Mapping[Split, Samples]) -> Iterator[Fault]:
         for split, one in sources.items()
         if one.targets.starts is not None
     }
-    if total := sum(counts.values()):
-        parts = ", ".join(plural(count, f"{split} image") for split, count in counts.items() if count)
-        yield Fault(
-            "without-objects", "note", total, f"{title}: without any object: {parts}",
-            "These images are learned as background, and count in the evaluation.",
-            "Nothing needs to be done, unless objects in them were not annotated.",
-        )  # fmt: skip
+    parts = ", ".join(plural(count, f"{split} image") for split, count in counts.items() if count)
+    yield Fault(
+        "without-objects", "note", sum(counts.values()), f"{title}: without any object: {parts}",
+        "These images are learned as background, and count in the evaluation.",
+        "Nothing needs to be done, unless objects in them were not annotated.",
+    )  # fmt: skip
 
 
 def _checked(where: str, one: AnnotatedImages) -> tuple[list[int], ObjectRows, list[Fault]]:

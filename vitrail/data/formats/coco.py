@@ -52,7 +52,6 @@ from vitrail.data.texts import TextReader
 from vitrail.errors import DataError, listed, plural
 
 HEAD = 1 << 16
-KEYS = re.compile(rb'"(images|annotations|categories)"\s*:')
 
 OTHERS = re.compile(r"(captions|person_keypoints|panoptic|image_info|stuff)_", re.I)
 """Beginnings of COCO's files that hold something else than boxes."""
@@ -73,7 +72,7 @@ def _is_coco(path: Path) -> bool:
     """Return True for a file with images, annotations or categories, but not with categories alone, which Label Studio
     writes beside YOLO's text."""
     head = first_bytes(path, HEAD)
-    found = {match[1] for match in KEYS.finditer(head)}
+    found = {*re.findall(rb'"(images|annotations|categories)"\s*:', head)}
     has_only_categories = found == {b"categories"} and len(head) < HEAD
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and bool(found) and not has_only_categories
 

@@ -81,7 +81,7 @@ def read_folder(
         images = sorted(scan.images(""))
         if not images:
             raise DataError(f"{root} has no images ({ALL}), neither in it nor in its folders")
-        faults = (*_own_output(root, scan.own), *unread_images(root, scan.others))
+        faults = (*([_own_output(root, scan.own)] if scan.own else ()), *unread_images(root, scan.others))
         targets = Targets.unknown("none", (), len(images))
         samples = file_samples(root, [key for key, _ in images], [inode for _, inode in images], targets)
         return FolderImages(samples, faults, tuple(scan.others))
@@ -118,20 +118,26 @@ def read_folder(
             "", lost, strange, f"leaves out {plural(lost, 'image')} of {root.name}/",
             "Add training images of these classes, or remove their folders.",
         )] if unknown else ()),
-        *([_empty(root, empty)] if empty else ()),
+        Fault(
+            "empty-folder", "warning", len(empty),
+            f"{root}: skipped {plural(len(empty), 'class folder')} without images: {listed(empty)}",
+            "These folders are skipped, so they are not classes.",
+            f"Add images ({ALL}), or remove the folders.",
+        ),
         *_joined(root, {name: named[name] for name in kept}),
-        *_own_output(root, scan.own),
-        *_loose(root),
-        *([Fault(
+        _own_output(root, scan.own),
+        _loose(root),
+        Fault(
             "masks-among-images", "warning", len(masks),
             f"{root}: skipped {plural(len(masks), 'file')} that their names make masks of other images of the same "
             f"class: {shown(sorted(masks))}",
             "These files are skipped.", "Nothing needs to be done, unless they are images of their class: rename them.",
-        )] if masks else ()),
+        ),
         *unread_images(root, scan.others, empty),
     )  # fmt: skip
     keys = [key for images in kept.values() for key, _ in images]
-    return FolderImages(file_samples(root, keys, inodes, Targets("class", classes, labels)), faults, tuple(scan.others))
+    samples = file_samples(root, keys, inodes, Targets("class", classes, labels))
+    return FolderImages(samples, tuple(fault for fault in faults if fault.count), tuple(scan.others))
 
 
 def masks_among(keys: Sequence[str]) -> list[str]:
@@ -207,15 +213,6 @@ def _joined(root: Path, names: Mapping[str, str]) -> Iterator[Fault]:
         )  # fmt: skip
 
 
-def _empty(root: Path, names: list[str]) -> Fault:
-    return Fault(
-        "empty-folder", "warning", len(names),
-        f"{root}: skipped {plural(len(names), 'class folder')} without images: {listed(names)}",
-        "These folders are skipped, so they are not classes.",
-        f"Add images ({ALL}), or remove the folders.",
-    )  # fmt: skip
-
-
 def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) -> Iterator[Fault]:
     """Yield a fault if some of the skipped files `others`, which are paths relative to `root`, are images by their
     content. It is an error if they are the only images of a class, whose folder is then among those in `empty`."""
@@ -249,28 +246,26 @@ def _own_folders(root: Path) -> list[str]:
     return [name for name in _subfolders(root) if not is_from_system(name) and is_own_output(root / name)]
 
 
-def _own_output(root: Path, own: list[str]) -> Iterator[Fault]:
-    """Yield a fault if Vitrail wrote some folders in `root`, which are never data."""
-    if own:
-        yield Fault(
-            "own-output", "note", len(own),
-            f"{root}: skipped {plural(len(own), 'folder')} that Vitrail wrote: {listed(sorted(own), 3)}",
-            "These folders are skipped, with the pictures of runs and reports in them.",
-            "Nothing needs to be done. Outside of the data, such folders are easier to find.",
-        )  # fmt: skip
+def _own_output(root: Path, own: list[str]) -> Fault:
+    """Return the fault of folders in `root` that Vitrail wrote, which are never data."""
+    return Fault(
+        "own-output", "note", len(own),
+        f"{root}: skipped {plural(len(own), 'folder')} that Vitrail wrote: {listed(sorted(own), 3)}",
+        "These folders are skipped, with the pictures of runs and reports in them.",
+        "Nothing needs to be done. Outside of the data, such folders are easier to find.",
+    )  # fmt: skip
 
 
-def _loose(root: Path) -> Iterator[Fault]:
-    """Yield a fault if images lie beside the class folders."""
+def _loose(root: Path) -> Fault:
+    """Return the fault of images beside the class folders."""
     with os.scandir(root) as entries:
         count = sum(_is_image(entry) for entry in entries)
-    if count:
-        yield Fault(
-            "loose-images", "warning", count,
-            f"{root}: skipped {plural(count, 'image')} outside of the class folders",
-            "These images have no label, so they are skipped.",
-            "Move the images into the folders of their classes, or remove them.",
-        )  # fmt: skip
+    return Fault(
+        "loose-images", "warning", count,
+        f"{root}: skipped {plural(count, 'image')} outside of the class folders",
+        "These images have no label, so they are skipped.",
+        "Move the images into the folders of their classes, or remove them.",
+    )  # fmt: skip
 
 
 def _subfolders(root: Path) -> list[str]:
@@ -359,7 +354,7 @@ def open_folders(request: Request) -> Splits:
     first = next(iter(places.values()))[0]
     plain = unlabelled and (len(class_folders(first)) < 2 or has_images(first))
     sources: dict[Split, Source] = {}
-    faults = [*(_ambiguous(root, places) if chosen is None else ()), *_own_output(root, _own_folders(root))]
+    faults = [*(_ambiguous(root, places) if chosen is None else ()), _own_output(root, _own_folders(root))]
     for split, folders in places.items():
         opened: list[Samples] = []
         for place in folders if chosen else folders[:1]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,9 +55,6 @@ LOSSLESS = (".png", ".tif", ".tiff", ".bmp")
 MASK_ENDING = re.compile(r"[_-](?:masks?|labels?|seg(?:mentation)?|gt|L|gt(?:Fine|Coarse)_[a-z\d]+)$", re.I)
 """End of the name of a mask, which the name of its image does not have."""
 
-IMAGE_ENDINGS = ("", "_leftImg8bit", "_sat", "_RGB")
-"""Ends of the name of an image, which the name of its mask does not have: none, Cityscapes, DeepGlobe and Potsdam."""
-
 KINDS: dict[str, tuple[str, ...]] = {
     "_gtFine_labelTrainIds": (
         "road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign", "vegetation",
@@ -75,19 +72,14 @@ KINDS: dict[str, tuple[str, ...]] = {
 """Ends of the names of masks in Cityscapes, which has several for each image, with the names of their classes. The
 first kind that the data has is read."""
 
-COLOUR = re.compile(r"(?P<name>.*?)[\s,:;#(]+(?P<red>\d{1,3})[\s,]+(?P<green>\d{1,3})[\s,]+(?P<blue>\d{1,3})[)\s:]*")
-
-COLOUR_FIRST = re.compile(r"(\d{1,3}\s+\d{1,3}\s+\d{1,3})\s+(\D.*)")
-"""A line of label_colors.txt, such as "128 64 128 road"."""
+COLOUR = re.compile(r"(?:(.*?)[\s,:;#(]+)?(\d{1,3})[\s,]+(\d{1,3})[\s,]+(\d{1,3})(?:\s+(\D.*)|[)\s:]*)")
+"""A line with the colour of a class before its name, as in CamVid, or after it."""
 
 NUMBERED = re.compile(r"(\d+)\s*[:,]\s*(.+)")
 """A line with the value of a class, such as "0: road"."""
 
 NO_CLASS = frozenset({"unlabelled", "unlabeled", "ignore", "ignored", "void"})
 """Names, in lower case, of what is not a class. Pixels with it are ignored, unless --ignore-label says otherwise."""
-
-NO_VALUE = "__ignore__"
-"""Name before the first class in the lists of LabelMe, of the value 255."""
 
 LISTS = (
     "classes.txt", "class_names.txt", "labels.txt", "labelmap.txt", "label_colors.txt", "class_dict.csv",
@@ -102,56 +94,51 @@ def masks_pair_up(root: Path) -> bool:
 
     Without the list, a folder called masks beside any other folder is taken for a class.
     """
-    folders = mask_folders(root)
-    lists = _lists_of_classes(root, folders)
+    insides = mask_folders(root)
+    lists = _lists_of_classes(root, insides)
     if not lists or {line.strip() for line in names_in(lists)} & {place.name for place in class_folders(root)}:
         return False
-    of_image, missing = _images_of_masks(root, folders, ImageFiles(root))
+    of_image, missing, _ = _images_of_masks(root, insides, ImageFiles(root))
     return bool(of_image) and not missing
 
 
-def mask_folders(root: Path) -> list[Path]:
-    """Return the folder of masks in `root`, or those beside folders of images, or those in its folders of splits, such
-    as train/masks. Return `root` itself if a list of classes and masks with the endings of their names lie in it or in
-    its folders."""
+def mask_folders(root: Path) -> tuple[str, ...]:
+    """Return how the paths of masks below `root` begin: masks/, that beside a folder of images, such as train_masks/,
+    or those in its folders of splits, such as train/masks/. Return "" if a list of classes and masks with endings of
+    their names lie in `root` or in its folders."""
     inner = class_folders(root)
     for places in ([inner], [class_folders(folder) for folder in inner if split_of(folder.name)]):
         if found := [folder for some in places for folder in _named_masks(some)]:
-            return found
-    beside = [root, *inner] if _lists_of_classes(root, []) else []
+            return tuple(f"{folder.relative_to(root).as_posix()}/" for folder in found)
+    beside = [root, *inner] if _lists_of_classes(root) else []
     files = (path for place in beside for path in place.iterdir())
-    is_beside = any(MASK_ENDING.search(path.stem) and path.suffix.lower() in LOSSLESS for path in files)
-    return [root] if is_beside else []
+    return ("",) if any(MASK_ENDING.search(path.stem) and path.suffix.lower() in LOSSLESS for path in files) else ()
 
 
 def _named_masks(folders: Sequence[Path]) -> list[Path]:
     """Return the first of some folders that is called like masks, or those such as train_masks beside train."""
     names = [folder.name for folder in folders]
+    named = [folder for name in FOLDERS for folder in folders if folder.name.lower() == name]
     paired = [one for one in folders if (pair := PAIRED.fullmatch(one.name)) and pair[1] in names]
-    named = (folder for name in FOLDERS for folder in folders if folder.name.lower() == name)
-    return next(([one] for one in named if _holds_masks(one)), list(filter(_holds_masks, paired)))
-
-
-def _holds_masks(folder: Path) -> bool:
-    return any(path.suffix.lower() in LOSSLESS for path in folder.rglob("*"))
+    found = [one for one in (*named, *paired) if any(path.suffix.lower() in LOSSLESS for path in one.rglob("*"))]
+    return found[:1] if {*found} & {*named} else found
 
 
 def open_masks(request: Request) -> Splits:
     """Return the splits of images with masks. Raise `DataError` if the masks and their classes cannot be read."""
     root, known = request.path, request.classes
     title = f"data {str(root)!r}"
-    folders = mask_folders(root)
+    insides = mask_folders(root)
     images = ImageFiles(root)
-    kinds = _kinds(images.inodes)
-    of_image, missing = _images_of_masks(root, folders, images)
-    names, colours = _classes(root, folders, kinds)
+    of_image, missing, kinds = _images_of_masks(root, insides, images)
+    names, colours = _classes(root, insides, kinds)
     skipped, notes = _ignored(title, names, request.choice.ignore)
     kept = [name for place, name in enumerate(names) if place not in skipped]
     if twice := [name for name, count in Counter(kept).items() if count > 1]:
         raise DataError(f"{title}: several classes are called {listed(twice)}; give each a name of its own")
     places = [-1 if place in skipped else kept.index(name) for place, name in enumerate(names)]
-    lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
-    splits, more = divided(images, sorted(of_image), request.choice.splits, lists)
+    lists = root.glob("ImageSets/Segmentation/*.txt")
+    splits, more = divided(images, sorted(of_image), request.choice.splits, sorted(lists))
     sources: dict[Split, Samples] = {}
     for split, keys in splits.items():
         found = [
@@ -164,7 +151,7 @@ def open_masks(request: Request) -> Splits:
             targets = targets.renumbered([known.index(name) for name in kept], known)
         sources[split] = file_samples(root, keys, [images.inodes[key] for key in keys], targets)
     others = sorted({*images.inodes} - {*of_image} - mask_files(root, images))
-    inside = listed([f"{folder}/" for folder in folders])
+    inside = listed([f"{root}/{inside}" for inside in insides])
     faults = [
         *missing_images(f"{title}: masks", missing),
         *unlisted_images(title, [key for key in others if not is_in_masks(key)], f"no mask in {inside} has their name"),
@@ -179,30 +166,22 @@ def open_masks(request: Request) -> Splits:
 
 def mask_files(root: Path, images: ImageFiles) -> set[str]:
     """Return the paths of all masks among the images below `root`, and of all other files in folders of masks."""
-    folders = mask_folders(root)
-    if folders == [root]:
-        return {*_images_of_masks(root, folders, images)[0].values()}
-    return {key for key in images.inodes if key.startswith(_insides(root, folders))}
+    insides = mask_folders(root)
+    if insides == ("",):
+        return {*_images_of_masks(root, insides, images)[0].values()}
+    return {key for key in images.inodes if key.startswith(insides)}
 
 
-def _insides(root: Path, folders: Sequence[Path]) -> tuple[str, ...]:
-    """Return how the paths of the files in folders of masks begin."""
-    return tuple(f"{folder.relative_to(root).as_posix()}/" for folder in folders if folder != root)
-
-
-def _kinds(names: Collection[str]) -> list[str]:
-    """Return the kinds of masks of Cityscapes that some files are."""
-    return [kind for kind in KINDS if any(name.endswith(f"{kind}.png") for name in names)]
-
-
-def _images_of_masks(root: Path, folders: Sequence[Path], images: ImageFiles) -> tuple[dict[str, str], list[str]]:
-    """Return the mask of each image, as paths relative to `root`, and the masks without an image. Raise `DataError` if
-    an image has two masks."""
-    insides = _insides(root, folders)
-    others = tuple(f"{kind}.png" for kind in _kinds(images.inodes)[1:])
+def _images_of_masks(
+    root: Path, insides: Sequence[str], images: ImageFiles
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return the mask of each image, as paths relative to `root`, the masks without an image, and the kinds of masks of
+    Cityscapes. Raise `DataError` if an image has two masks."""
+    outside = tuple(filter(None, insides))
+    kinds = [kind for kind in KINDS if any(name.endswith(f"{kind}.png") for name in images.inodes)]
     of_image: dict[str, str] = {}
     missing = []
-    for inside in insides or ("",):
+    for inside in insides:
         above, _, last = inside.removesuffix("/").rpartition("/")
         start = f"{above}/" if above else ""
         tops = {key[len(start) :].split("/")[0] for key in images.inodes if key.startswith(start)}
@@ -214,39 +193,42 @@ def _images_of_masks(root: Path, folders: Sequence[Path], images: ImageFiles) ->
             near = "/".join(part for part in (above, *top, folder) if part)
             stem = file.rpartition(".")[0]
             base = MASK_ENDING.sub("", stem)
-            if name.endswith(others) or (base == stem and not insides):
+            if stem.endswith(tuple(kinds[1:])) or (base == stem and not inside):
                 continue
-            names = [*([stem] if insides else []), *(base + ending for ending in IMAGE_ENDINGS)]
-            key = next(filter(None, (images.find(one, near, split_of(name), outside=insides) for one in names)), None)
+            # The names of images in Cityscapes, DeepGlobe and Potsdam have endings, too.
+            ends = "", "_leftImg8bit", "_sat", "_RGB"
+            names = [*([stem] if inside else []), *(base + end for end in ends)]
+            key = next(filter(None, (images.find(one, near, split_of(name), outside=outside) for one in names)), None)
             if key in of_image:
                 raise DataError(
                     f"data {str(root)!r}: the masks {of_image[key]} and {name} both belong to {key}; keep one of them"
                 )
             if key is not None:
                 of_image[key] = name
-            elif insides:
+            elif inside:
                 missing.append(name)
-    return of_image, missing
+    return of_image, missing, kinds
 
 
 def is_special(line: str) -> bool:
     """Return True for a line of classes.txt that has another meaning than a name."""
-    patterns = COLOUR, COLOUR_FIRST, NUMBERED
-    return line.startswith("# ") or line == NO_VALUE or any(pattern.fullmatch(line) for pattern in patterns)
+    return line.startswith(("# ", "__ignore__")) or any(one.fullmatch(line) for one in (COLOUR, NUMBERED))
 
 
-def _lists_of_classes(root: Path, folders: Sequence[Path]) -> list[Path]:
-    """Return the lists of classes that have the first name among `LISTS`, in `root` and the folders."""
-    places = dict.fromkeys([root, *(place for place in class_folders(root) if split_of(place.name)), *folders])
+def _lists_of_classes(root: Path, insides: Sequence[str] = ()) -> list[Path]:
+    """Return the lists of classes that have the first name among `LISTS`, in `root`, in its folders of splits and in
+    those of masks."""
+    folders = [place for place in class_folders(root) if split_of(place.name)]
+    places = dict.fromkeys([root, *folders, *(root / inside for inside in insides)])
     found = ([place / name for place in places if (place / name).is_file()] for name in LISTS)
     return next(filter(None, found), [])
 
 
 def _classes(
-    root: Path, folders: Sequence[Path], kinds: Sequence[str]
+    root: Path, insides: Sequence[str], kinds: Sequence[str]
 ) -> tuple[list[str], tuple[tuple[int, int, int], ...]]:
     """Return the names of the classes, and their colours, or () if masks hold numbers."""
-    lists = _lists_of_classes(root, folders)
+    lists = _lists_of_classes(root, insides)
     if not lists and kinds and KINDS[kinds[0]]:
         return list(KINDS[kinds[0]]), ()
     if not lists:
@@ -257,14 +239,13 @@ def _classes(
         )
     path = lists[0]
     lines = [line for line in names_in(lists) if not line.startswith("# ")]
-    if path.suffix == ".csv" or lines[:1] == [NO_VALUE]:
+    if path.suffix == ".csv" or lines[:1] == ["__ignore__"]:  # the names of columns, or LabelMe's name of no class
         lines = lines[1:]
-    lines = [COLOUR_FIRST.sub(r"\2 \1", line) for line in lines]
     matches = [COLOUR.fullmatch(line) for line in lines]
     colours: list[tuple[int, int, int]] = []
     if lines and all(matches):
-        colours = [(int(m["red"]), int(m["green"]), int(m["blue"])) for m in matches if m is not None]
-        lines = [match["name"] for match in matches if match is not None]
+        colours = [(int(match[2]), int(match[3]), int(match[4])) for match in matches if match is not None]
+        lines = [match[1] or match[5] or "" for match in matches if match is not None]
         if len(set(colours)) < len(colours) or any(max(colour) > 255 for colour in colours):
             raise DataError(f"{path}: the colours are not different numbers from 0 to 255; correct them")
     elif any(matches):
@@ -319,13 +300,15 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
                 )
             levels = GREY_LEVELS.get(layout_of(image), 256)
             image.load()
-            if colours:
+            if colours or image.mode in ("LA", "RGB", "RGBA"):
                 pixels = np.asarray(image.convert("RGBA"))
-                if (pixels[..., 3] < 255).any():
+                is_opaque = bool((pixels[..., 3] == 255).all())
+                if colours and not is_opaque:
                     raise UndecodableImage(f"mask {path} has transparent pixels, which have no colour; fill them")
-                return _from_colours(path, pixels[..., :3], colours)
-            if image.mode in ("LA", "RGB", "RGBA") and (grey := _grey(image)) is not None:
-                return grey
+                if colours:
+                    return _from_colours(path, pixels[..., :3], colours)
+                if is_opaque and (pixels[..., :3] == pixels[..., :1]).all():  # numbers in equal channels
+                    return pixels[..., 0].copy()
             if image.mode not in ("L", "P", "1", "I", "I;16"):
                 raise UndecodableImage(
                     f"mask {path} is in colour or partly transparent ({image.mode}), and numbers of classes are "
@@ -339,15 +322,6 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
     if values.max(initial=0) > IGNORED:
         raise UndecodableImage(f"mask {path} holds the value {values.max()}; the largest is {IGNORED}")
     return values.astype(np.uint8)
-
-
-def _grey(image: Image.Image) -> UInt8[np.ndarray, "h w"] | None:
-    """Return the numbers of a mask that was saved with equal channels, or None if its channels differ or some of its
-    pixels are transparent."""
-    channels = np.asarray(image)
-    colours = channels[..., :-1] if image.mode in ("LA", "RGBA") else channels
-    is_opaque = colours is channels or bool((channels[..., -1] == 255).all())
-    return colours[..., 0].copy() if is_opaque and (colours == colours[..., :1]).all() else None
 
 
 def _from_colours(
