@@ -668,9 +668,10 @@ def test_numbers_in_grey_of_few_bits_are_those_of_the_file(tmp_path: Path, bits:
 
 def test_a_mask_in_a_jpeg_file_is_refused(tmp_path: Path) -> None:
     masks(tmp_path, BLANK)
-    Image.fromarray(BLANK).save(tmp_path / "masks/train/a.png", "JPEG")
-    with pytest.raises(UndecodableImage, match="JPEG"):
-        opened(tmp_path).train.target(0).indices()
+    for kind in ({"format": "JPEG"}, {"format": "TIFF", "compression": "jpeg"}):
+        Image.fromarray(BLANK).save(tmp_path / "masks/train/a.png", **kind)
+        with pytest.raises(UndecodableImage, match="JPEG"):
+            opened(tmp_path).train.target(0).indices()
 
 
 @pytest.mark.parametrize("write", [coco, voc, yolo, lambda root: masks(root, np.zeros((9, 9), np.uint8))])

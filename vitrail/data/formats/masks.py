@@ -294,9 +294,11 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
     file cannot be read, or holds colours where numbers are expected or the other way round."""
     try:
         with Image.open(path) as image:
-            if image.format in JPEGS:
+            packed = image.info.get("compression")  # of TIFF
+            if image.format in (*JPEGS, "WEBP") or packed in ("jpeg", "tiff_jpeg", "webp"):
                 raise UndecodableImage(
-                    f"mask {path} is a JPEG file, which does not keep numbers exactly; save it as PNG from its source"
+                    f"mask {path} is compressed as JPEG or WebP, which does not keep numbers exactly; save it as PNG "
+                    "from its source"
                 )
             levels = GREY_LEVELS.get(layout_of(image), 256)
             image.load()
@@ -309,10 +311,11 @@ def read_mask(path: Path, colours: tuple[tuple[int, int, int], ...] = ()) -> UIn
                     return _from_colours(path, pixels[..., :3], colours)
                 if is_opaque and (pixels[..., :3] == pixels[..., :1]).all():  # numbers in equal channels
                     return pixels[..., 0].copy()
-            if image.mode not in ("L", "P", "1", "I", "I;16"):
+            if image.mode not in ("L", "P", "1", "I", "I;16", "I;16B"):
                 raise UndecodableImage(
-                    f"mask {path} is in colour or partly transparent ({image.mode}), and numbers of classes are "
-                    "expected; add the colour of each class to classes.txt, such as: road 128 64 128"
+                    f"mask {path} is in colour, partly transparent or of decimals ({image.mode}), and numbers of "
+                    "classes are expected; write whole numbers, or add the colour of each class to classes.txt, such "
+                    "as: road 128 64 128"
                 )
             values = np.asarray(image) // (255 // (levels - 1))  # Pillow scales numbers of 2 and of 4 bits
     except UndecodableImage:
