@@ -504,15 +504,13 @@ def _boxes(request: Request) -> list[tuple[str, Callable[[Request], Splits]]]:
     """Return the formats of boxes that recognise some data, with the functions that open it."""
     if request.is_url or not request.path.exists():
         return []
-    found: list[tuple[str, Callable[[Request], Splits]]] = []
     files = formats.annotated.files_beside_images(request.path)
-    if formats.coco.annotation_files(files):
-        found.append(("COCO's JSON", formats.coco.open_coco))
-    if formats.voc.holds_voc(files):
-        found.append(("Pascal VOC's XML", formats.voc.open_voc))
-    if formats.yolo.holds_yolo(request.path, files):
-        found.append(("YOLO's text", formats.yolo.open_yolo))
-    return found
+    kinds = (
+        ("COCO's JSON", bool(formats.coco.annotation_files(files)), formats.coco.open_coco),
+        ("Pascal VOC's XML", formats.voc.holds_voc(files), formats.voc.open_voc),
+        ("YOLO's text", formats.yolo.holds_yolo(request.path, files), formats.yolo.open_yolo),
+    )
+    return [(name, opener) for name, is_held, opener in kinds if is_held]
 
 
 def _foreign(request: Request) -> str:

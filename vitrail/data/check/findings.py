@@ -272,10 +272,9 @@ def label_findings(
     classes: Sequence[str], splits: Mapping[str, SplitCounts], kind: TargetKind = "class"
 ) -> Iterator[Finding]:
     train = splits["train"]
-    if not classes:  # the data was opened as unlabelled
+    is_partial = kind == "mask" and any(split.looked_at < split.images for split in splits.values())
+    if not classes or is_partial:  # unlabelled data, or other masks whose classes are not known
         return
-    if kind == "mask" and any(split.looked_at < split.images for split in splits.values()):
-        return  # the classes in the other masks are not known
     if kind in ("boxes", "mask"):
         yield from _missing(classes, splits, "objects" if kind == "boxes" else "pixels")
         yield from _few(classes, train, "object" if kind == "boxes" else "image")
@@ -689,9 +688,9 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
         *_now("broken", severity, looks.reasons, "cannot be decoded", splits.train, looks),
         *label_findings(splits.classes, counts, kind),
         *_now("misfit", "warning", looks.misfits, "have boxes or a mask that cannot be used", splits.train, looks),
+        *(_masks_now(splits.classes, counts["train"], looks) if kind == "mask" else ()),
+        *(number_findings(splits.train) if kind == "numbers" else ()),
     ]
-    found += _masks_now(splits.classes, counts["train"], looks) if kind == "mask" else ()
-    found += number_findings(splits.train) if kind == "numbers" else ()
     seen = f"checked {plural(len(looks), 'image')}: "
     if (sizes := sizes_of(looks)) is not None:
         (low, high), kinds = (sizes.smallest, sizes.largest), [kind for kind, _ in looks.kinds.most_common()]

@@ -371,8 +371,7 @@ def object_splits(
     """
     names = tuple(class_name(name) for name in categories)
     check_names(title, names)
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{title}: several categories are called {listed(twice)}; give each a name of its own")
     faults = [*(fault for one in found.values() for fault in one.faults), *faults]
     if not any(one.keys for one in found.values()):

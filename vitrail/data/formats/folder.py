@@ -78,16 +78,14 @@ def read_folder(
     """
     scan = Scan(root)
     if unlabelled:
-        images = sorted(scan.images(""))
-        if not images:
+        if not (images := sorted(scan.images(""))):
             raise DataError(f"{root} has no images ({ALL}), neither in it nor in its folders")
         faults = (*([_own_output(root, scan.own)] if scan.own else ()), *unread_images(root, scan.others))
         targets = Targets.unknown("none", (), len(images))
         samples = file_samples(root, [key for key, _ in images], [inode for _, inode in images], targets)
         return FolderImages(samples, faults, tuple(scan.others))
     scan.own = _own_folders(root)
-    folders = [folder.name for folder in class_folders(root)]
-    if not folders:
+    if not (folders := [folder.name for folder in class_folders(root)]):
         raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
     named = {name: class_name(name) for name in folders}
     check_names(str(root), named.values())

@@ -166,8 +166,7 @@ def open_masks(request: Request) -> Splits:
 
 def mask_files(root: Path, images: ImageFiles) -> set[str]:
     """Return the paths of all masks among the images below `root`, and of all other files in folders of masks."""
-    insides = mask_folders(root)
-    if insides == ("",):
+    if (insides := mask_folders(root)) == ("",):
         return {*_images_of_masks(root, insides, images)[0].values()}
     return {key for key in images.inodes if key.startswith(insides)}
 
@@ -253,8 +252,7 @@ def _classes(
     numbered = [NUMBERED.fullmatch(line) for line in lines]
     if all(numbered):
         lines = [match[2] for match in numbered if match is not None]
-        numbers = [int(match[1]) for match in numbered if match is not None]
-        if numbers != list(range(len(lines))):
+        if (numbers := [int(match[1]) for match in numbered if match is not None]) != list(range(len(lines))):
             raise DataError(
                 f"{path}: the numbers of the classes, {listed(list(map(str, numbers)))}, are not 0, 1, 2 and so on; "
                 "write a line for each value in the masks, from 0"

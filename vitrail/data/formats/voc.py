@@ -129,17 +129,19 @@ def _images(
                     else f"{name}, line {_line(images.root / name, number)}",
                 )
             )
-    result.faults += unstated_sizes(f"{images.root}: annotations", unstated)
-    result.faults += fault_at(
-        difficult, "difficult", "note",
-        f"{images.root}: {plural(len(difficult), 'object')} marked as difficult, which are read like all others",
-        "They are learned and counted as all others.", "Nothing needs to be done.",
-    )  # fmt: skip
-    result.faults += fault_at(
-        outlined, "polygons", "note",
-        f"{images.root}: {plural(len(outlined), 'object')} with a polygon, of which only the box is read",
-        "Boxes are learned, and no outlines.", "To learn outlines, write them as COCO or YOLO.",
-    )  # fmt: skip
+    result.faults += [
+        *unstated_sizes(f"{images.root}: annotations", unstated),
+        *fault_at(
+            difficult, "difficult", "note",
+            f"{images.root}: {plural(len(difficult), 'object')} marked as difficult, which are read like all others",
+            "They are learned and counted as all others.", "Nothing needs to be done.",
+        ),
+        *fault_at(
+            outlined, "polygons", "note",
+            f"{images.root}: {plural(len(outlined), 'object')} with a polygon, of which only the box is read",
+            "Boxes are learned, and no outlines.", "To learn outlines, write them as COCO or YOLO.",
+        ),
+    ]  # fmt: skip
     return result
 
 

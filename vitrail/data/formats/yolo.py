@@ -237,8 +237,7 @@ def _images(folder: Path, keys: Sequence[str], texts: set[str], classes: int) ->
     result = AnnotatedImages(list(keys), [(0, 0)] * len(keys))
     broken: list[str] = []
     for row, key in enumerate(keys):
-        name = _label_of(key, texts)
-        if name is None:
+        if (name := _label_of(key, texts)) is None:
             continue
         for number, line in enumerate(lines_of(folder / name), start=1):
             if not (cells := line.split()):
