@@ -37,16 +37,8 @@ from vitrail.data.targets import Targets, check_names, class_name
 from vitrail.errors import DataError, UndecodableImage, listed, plural
 
 FOLDERS = (
-    "masks",
-    "mask",
-    "segmentationclass",
-    "segmentationclasspng",
-    "annotations",
-    "labels",
-    "gtfine",
-    "gt",
-    "ann_dir",
-)
+    "masks", "mask", "segmentationclass", "segmentationclasspng", "annotations", "labels", "gtfine", "gt", "ann_dir",
+)  # fmt: skip
 """Names of folders with masks, in lower case."""
 
 LOSSLESS = (".png", ".tif", ".tiff", ".bmp")
