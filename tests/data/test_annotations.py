@@ -742,7 +742,8 @@ def test_what_lies_beside_boxes_and_masks_is_named(tmp_path: Path) -> None:
     splits = opened(tmp_path)
     notes = "\n".join(splits.notes)
     assert splits.target_kind == "boxes" and "its masks are not read" in notes and "labels.csv" in notes
-    assert opened(Path(f"{tmp_path}?ignore=255")).target_kind == "mask"
+    splits = opened(Path(f"{tmp_path}?ignore=255"))
+    assert splits.target_kind == "mask" and "the labels are those of classes.txt, and labels.csv" in splits.notes[-1]
     with pytest.raises(DataError, match="its masks are not read"):
         Segmentation().check_data(splits)
 

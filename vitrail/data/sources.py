@@ -557,8 +557,8 @@ def _open_masks(request: Request) -> Splits:
     if request.unlabelled:
         return formats.annotated.open_images_alone(request, formats.masks.open_masks, formats.masks.mask_files)
     splits = formats.masks.open_masks(request)
-    beside = _beside(request.path, [request.path / name for name in formats.masks.LISTS])
-    return replace(splits, notes=(*splits.notes, *beside))
+    lists = (request.path / name for name in formats.masks.LISTS)
+    return replace(splits, notes=(*splits.notes, *_beside(request.path, [path for path in lists if path.is_file()])))
 
 
 OF_TABLES = ("splits", "image", "label", "separator", "keep_missing", "text")

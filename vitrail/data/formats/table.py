@@ -553,7 +553,7 @@ def _refuse_boxes(cells: _Cells, image: int, label: int, *, is_chosen: bool) -> 
         )
         raise DataError(
             f"{cells.path}: {what}, which are not read from tables; write boxes as COCO, YOLO or Pascal VOC, and masks "
-            "as files"
+            "as PNG files, which --ignore-label 255 reads beside a table"
         )
 
 
