@@ -37,7 +37,6 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits, one_class
 from vitrail.errors import DataError, listed, plural
-from vitrail.report.drawing import draw_legend
 from vitrail.report.page import large_address, printable, render
 from vitrail.settings import problem_of, raise_problems
 
@@ -170,7 +169,7 @@ def page(report: Report, splits: Splits, title: str) -> str:
         ],
         hidden_examples=max(len(examples) - MOST_CLASSES, 0),
         drawn=list(_drawn_examples(splits.train)) if is_drawn else [],
-        legend=large_address(draw_legend(report.classes), 1200) if report.target_kind == "mask" else None,
+        coloured=report.classes if report.target_kind == "mask" else (),
         amounts=[(name, f"{count:,}", share) for name, count, share in amount_rows(report)],
         amounts_head="objects" if report.target_kind == "boxes" else "pixels",
         all_classes=count_rows(report, counted)[:counted] if counted > MOST_ROWS else [],
@@ -223,7 +222,7 @@ def count_rows(report: Report, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
 
 
 def size_text(size: tuple[int, ...]) -> str:
-    return f"{size[0]:,} x {size[1]:,}"
+    return f"{size[0]} x {size[1]}"
 
 
 def _shown(one: FaultExample, source: Source) -> Shown:
