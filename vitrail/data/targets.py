@@ -473,8 +473,7 @@ def similar_names(title: str, classes: Sequence[str]) -> Iterator[Fault]:
     alike: dict[str, list[str]] = {}
     for name in classes:
         alike.setdefault(" ".join(name.casefold().split()), []).append(name)
-    groups = [names for names in alike.values() if len(names) > 1]
-    if groups:
+    if groups := [names for names in alike.values() if len(names) > 1]:
         shown = listed([" and ".join(map(repr, names)) for names in groups])
         yield Fault(
             "similar-names", "warning", sum(map(len, groups)),
@@ -605,8 +604,7 @@ def number(
     faults = []
     for split, column in labels.items():
         targets = column.targets
-        unknown = [name for name in targets.names if name not in places]
-        if unknown:
+        if unknown := [name for name in targets.names if name not in places]:
             message = (
                 f"{title} has the label {unknown[-1]}, but the labels of {len(classes)} classes go from 0 to "
                 f"{len(classes) - 1}"

@@ -127,8 +127,7 @@ def page(report: Report, splits: Splits, title: str) -> str:
     sources = splits.sources
     severities = [finding.severity for finding in report.findings]
     verdict = ", ".join(plural(severities.count(one), one) for one in ("error", "warning", "note") if one in severities)
-    counted = len(report.splits[0].per_class)
-    if counted:
+    if counted := len(report.splits[0].per_class):
         counts_title = plural(len(report.classes), "class")
     else:
         counts_title = f"Numbers: {listed(report.classes, 20)}" if report.classes else "No labels"
