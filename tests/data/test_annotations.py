@@ -22,7 +22,7 @@ from vitrail.cli import main
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.convert import WRITERS, AnnotationFormat, convert
-from vitrail.data.objects import Objects, Runs, drawn
+from vitrail.data.objects import Mask, Objects, Runs, drawn
 from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Targets
@@ -988,3 +988,9 @@ def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.Ca
         open_data(f"{tmp_path / 'a'}?splits=x", validation_share=0.0)
     with pytest.raises(DataError, match="--splits"):
         open_data(f"{tmp_path / 'a/train/_annotations.coco.json'}?train=a&test=b", validation_share=0.0)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_an_own_mask_can_hold_truth_values() -> None:
+    mask = Mask("own", lambda: np.array([[True, False]]), (3, 5))
+    assert mask.indices((1, 2)).tolist() == [[5, 3]]

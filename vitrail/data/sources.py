@@ -42,7 +42,7 @@ from vitrail.data.targets import TargetKind, Targets, similar_names
 from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, nearest, plural
 from vitrail.files import expanded
 from vitrail.report.page import printable
-from vitrail.settings import Effect, problem_of, problems, raise_problems, setting, typed
+from vitrail.settings import Checked, Effect, setting, typed
 
 KINDS: dict[TargetKind, str] = {
     "class": "one class per image",
@@ -62,7 +62,7 @@ chooses that part."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked):
     """The data of a run. Raises `ConfigError` if a field is invalid; the message names every invalid field."""
 
     spec: str = setting(
@@ -122,8 +122,8 @@ class DataConfig:
     """Largest number of pixels of an image that is decoded; larger images count as undecodable. The default is
     89478485, or the environment variable VITRAIL_MAX_PIXELS."""
 
-    def __post_init__(self) -> None:
-        raise_problems([*problems(self), *check_validation(self.validation)])
+    def _problems(self) -> Iterator[str]:
+        yield from (*super()._problems(), *check_validation(self.validation))
 
     @property
     def takes_part(self) -> bool:
@@ -156,7 +156,7 @@ class DataConfig:
         self._allow_pixels()
         if not isinstance(data, OpenedData):
             whole = data if isinstance(data, Splits) else Splits(data, None, None)
-            data = OpenedData("", whole, open_mixed(whole, self.mix, unlabelled=unlabelled))
+            data = OpenedData(self.spec, whole, open_mixed(whole, self.mix, unlabelled=unlabelled))
         return data.splits(
             validation_share=self.validation_share,
             validation=self.validation,
@@ -251,9 +251,12 @@ class OpenedData:
         subset_seed: int = 0,
         cut_method: CutMethod = "stratified",
     ) -> Splits:
-        """Return the splits by the rules of `open_data`, with the additional training data. Raises `DataError`."""
-        share = typed(float, validation_share, "validation_share")
-        raise_problems([problem_of("validation_share", share, float, {"least": 0, "below": 1})])
+        """Return the splits by the rules of `open_data`, with the additional training data. Raises `DataError`, and
+        `ConfigError` as `DataConfig`."""
+        DataConfig(
+            validation_share=validation_share, validation=validation, per_class=per_class, subset_seed=subset_seed,
+            cut_method=cut_method,
+        )  # fmt: skip
         splits = with_validation(self.whole, self.spec, validation_share, validation=validation, method=cut_method)
         splits = reduced(splits, self.spec, per_class, subset_seed, cut_method)
         return _mixture(splits, self.mixed) if self.mixed else splits

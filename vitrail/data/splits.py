@@ -73,7 +73,8 @@ class Splits:
         """Raise `ConfigError` if a split has other classes than the training split, or the same in another order."""
         known = getattr(self.train, "classes", ())
         for split, source in self.sources.items():
-            if (classes := getattr(source, "classes", ())) not in ((), known):
+            classes = getattr(source, "classes", ())
+            if repr(classes) not in ("()", repr(known)):  # as texts, because those of a user's source can be an array
                 raise ConfigError(
                     f"data: the {split} split has the classes {classes!r:.60}, but the training split has "
                     f"{known!r:.60}; give all splits the same classes in the same order, because targets are indices "

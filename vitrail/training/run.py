@@ -34,7 +34,7 @@ from vitrail.errors import (
     nearest,
     plural,
 )
-from vitrail.files import recover_folder, saving, write_json
+from vitrail.files import expanded, recover_folder, saving, write_json
 from vitrail.machine import deterministic_algorithms, keep_freed_memory, peak_memory
 from vitrail.models.linear.float32 import float32_products
 from vitrail.models.vit_config import ViTConfig
@@ -178,7 +178,7 @@ def resume(
             f"epochs={length['epochs']} and steps={length['steps']}: a run is extended to a number of epochs or of "
             "steps; give one of them"
         )
-    record = read_record(folder := Path(folder))
+    record = read_record(folder := expanded(typed(str, folder, "folder")))
     processes = join_processes(record.config.run.process_seconds)
     with processes.reporting(), _locked(folder, processes):
         _check_objects(folder, record, object_names(data, network))
