@@ -37,7 +37,7 @@ ClipOf = Literal["all", "part", "weight"]
 
 DecayRule = Literal["auto", "decoupled", "coupled", "independent"]
 
-DECAYED = (nn.Linear, nn.Conv2d)
+DECAYED = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
 TO_AN_END = ("cosine", "linear", "polynomial")
 """Schedules that end at `end_learning_rate`."""
@@ -320,17 +320,17 @@ class OptimizerConfig(Checked):
 def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return two lists of the trained parameters: the parameters that decay, and the rest.
 
-    The weights of linear layers, convolutions and adapters decay. Norms, biases, tokens and positions do not.
+    The weights of linear layers, convolutions, attention and adapters decay. Norms, biases, tokens and positions do
+    not.
     """
-    matrices: list[nn.Parameter] = []
+    decayed: set[int] = set()
     for layer in module.modules():
-        if isinstance(layer, DECAYED):
-            matrices.append(layer.get_parameter("weight"))
+        if isinstance(layer, DECAYED):  # a parametrised weight is no parameter of its layer
+            decayed |= {id(one) for name, one in layer.named_parameters(recurse=False) if "weight" in name}
         elif isinstance(layer, LowRank):
-            matrices += [layer.a, layer.b]
-    known = {id(parameter) for parameter in matrices}
-    plain = [parameter for parameter in module.parameters() if id(parameter) not in known]
-    return [one for one in matrices if one.requires_grad], [one for one in plain if one.requires_grad]
+            decayed |= {id(layer.a), id(layer.b)}
+    trained = [one for one in module.parameters() if one.requires_grad]  # has a weight that layers share once
+    return [one for one in trained if id(one) in decayed], [one for one in trained if id(one) not in decayed]
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig, precision: TrainingPrecision = "float32") -> Optimizer:
