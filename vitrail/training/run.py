@@ -54,6 +54,7 @@ from vitrail.training.job import (
     cost_text,
     evaluation_batch,
     object_names,
+    phases_of,
     prepare,
     record_of,
     schedule_of,
@@ -220,7 +221,7 @@ def resume(
             if differences:
                 details["changes"] = {name: list(values) for name, values in differences.items()}
             if length:
-                _say_rise(run, state, before)
+                _say_stretched(run, state, before)
             run.log.tell("resumed", step=state.step, steps=job.steps, **details)
             if length:
                 state.best.waited = 0  # otherwise a run that --patience ended would end again at once
@@ -509,9 +510,9 @@ def _restore(run: Run, state: TrainState) -> list[str]:
     return ["the run ended before its first checkpoint, so it starts from the beginning"]
 
 
-def _say_rise(run: Run, state: TrainState, before: int) -> None:
-    """Note if the learning rate of the next step is higher than that of the last one, because the schedule of a run
-    that had `before` steps is stretched to its new length."""
+def _say_stretched(run: Run, state: TrainState, before: int) -> None:
+    """Note if the learning rate of the next step is higher than that of the last one, or if early settings end later,
+    because the schedule and the phases of a run that had `before` steps are stretched to its new length."""
     job, step = run.job, state.step
     if not step:
         return
@@ -520,6 +521,11 @@ def _say_rise(run: Run, state: TrainState, before: int) -> None:
         run.log.note(
             f"the learning rate rises from {last:.3g} to {following:.3g}, because the schedule is now that of a run of "
             f"{job.steps:,} steps (docs/train.md)"
+        )
+    if job.work(step) < replace(job, phases=phases_of(job.config, job.network, before)).work(step):
+        run.log.note(
+            f"the early settings end at step {job.phases[-1].first:,}, as in a run of {job.steps:,} steps, and the next "
+            "images are those of such a run"
         )
 
 
