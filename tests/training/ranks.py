@@ -76,6 +76,16 @@ def trained_and_stopped(config: TrainConfig, rank: int, step: int) -> str:
     raise AssertionError("the run did not stop")
 
 
+def stopped_and_resumed(config: TrainConfig) -> dict[str, float]:
+    """Train until the time of the run is over, continue in the same processes, and return the metrics."""
+    try:
+        train(config.override(max_time="0.01s"))
+    except Stopped as stop:
+        assert stop.run is not None
+        return resume(stop.run, changes={"max_time": "1h"}).metrics
+    raise AssertionError("the run did not stop")
+
+
 def resumed(folder: Path) -> dict[str, float]:
     return resume(folder).metrics
 

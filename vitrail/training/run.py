@@ -524,8 +524,8 @@ def _say_stretched(run: Run, state: TrainState, before: int) -> None:
         )
     if job.work(step) < replace(job, phases=phases_of(job.config, job.network, before)).work(step):
         run.log.note(
-            f"the early settings end at step {job.phases[-1].first:,}, as in a run of {job.steps:,} steps, and the next "
-            "images are those of such a run"
+            f"the early settings end at step {job.phases[-1].first:,}, as in a run of {job.steps:,} steps, and the "
+            "next images are those of such a run"
         )
 
 
