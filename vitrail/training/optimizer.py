@@ -395,10 +395,10 @@ def _of_kind(
     return OptaxAdam(groups, momentum=config.beta1, beta2=config.beta2, **shared)
 
 
-def check_names(network: nn.Module, config: OptimizerConfig) -> tuple[str, ...]:
+def check_names(module: nn.Module, config: OptimizerConfig) -> tuple[str, ...]:
     """Return notes on patterns for names of weights that match only weights that are not trained. Raise `ConfigError`
-    if a pattern matches no weight of the network, or only weights that an earlier pattern matches."""
-    trained = {name: weight.requires_grad for name, weight in network.named_parameters()}
+    if a pattern matches no weight of an objective or a network, or only weights that an earlier pattern matches."""
+    trained = {name.removeprefix("network."): weight.requires_grad for name, weight in module.named_parameters()}
     names, notes = [*trained], []
     for option in ("learning_rate_factors", "weight_decay_factors"):
         left = names
@@ -406,8 +406,8 @@ def check_names(network: nn.Module, config: OptimizerConfig) -> tuple[str, ...]:
             before, left = left, [name for name in left if not re.fullmatch(text.rpartition("=")[0], name)]
             if len(left) == len(before):
                 raise ConfigError(
-                    f"{option}={text!r} matches no weight of the network that no pattern before it matches; names are "
-                    f"for example {names[0]} and {names[-1]}"
+                    f"{option}={text!r} matches no weight that no pattern before it matches; names are for example "
+                    f"{names[0]} and {names[-1]}"
                 )
             if not any(trained[name] for name in before if name not in left):
                 notes.append(f"{option}={text!r} has no effect, because the weights that it matches are not trained")
