@@ -344,8 +344,14 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, precision: Traini
     depth d is `layer_decay ** (d + 1 - l)` (2106.08254), times the factor of `learning_rate_factors`. Groups of weights
     below the head are marked by "is_below_head" if they have a schedule of their own (`backbone_wait`).
     """
-    below = frozenset() if is_zero(config.backbone_wait) else _below_head(module)
-    scales = _scales(module, config.layer_decay) if config.layer_decay < 1 else {}
+    scales: dict[int, float] = {}
+    below: set[int] = set()
+    if config.layer_decay < 1 or not is_zero(config.backbone_wait):  # only networks of this package have layers
+        layers = layers_of(module)
+        top = len(layers.blocks) + 1
+        scales = {parameter: config.layer_decay ** (top - number) for parameter, number in layers.numbers().items()}
+        head = {id(parameter) for part in layers.head for parameter in part.parameters()}
+        below = set() if is_zero(config.backbone_wait) else scales.keys() - head
     names = {id(parameter): name.removeprefix("network.") for name, parameter in module.named_parameters()}
     groups = []
     for parameters, factor in zip(split_by_decay(module), (1.0, 0.0), strict=True):
@@ -412,20 +418,6 @@ def check_names(module: nn.Module, config: OptimizerConfig) -> tuple[str, ...]:
             if not any(trained[name] for name in before if name not in left):
                 notes.append(f"{option}={text!r} has no effect, because the weights that it matches are not trained")
     return tuple(notes)
-
-
-def _below_head(module: nn.Module) -> frozenset[int]:
-    """Return the ids of the parameters of the network that are not those of its head."""
-    layers = layers_of(module)
-    own = {id(parameter) for part in layers.head for parameter in part.parameters()}
-    return frozenset(layers.numbers()) - own
-
-
-def _scales(module: nn.Module, layer_decay: float) -> dict[int, float]:
-    """Return the scale of each parameter of the network, by the parameter's id."""
-    layers = layers_of(module)
-    top = len(layers.blocks) + 1
-    return {parameter: layer_decay ** (top - number) for parameter, number in layers.numbers().items()}
 
 
 # Factors of the learning rate and the weight decay for weights that are chosen by their names.
