@@ -422,8 +422,7 @@ def shared_files(train: Source, held_out: Source, split: str) -> Iterator[Fault]
         return
     common = np.intersect1d(own.inodes, other.inodes)
     mine, theirs = (_first_paths(source, common) for source in (own, other))
-    pairs = [(path, theirs[file]) for file, path in mine.items() if file in theirs]
-    if pairs:
+    if pairs := [(path, theirs[file]) for file, path in mine.items() if file in theirs]:
         yield Fault(
             "shared-files", "error", len(pairs),
             f"the training split and the {split} split share {plural(len(pairs), 'file')}, such as {pairs[0][0]} and "

@@ -236,9 +236,16 @@ def folds(where: str, names: Sequence[str]) -> str:
 
 
 def splits_from(sources: Mapping[Split, Source], notes: Iterable[str] = (), faults: Iterable[Fault] = ()) -> Splits:
-    """Return the splits of some sources. Without a training split, `train` has no samples."""
+    """Return the splits of some sources. Without a training split, `train` has no samples. Faults about nothing are
+    left out."""
     train = sources["train"] if "train" in sources else subset(next(iter(sources.values())), [])
-    return Splits(train, sources.get("validation"), sources.get("test"), tuple(notes), faults=tuple(faults))
+    return Splits(
+        train,
+        sources.get("validation"),
+        sources.get("test"),
+        tuple(notes),
+        faults=tuple(fault for fault in faults if fault.count),
+    )
 
 
 def without_training(splits: Splits) -> DataError:

@@ -560,7 +560,7 @@ def _summary(job: Job, network: nn.Module) -> str:
     outputs = plural(len(names), config.task.output_noun) if names else "without a head"
     return (
         f"{name} with {count:,} parameters{f', {trained:,} of them trained,' if trained < count else ''} on "
-        f"{len(job.splits.train):,} images, {outputs}: {job.steps:,} steps of {config.run.batch_size} in "
+        f"{len(job.splits.train):,} images, {outputs}: {plural(job.steps, 'step')} of {config.run.batch_size} in "
         f"{config.run.precision} on {job.device}{COMPILED[job.compile]}"
         f"{f', shared by {job.processes.world} processes' if job.processes.are_several else ''}"
     )
@@ -662,8 +662,11 @@ def _write_pictures(run: Run, bundle: Bundle, objective: Objective, source: Sour
     """Write a report with the task's pictures, if it has any."""
     config = run.job.config
     name = config.start.init or config.model.name
-    heading = f"{name}, pre-trained by {config.task.name} on {config.data.spec}, {run.job.steps:,} steps."
-    write_pictures(run.folder, heading, bundle.metrics, config.task.pictures(objective, bundle, source))
+    heading = f"{name}, pre-trained by {config.task.name} on {config.data.spec}, {plural(run.job.steps, 'step')}."
+    results = [
+        (split, text) for split in ("validation", "test") for text in config.task.texts_of(split, bundle.metrics)
+    ]
+    write_pictures(run.folder, heading, results, config.task.pictures(objective, bundle, source))
 
 
 def _measure(run: Run, state: TrainState, bundle: Bundle) -> dict[str, Any]:
