@@ -106,7 +106,7 @@ def _losses(job: Job, state: TrainState, parts: list[Batch]) -> Iterator[tuple[T
     is_whole = len(parts) == 1
     is_divided = processes.are_several or not is_whole
     counted = [objective.counted(part) for part in parts] if is_divided else []
-    total = processes.sum(torch.cat(counted).sum(dim=0)).clamp(min=1) if is_divided else None
+    total = processes.sum(torch.cat(counted).sum(dim=0)).clamp(min=1e-30) if is_divided else None
 
     def weighted(output: LossOutput, *counted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         check_output(objective, output)
