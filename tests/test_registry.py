@@ -54,6 +54,7 @@ def test_an_object_that_can_be_no_part_is_refused_when_it_is_added() -> None:
         (EVALUATORS, object()), (EVALUATORS, object), (TASKS, 5), (RECIPES, RECIPES["folder"]()),
         (ATTENTION, ATTENTION["full"](ViTConfig()).build()), (HEADS, nn.Linear),
         (POSITIONS, POSITIONS["none"](ViTConfig())),
+        (TASKS, type("Mine", (TASKS["mae"],), {"__annotations__": {"share": float}, "share": 0.5})),
     ]  # fmt: skip
     for table, wrong in tables:
         with pytest.raises(ConfigError, match=r"(?s)^'mine': .* is not a "):

@@ -240,6 +240,7 @@ class Own(Checked):
         ("sizes", range(1, 3), (1, 2)),
         ("is_fast", np.True_, True),
         ("rate", np.array(0.5), 0.5),
+        ("sizes", np.array([1, 2]), (1, 2)),
     ],
 )
 def test_checked_settings_accept_values_of_their_types(name: str, value: Any, read: Any) -> None:

@@ -13,10 +13,15 @@ from vitrail.errors import ConfigError
 T = TypeVar("T")
 
 SETTINGS: tuple[Callable[[Any], bool], str] = (
-    lambda part: isinstance(part, type) and is_dataclass(part),
-    "a dataclass, whose fields are the settings",
+    lambda part: (
+        isinstance(part, type)
+        and is_dataclass(part)
+        and ("__dataclass_fields__" in vars(part) or not vars(part).get("__annotations__"))
+    ),
+    "a class with @dataclass, whose fields are the settings",
 )
-"""`fits` of a registry of classes that have settings."""
+"""`fits` of a registry of classes that have settings. A class that inherits from a dataclass and has fields of its own
+needs the decorator too, because Python ignores the fields without it."""
 
 
 def subclass_of(base: type, names: str) -> tuple[Callable[[Any], bool], str]:

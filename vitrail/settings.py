@@ -163,8 +163,6 @@ def problem_of(name: str, value: Any, kind: Any, metadata: Mapping[str, Any]) ->
     if choices is not None:
         rule = "" if value in choices else f"is not one of {', '.join(map(repr, choices))}"
     elif kind == tuple[int, int]:
-        if not (isinstance(value, Sequence) and len(value) == 2 and all(isinstance(one, Integral) for one in value)):
-            return f"{name}={value!r} is not {NOUNS[kind][0]}"
         rule = _broken(min(value), metadata) or _broken(max(value), metadata)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         if metadata.get("distinct") and (twice := [one for one in value if value.count(one) > 1]):
@@ -299,12 +297,12 @@ def _tuples(value: Any) -> Any:
 
 def _given(value: Any) -> Any:
     """Return a value of Python code in the form of the values of settings."""
+    if hasattr(value, "tolist"):  # an array, or a number or a truth value of numpy
+        value = value.tolist()
     if type(value) in (list, tuple, range):
         return tuple(map(_given, value))
     if isinstance(value, PurePath):
         return str(value)
-    if getattr(value, "shape", None) == ():  # a number or a truth value of numpy
-        value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,8 +37,9 @@ from vitrail.models.network import Features
 from vitrail.models.variants import build, variant_config
 from vitrail.processes.group import Processes
 from vitrail.settings import from_plain, to_plain
-from vitrail.tasks.task import BatchObjective, LossOutput, Objective, Position, Task
-from vitrail.training.job import target_fits, target_rule
+from vitrail.tasks.task import BatchObjective, Objective, Position, Task
+from vitrail.training.job import check_source as check_before_training
+from vitrail.training.loop import check_output
 from vitrail.training.start import head_fields
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -255,9 +257,13 @@ def check_task(task: Any, splits: Splits) -> None:
     """Check that a task fulfils the contract of `vitrail.tasks.task.Task`.
 
     Every method that training uses is called with a small network for images of 28 x 42 pixels. The splits should be
-    small and must include a validation split. Raises `AssertionError` with the broken rule.
+    small and must include a validation split. Raises `AssertionError` with the broken rule, or the error with which
+    `vitrail.train` refuses the task.
     """
     assert isinstance(task, Task), f"{type(task).__name__} must be a Task"
+    assert isinstance(getattr(task, "targets", None), tuple) and hasattr(task, "name"), (
+        "a task must state its name and, as a tuple, the kinds of targets"
+    )
     names = [metric.name for metric in task.metrics]
     assert task.loss_metric in names, f"loss_metric={task.loss_metric!r} is not one of the task's metrics: {names}"
     settings = json.loads(json.dumps(to_plain(task)))
@@ -306,7 +312,7 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
     position = Position(step=0, steps=10, epoch=0.0)
     objective.before_step(position)
     output = loss_of(batch)
-    assert isinstance(output, LossOutput), f"an objective must return a LossOutput, not {type(output).__name__}"
+    check_output(objective, output)
     amounts = objective.counted(batch).shape[1:]
     for name, value in {"loss": output.loss, **output.metrics}.items():
         assert value.shape == amounts and value.isfinite().all(), (
@@ -347,36 +353,18 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
 
     A source provides random access, and returns the same samples in every thread and process. With `decodes`, every
     image must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError`
-    with the broken rule.
+    with the broken rule, or the `ConfigError` with which `vitrail.train` refuses the source.
     """
-    assert isinstance(source, Source), f"{type(source).__name__} lacks a method or the classes of a Source"
-    count, classes = len(source), source.classes
-    assert count > 0, "the source must have at least one sample"
-    assert isinstance(classes, tuple) and all(isinstance(name, str) for name in classes), (
-        "classes must be a tuple of names"
-    )
-    assert len(set(classes)) == len(classes), f"a class occurs twice: {classes}"
+    check_before_training(source, sys.maxsize)
+    count = len(source)
     keys, labels = [source.key(index) for index in range(count)], [source.target(index) for index in range(count)]
-    assert len(set(keys)) == count, "two samples must not have the same key"
-    kind = target_kind(source)
-    for key, label in zip(keys, labels, strict=True):
-        assert isinstance(key, str) and key, f"a key must be a name, not {key!r}"
-        assert target_fits(label, kind, len(classes)), f"{key!r}: {target_rule(kind, len(classes))}, not {label!r}"
+    assert len(set(keys)) == count and all(keys), "keys must be different names, and not empty"
+    for key, label in zip(keys, labels, strict=True) if target_kind(source) == "classes" else ():
         values: Any = label or ()
-        if kind == "numbers":
-            assert not any(map(math.isinf, values)), (
-                f"numbers must be finite, or NaN if unknown, but the target of {key!r} is {label!r}"
-            )
-        elif kind == "classes":
-            assert list(values) == sorted(set(values)), f"the labels of {key!r} must be in rising order, not {label!r}"
+        assert list(values) == sorted(set(values)), f"the labels of {key!r} must be in rising order, not {label!r}"
     first = [source[index] for index in range(count)]
-    for sample, key, label in zip(first, keys, labels, strict=True):
-        assert (sample.key, str(sample.target)) == (key, str(label)), (
-            f"the key and target of source[...] must equal key() and target(), but differ for {key!r}"
-        )
-        assert isinstance(sample.image, bytes | np.ndarray), f"the image of {key!r} must be bytes or an array"
-        if decodes:
-            decode(sample.image, 3 if isinstance(sample.image, bytes) else sample.image.shape[2])
+    for sample in first if decodes else ():
+        decode(sample.image, 3 if isinstance(sample.image, bytes) else sample.image.shape[2])
     for past in (count, count + 7):
         try:
             source[past]

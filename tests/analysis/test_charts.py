@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.analysis.charts import heat_map, mosaic, png, scatter, series_chart, standalone
+from vitrail.analysis.charts import heat_map, mosaic, png, scatter, series_chart, series_look, standalone
 from vitrail.report.charts import Series
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,6 +39,8 @@ def test_scatter_has_a_dot_per_point_and_groups_that_share_a_colour_differ() -> 
     many = scatter({f"class {at}": [(float(at), 1.0)] for at in range(10)}, label="x", x_name="x", y_name="y")
     looks = re.findall(r'class="(dot[ a-z]*)" (?:fill|color)="([^"]*)"', many)
     assert len(set(looks)) == 10
+    lines = [series_look(number) for number in range(32)]
+    assert len(set(lines)) == 32 and len({dashes for _, dashes in lines[:4]}) == 4, "also without colours"
 
 
 def test_heat_map_colours_tell_the_values() -> None:

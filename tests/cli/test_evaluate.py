@@ -311,7 +311,7 @@ def test_the_least_accurate_class_and_the_most_confused_pairs_come_first() -> No
     lines = words_of(confusion_table("test", found, names))
     assert lines[2] == ["c1", "c9", "2", "50.00%"]
     assert lines[3] == ["c0", "c1", "1", "25.00%"]
-    assert len(lines) == 23 and " ".join(lines[-1]) == "and 11 pairs that are confused no more often than these"
+    assert len(lines) == 23 and lines[-1][:3] == ["and", "11", "pairs"]
 
 
 def test_boxes_have_a_table_and_json_with_notes_of_the_data(tmp_path: Path, cli: Cli) -> None:

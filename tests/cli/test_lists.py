@@ -22,8 +22,9 @@ FIELDS = ["name", "shape", "image_size", "tokens", "parameters", "macs", "traini
 
 
 @pytest.mark.slow
-def test_lists_parameters_and_cost(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("columns", ["80", "50"])
+def test_lists_parameters_and_cost(columns: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(vitrail.cli.lists, "total_memory", lambda: 20_000_000_000)
     usual = cli.shows("models")
     lines = {line.split()[0]: line.split()[1:] for line in usual.splitlines() if "/" in line or "BiT" in line}
@@ -90,9 +91,17 @@ def test_a_recipe_is_shown_with_its_settings(cli: Cli) -> None:
     assert cli.json("recipes", "plain-vit-s16-90")["settings"]["warmup"] == "10000 steps"
 
 
-def test_recipes_and_transfers_are_listed_with_commands_and_published_results(cli: Cli) -> None:
+def test_recipes_and_transfers_are_listed_with_commands_and_published_results(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     text = cli.shows("recipes")
-    assert all(f"{name} " in text for name in RECIPES) and "2205.01580, Table 1" in text and "76.5 %" in text
+    assert (
+        "…" not in text
+        and all(f"{name} " in text for name in RECIPES)
+        and "2205.01580, Table 1" in text
+        and "76.5 %" in text
+    )
     lines = cli.shows("recipes", "--transfers").splitlines()
     assert all(f"            {row.command}" in lines for row in TRANSFERS)
     for option, known in (([], RECIPES), (["--transfers"], TRANSFERS)):

@@ -12,6 +12,7 @@ import pytest
 from tests.cli.conftest import Cli
 from tests.make import make_idx_folder, tiny_config
 from vitrail.cli.runs import write_overlay
+from vitrail.tasks.task import TaskMetric
 from vitrail.training.folder import find_runs
 from vitrail.training.log import read_journal
 from vitrail.training.run import train
@@ -44,17 +45,17 @@ def runs(trained_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_axis_of_a_fraction_ends_at_1(tmp_path: Path) -> None:
     events = [{"event": "evaluation", "step": step, "best": False, "accuracy": 1.0} for step in (1, 2)]
     (tmp_path / "journal.jsonl").write_text("\n".join(map(json.dumps, events)))
-    for is_fraction in (True, False):
-        write_overlay(tmp_path / "page.html", [tmp_path], metrics={"accuracy": is_fraction})
-        assert (">1.10<" not in (tmp_path / "page.html").read_text()) == is_fraction
+    for is_fraction, beyond in ((True, ">110<"), (False, ">1.10<")):
+        write_overlay(tmp_path / "page.html", [tmp_path], metrics=[TaskMetric("accuracy", is_fraction=is_fraction)])
+        assert (beyond not in (tmp_path / "page.html").read_text()) == is_fraction
 
 
 def test_a_line_has_the_averaged_weights_if_both_are_measured(tmp_path: Path) -> None:
     common = {"event": "evaluation", "split": "validation", "step": 3}
     events = [{**common, "weights": "trained", "accuracy": 0.25}, {**common, "best": True, "accuracy": 0.75}]
     (tmp_path / "journal.jsonl").write_text("\n".join(map(json.dumps, events)))
-    write_overlay(tmp_path / "page.html", [tmp_path], metrics={"accuracy": True})
-    assert re.findall(r": 3, ([.\d]+)<", (tmp_path / "page.html").read_text()) == ["0.75"]
+    write_overlay(tmp_path / "page.html", [tmp_path], metrics=[TaskMetric("accuracy", is_fraction=True)])
+    assert re.findall(r": 3, ([.\d]+)<", (tmp_path / "page.html").read_text()) == ["75"]
 
 
 def test_runs_that_are_too_deep_are_noted(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

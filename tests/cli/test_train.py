@@ -265,15 +265,17 @@ def test_a_run_records_its_choice_of_splits_and_is_extended_with_moved_data(
 
 @pytest.mark.slow
 def test_numbers_of_a_table_are_learned(tmp_path: Path, cli: Cli) -> None:
-    rows = ["file,brightness,width"]
+    rows = ["file,brightness,width [px]"]
     for number in range(40):
         Image.new("RGB", (9 + number, 14), (6 * number,) * 3).save(tmp_path / f"{number}.png")
-        rows.append(f"{number}.png,{6 * number},{'' if number == 7 else 9 + number}")
+        rows.append(f"{number}.png,{6 * number},{'' if number % 5 == 2 else 9 + number}")
     (tmp_path / "grey.csv").write_text("\n".join(rows))
-    words = ["--data", str(tmp_path / "grey.csv"), "--numbers", "brightness", "width", "--loss", "huber"]
+    words = ["--data", str(tmp_path / "grey.csv"), "--numbers", "brightness", "width [px]", "--loss", "huber"]
     more = ["--image-size", "16", "24", "--validation-share", "0.3", "--seed", "1", "--run", str(tmp_path / "run")]
     shown = cli.shows("train", *words, *TINY, *more)
     assert "brightness" in shown and "validation R²" in shown and "probability" not in shown
+    assert "width [px]: mean" in shown.splitlines()[-4], "a name is no markup"
+    assert list((tmp_path / "run" / "examples").glob("*-unknown.png"))
     task = read_record(tmp_path / "run").config.task
     assert (task.name, task.loss) == ("regression", "huber")
-    assert list(cli.json("predict", tmp_path / "run", tmp_path / "3.png")["numbers"]) == ["brightness", "width"]
+    assert list(cli.json("predict", tmp_path / "run", tmp_path / "3.png")["numbers"]) == ["brightness", "width [px]"]

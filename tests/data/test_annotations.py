@@ -22,7 +22,7 @@ from vitrail.cli import main
 from vitrail.data.check.findings import quick_check
 from vitrail.data.check.report import check_data
 from vitrail.data.formats.convert import WRITERS, AnnotationFormat, convert
-from vitrail.data.objects import Objects, Runs, drawn
+from vitrail.data.objects import Mask, Objects, Runs, drawn
 from vitrail.data.sources import open_data, open_whole
 from vitrail.data.splits import Splits
 from vitrail.data.targets import Targets
@@ -289,7 +289,7 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: (masks(root, BLANK), (root / "classes.txt").write_bytes(b"\xe9\n")), "as UTF-8"),
         (lambda root: (yolo(root), listed(root, "a", "two\none\n"), listed(root, "b", "one\n")), "different classes"),
         (lambda root: (voc(root, voc_object(1, 2, 3, 4)), main_list(root, "train", "gone\n")), "no list in ImageSets"),
-        (lambda root: [picture(root / f"{folder}/a.jpg") for folder in ("images", "masks")], "masks are PNG, because"),
+        (lambda root: [picture(root / f"{folder}/a.jpg") for folder in ("images", "masks")], "masks are PNG"),
         (lambda root: yolo(root, names=("a",), nc=3), "states nc: 3"),
         (lambda root: yolo(root, kpt_shape=[17, 3]), "keypoints"),
         (lambda root: described(root, "names: {0: a, x: b}"), "are not 0, 1, 2"),
@@ -309,6 +309,12 @@ def test_pictures_are_found_by_the_end_of_their_paths(tmp_path: Path) -> None:
         (lambda root: masks(root, BLANK, "sky\n\nroad\n"), "classes.txt: line 2 is empty"),
         (lambda root: (yolo(root), listed(root, "more", "one\n \ntwo\n\n")), "classes.txt: line 2 is empty"),
         (lambda root: (masks(root, BLANK), (root / "classes.txt").unlink()), "classes.txt"),
+        (lambda root: masks(root, BLANK, "1: sky\n2: road\n"), "1, 2, are not 0, 1, 2"),
+        (lambda root: (masks(root, BLANK), (root / "masks/classes.txt").write_text("road\n")), "different classes"),
+        (
+            lambda root: [picture(root / f"ds/{name}/a.png") for name in ("img", "masks_human", "masks_machine")],
+            "masks_human/ beside img/",
+        ),
     ],
 )
 def test_data_that_cannot_be_learned_is_refused(tmp_path: Path, write: Callable[[Path], Any], words: str) -> None:
@@ -383,6 +389,8 @@ def test_lists_divide_the_pictures_of_voc(tmp_path: Path) -> None:
         ("data/train", "masks/train"),
         ("train/images", "train/masks"),
         ("img_dir/train", "ann_dir/train"),
+        ("train", "train_masks"),
+        ("default", "defaultannot"),
     ],
 )
 def test_masks_lie_beside_any_folder_of_images(tmp_path: Path, images: str, folder: str) -> None:
@@ -411,6 +419,48 @@ def test_equal_channels_of_a_mask_are_one_number(tmp_path: Path, channels: int) 
     masks(tmp_path, values)
     target = opened(tmp_path).train.target(0)
     assert (target.indices() == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("image", "mask", "name", "lines"),
+    [
+        ("train/a.jpg", "train/a_mask.png", "train/_classes.csv", "Pixel Value, Class\n0, sky\n1, road"),
+        ("train/a_sat.jpg", "train/a_mask.png", "class_dict.csv", "name,r,g,b\nsky,0,0,0\nroad,1,1,1"),
+        ("shots/a.png", "drawn/a_L.png", "label_colors.txt", "0 0 0\tsky\n1 1 1\troad"),
+        ("JPEGImages/a.jpg", "SegmentationClassPNG/a.png", "labels.txt", "__ignore__\nsky\nroad"),
+        ("images/a_RGB.tif", "masks/a_label.tif", "classes.txt", "0: sky\n1: road"),
+        ("leftImg8bit/val/x/a_leftImg8bit.png", "gtFine/val/x/a_gtFine_labelIds.png", "classes.txt", "sky\nroad"),
+    ],
+)
+def test_masks_of_other_programs_are_read(tmp_path: Path, image: str, mask: str, name: str, lines: str) -> None:
+    picture(tmp_path / image)
+    (tmp_path / mask).parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(BLANK + 1).save(tmp_path / mask)
+    (tmp_path / name).write_text(lines)
+    (source,) = filter(len, open_whole(str(tmp_path), needs_training=False).whole.sources.values())
+    assert (keys_of(source), source.classes) == ([image], ("sky", "road"))
+    assert (source.target(0).indices((40, 60)) == 1).all()
+    (tmp_path / name).unlink()  # without names of classes, masks in folders of their own are still not pictures
+    if "_mask" not in mask and "drawn" not in mask:
+        alone = open_whole(str(tmp_path), unlabelled=True, needs_training=False).whole.sources.values()
+        assert [key for one in alone for key in keys_of(one)] == [image]
+
+
+def test_cityscapes_is_read_by_its_own_names(tmp_path: Path) -> None:
+    for split, value in (("train", 1), ("test", 255)):
+        for kind, values in (("labelTrainIds", BLANK + value), ("labelIds", BLANK + 8), ("instanceIds", BLANK)):
+            picture(tmp_path / f"leftImg8bit/{split}/bonn/{split}_leftImg8bit.png")
+            (tmp_path / f"gtFine/{split}/bonn").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(values).save(tmp_path / f"gtFine/{split}/bonn/{split}_gtFine_{kind}.png")
+    splits = opened(tmp_path)
+    assert splits.classes[splits.train.target(0).indices()[0, 0]] == "sidewalk" and len(splits.classes) == 19
+    note, other = splits.notes
+    assert "labelTrainIds.png are read" in note and "instanceIds" in note
+    assert splits.test is None and "test" in other, "the masks of the test images are secret"
+    for path in tmp_path.rglob("*_labelTrainIds.png"):
+        path.unlink()
+    splits = opened(tmp_path)
+    assert splits.classes[splits.train.target(0).indices()[0, 0]] == "sidewalk" and len(splits.classes) == 33
 
 
 def cvat(root: Path) -> None:
@@ -618,9 +668,10 @@ def test_numbers_in_grey_of_few_bits_are_those_of_the_file(tmp_path: Path, bits:
 
 def test_a_mask_in_a_jpeg_file_is_refused(tmp_path: Path) -> None:
     masks(tmp_path, BLANK)
-    Image.fromarray(BLANK).save(tmp_path / "masks/train/a.png", "JPEG")
-    with pytest.raises(UndecodableImage, match="JPEG"):
-        opened(tmp_path).train.target(0).indices()
+    for kind in ({"format": "JPEG"}, {"format": "TIFF", "compression": "jpeg"}):
+        Image.fromarray(BLANK).save(tmp_path / "masks/train/a.png", **kind)
+        with pytest.raises(UndecodableImage, match="JPEG"):
+            opened(tmp_path).train.target(0).indices()
 
 
 @pytest.mark.parametrize("write", [coco, voc, yolo, lambda root: masks(root, np.zeros((9, 9), np.uint8))])
@@ -691,6 +742,8 @@ def test_what_lies_beside_boxes_and_masks_is_named(tmp_path: Path) -> None:
     splits = opened(tmp_path)
     notes = "\n".join(splits.notes)
     assert splits.target_kind == "boxes" and "its masks are not read" in notes and "labels.csv" in notes
+    chosen = opened(Path(f"{tmp_path}?ignore=255"))
+    assert chosen.target_kind == "mask" and "those of classes.txt, and labels.csv" in "\n".join(chosen.notes)
     with pytest.raises(DataError, match="its masks are not read"):
         Segmentation().check_data(splits)
 
@@ -935,3 +988,9 @@ def test_the_commands_check_convert_and_refuse(tmp_path: Path, capsys: pytest.Ca
         open_data(f"{tmp_path / 'a'}?splits=x", validation_share=0.0)
     with pytest.raises(DataError, match="--splits"):
         open_data(f"{tmp_path / 'a/train/_annotations.coco.json'}?train=a&test=b", validation_share=0.0)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_an_own_mask_can_hold_truth_values() -> None:
+    mask = Mask("own", lambda: np.array([[True, False]]), (3, 5))
+    assert mask.indices((1, 2)).tolist() == [[5, 3]]

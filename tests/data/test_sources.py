@@ -45,10 +45,13 @@ def test_class_folders_are_cut_and_the_cut_is_stated(tree: Trees) -> None:
     assert "has no validation split: 30 of its 120 training images are held out" in held_out and "25%" in held_out
 
 
-@pytest.mark.parametrize("share", [1, -0.1, float("nan"), "0.1"])
-def test_fractions_that_cannot_be_are_refused(share: Any, tree: Trees, types_unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=r"^validation_share="):
-        open_data(str(tree(*many("a", "b"))), validation_share=share)
+@pytest.mark.parametrize(("name", "value"), [
+    *(("validation_share", share) for share in (1, -0.1, float("nan"), "0.1")),
+    ("validation", "test"), ("cut_method", "random"), ("per_class", 0),
+])  # fmt: skip
+def test_cuts_that_cannot_be_are_refused(name: str, value: Any, tree: Trees, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}="):
+        open_data(str(tree(*many("a", "b"))), **{"validation_share": 0.1, name: value})
 
 
 def test_data_is_named_by_a_text_or_a_path_that_is_not_empty(

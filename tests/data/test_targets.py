@@ -32,6 +32,7 @@ from vitrail.data.targets import (
     whole_numbers,
 )
 from vitrail.errors import ConfigError, DataError
+from vitrail.report.page import printable
 
 
 @given(st.text(max_size=12))
@@ -49,6 +50,7 @@ def test_a_name_has_one_form(text: str) -> None:
 def test_names_of_all_scripts_are_accepted(name: str) -> None:
     check_names("data", [name])
     assert class_name(name) == unicodedata.normalize("NFC", name)
+    assert printable(name) == name
 
 
 @pytest.mark.parametrize("name", ["a\tb", "", "a\x00", "a\u202eb"])

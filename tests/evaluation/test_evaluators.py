@@ -298,6 +298,7 @@ def test_settings_are_taken_as_files_give_them() -> None:
         (lambda: ByFewShot(l2="foo"), "l2='foo' is not a number or one of 'loo'"),  # type: ignore[arg-type]
         (lambda: ByFewShot(allow_fewer="no"), "allow_fewer='no' is not true or false"),  # type: ignore[arg-type]
         (lambda: ByNeighbours("5"), "k='5' is not a list of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Outputs("small"), "bundle='small' is not an object with the fields of Bundle"),  # type: ignore[arg-type]
         (lambda: ByLinear(penalties=1.0), "penalties=1.0 is not a list of numbers"),  # type: ignore[arg-type]
     ],
 )

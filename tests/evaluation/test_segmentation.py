@@ -71,6 +71,20 @@ def make_scenes(root: Path, split: str, count: int) -> None:
     (root / "classes.txt").write_text("sea\nsail\nsun\n")
 
 
+def test_a_hybrid_and_pictures_without_a_class_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The patches of a hybrid are those of a smaller map of features."""
+    for split in ("train", "test"):
+        make_scenes(tmp_path, split, 3)
+    command = ["evaluate", "small", "--data", str(tmp_path), "--by", "segmentation", "--learning-epochs", "1"]
+    assert main([*command, "--patches", "40"]) == 0
+    Image.new("L", (60, 48), 255).save(tmp_path / "masks/test/0.png")
+    bundle = replace(make_bundle(head_kind="patches", output="mask"), classes=("sea", "sail", "sun"))
+    replace(bundle, preprocess=replace(bundle.preprocess, resize="pad")).save(tmp_path / "model")
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "model"), "--data", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["test"]["images"] == 2
+
+
 @pytest.mark.slow
 def test_a_linear_layer_of_patch_tokens_finds_coloured_things(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -210,7 +210,7 @@ def test_a_file_of_other_weights_is_written_anew(model: Bundle, cache: Path) -> 
     assert [one.probability for one in found] == pytest.approx([one.probability for one in model.predict(pictures())])
 
 
-@pytest.mark.parametrize("change", ["hook", "weights", "method"])
+@pytest.mark.parametrize("change", ["hook", "weights", "data", "method"])
 def test_a_network_that_is_changed_later_is_computed_by_pytorch(change: str, model: Bundle) -> None:
     fast = with_engine(copy.deepcopy(model), "onnxruntime")
     before, network = fast.predict(pictures()), fast.network
@@ -218,6 +218,8 @@ def test_a_network_that_is_changed_later_is_computed_by_pytorch(change: str, mod
         network.blocks[0].register_forward_hook(lambda module, given, found: -found)
     elif change == "method":
         network.blocks[0].forward = lambda x, *_, **__: -x
+    elif change == "data":
+        network.head.weight.data.neg_()
     else:
         with torch.no_grad():
             network.head.weight.neg_()

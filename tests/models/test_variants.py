@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,18 @@ def test_one_number_is_both_sides() -> None:
     made: Any = variant_config("ViT-Ti/16", image_size=np.int64(32), patch_size=8)
     assert (made.image_size, made.patch_size) == ((32, 32), (8, 8))
     assert TrainConfig().override(image_size=48).images.image_size == (48, 48)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_configs_hold_values_of_their_types() -> None:
+    given: Any = {"image_size": [np.int64(32), 48], "num_classes": np.int64(3)}
+    for kind in (ViTConfig, ResNetConfig):
+        made: Any = kind(**given)
+        assert made == kind(image_size=(32, 48), num_classes=3) and type(made.num_classes) is int
+        with pytest.raises(ConfigError, match="num_classes=True is not a whole number"):
+            replace(made, num_classes=True)
+    with pytest.raises(ConfigError, match="reversible='no' is not true or false"):
+        replace(variant_config("ViT-Ti/16"), reversible="no")
 
 
 @pytest.mark.usefixtures("types_unchecked")

@@ -155,9 +155,19 @@ def test_a_patch_that_does_not_exist_is_an_error(positions: dict[str, Any], plac
         network.encode(images_of(), keep=torch.tensor([[0, place], [1, 2]]))
 
 
-@pytest.mark.parametrize("keep", [torch.ones(2, 9, dtype=torch.bool), torch.tensor([0, 1])], ids=["mask", "row"])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        torch.ones(2, 9, dtype=torch.bool),
+        torch.tensor([0, 1]),
+        [[0, 1]] * 2,
+        torch.zeros(2, 1),
+        torch.tensor([[0]] * 3),
+    ],
+    ids=["mask", "row", "list", "float", "three images"],
+)
 def test_what_is_no_table_of_indices_is_refused(keep: Any, types_unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=r"^keep=.* of shape \(b, k\)"):
+    with pytest.raises(ConfigError, match=r"(?s)^keep=.* of shape \(2, k\)"):
         randomised(small_config()).encode(images_of(), keep=keep)
 
 

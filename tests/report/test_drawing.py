@@ -20,7 +20,7 @@ def test_letters_beyond_ascii_are_drawn() -> None:
             found.append(Path(str(ImageFont.truetype(name).path)).name)
     if not found:
         pytest.skip("this machine has none of the fonts")
-    first, other = (np.asarray(draw_legend(["a", name])) for name in ("gr\u00fcn", "gr\u0436n"))
+    first, other = (np.asarray(draw_legend(["a", name], 4, [0, 1])) for name in ("gr\u00fcn", "gr\u0436n"))
     assert first.shape != other.shape or (first != other).any()
     box, picture = np.array([[2.0, 2.0, 60.0, 30.0]]), Image.new("RGB", (64, 32))
     first, other = (np.asarray(draw_boxes(picture, box, [0], [name])) for name in ("\u00fc", "\u0436"))

@@ -122,7 +122,7 @@ def test_overlays_on_the_page(browser: Browser, server: Running, files: list[Pat
     pictures = [browser.value(shown)]
     for number in (1, 0):
         browser.value(f"document.querySelectorAll('li button')[{number}].click()")
-        browser.wait(f"{caption} === 'The bright parts speak most for {labels[number]}.'")
+        browser.wait(f"{caption} === 'The bright parts support {labels[number]} most.'")
         browser.wait(f"{shown}.startsWith('data:image/jpeg')")
         assert browser.value("document.querySelectorAll('[aria-pressed=true]').length") == 1
         pictures.append(browser.value(shown))

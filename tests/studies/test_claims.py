@@ -60,7 +60,7 @@ def test_points_that_were_not_measured_or_diverged_show_nothing() -> None:
 )
 def test_equality_needs_an_interval_inside_the_margin(second: tuple[float, ...], outcome: str) -> None:
     found = Alike("equal", ("a", "b")).check(results_of({"a": (0.8, 0.8, 0.8), "b": second}))
-    assert found.outcome == outcome and "less than 1 percentage points count as equal" in found.evidence[0]
+    assert found.outcome == outcome and "less than 1%" in found.evidence[0]
 
 
 def test_equality_names_the_widest_pair() -> None:

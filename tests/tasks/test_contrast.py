@@ -87,7 +87,7 @@ def test_the_loss_of_embeddings_is_that_of_the_published_code(
                 weight.data = values.cos() if number % 3 == 1 else values
             else:
                 weight.data = wave(*weight.shape, step=step + 0.1 * number) + float(number % 3 == 1)
-    objective.before_step(Position(step=0, steps=10, epoch=0.0))  # the published code updates the running mean first
+    objective.after_step(Position(step=-1, steps=10, epoch=0.0), Processes())  # the published code does this first
     embeddings = wave(12, 5, step=1.3).requires_grad_()
     features = {"embeddings": embeddings, "targets": embeddings.detach()}
     output = objective.compare(features, torch.ones(12, dtype=torch.bool), Processes())

@@ -66,7 +66,7 @@ def test_the_running_mean_follows_the_network_but_not_the_predictor() -> None:
     optimizer = torch.optim.SGD([weight for weight in objective.parameters() if weight.requires_grad], lr=0.1)
     objective(batch).loss.backward()
     optimizer.step()
-    objective.before_step(Position(step=6, steps=12, epoch=2.0))
+    objective.after_step(Position(step=5, steps=12, epoch=2.0), Processes())
     after = objective.state_dict()
     for name in before:
         if name.startswith(("network.", "projection.")):

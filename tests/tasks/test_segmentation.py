@@ -216,6 +216,9 @@ def test_all_outputs_of_a_batch_are_learned() -> None:
     assert output.loss.shape == (2,) and output.loss.isfinite().all()
     output.loss.sum().backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in network.parameters())
+    network.zero_grad()
+    objective(replace(batch, valid=torch.zeros(4, dtype=torch.bool))).loss.sum().backward()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in network.parameters())
 
 
 def test_masked_attention_ends_block_by_block() -> None:

@@ -37,6 +37,7 @@ from vitrail.training.after_step import Run
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import locked
 from vitrail.training.job import prepare
+from vitrail.training.log import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.sharding import StreamedCopy
 from vitrail.training.start import open_initial
@@ -72,6 +73,16 @@ def trained_and_stopped(config: TrainConfig, rank: int, step: int) -> str:
         train(config)
     except Stopped as stop:
         return str(stop)
+    raise AssertionError("the run did not stop")
+
+
+def stopped_and_resumed(config: TrainConfig) -> dict[str, float]:
+    """Train until the time of the run is over, continue in the same processes, and return the metrics."""
+    try:
+        train(config.override(max_time="0.01s"))
+    except Stopped as stop:
+        assert stop.run is not None
+        return resume(stop.run, changes={"max_time": "1h"}).metrics
     raise AssertionError("the run did not stop")
 
 
@@ -193,6 +204,20 @@ class Fragile(nn.Module):
         if self.fault == "gradient":  # the root of 0 is 0, and its derivative is infinite
             return outputs + (0 * outputs + (~white).float()).sqrt()
         return outputs * torch.where(white, float("nan") if self.fault == "loss" else 1e4, 1.0)
+
+
+def measured_twice(config: TrainConfig) -> tuple[float, float]:
+    """Train a network of the user's own with a batch norm. Return the cross-entropy of the test images that the run
+    measured, and the one that this process measures alone."""
+    plain = config.override(variant=None, width=None, depth=None, heads=None, mlp_width=None)
+    network, source = (
+        nn.Sequential(nn.Flatten(), nn.BatchNorm1d(28 * 28), nn.Linear(28 * 28, 10)),
+        plain.data.open().test,
+    )
+    with patch.object(forecast, "EVALUATION_BATCH", 8):
+        result = train(plain, network=network)
+    (event,) = (one for one in read_journal(result.folder / "journal.jsonl") if one.get("split") == "test")
+    return event["cross_entropy"], Accuracy()(Outputs(result.bundle), source, source)["cross_entropy"]
 
 
 def batches_of(data: Path) -> list[list[int]]:

@@ -121,6 +121,16 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Make, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("fields", "notes"), [({}, 0), ({"early_image_size": ("14:0.5",)}, 1)], ids=str)
+def test_early_settings_that_end_later_are_noted(
+    fields: dict[str, Any], notes: int, small: Make, tmp_path: Path
+) -> None:
+    train(small(tmp_path / "run", steps=4, schedule="constant", warmup=0.0, **fields, **FEW))
+    resume(tmp_path / "run", changes={"steps": 6}, log=Log(shown := Display()))
+    assert len(shown.notes) == notes
+
+
+@pytest.mark.slow
 def test_the_record_and_the_journal_tell_of_the_extension(small: Make, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(run, steps=8, **FEW))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.training.jobs import Make, Prepare
 from tests.training.test_budget import Calls
 from vitrail.data.batch import Batch
+from vitrail.tasks.classification import ClassificationObjective
 from vitrail.tasks.regression import RegressionObjective
 from vitrail.tasks.task import LossOutput, Objective
 from vitrail.training import loop
@@ -73,9 +74,20 @@ def test_accumulation_changes_nothing(make: Callable[..., Any], invalid: list[in
         torch.testing.assert_close(figures, expected_figures, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("targets", ["labels", "numbers"])
+class Amounts(ClassificationObjective):
+    """Images count by amounts whose sum is below 1."""
+
+    def forward(self, batch: Batch) -> LossOutput:
+        amounts, losses = self.counted(batch), self.losses(self.network(batch.images), batch)
+        return LossOutput((losses * amounts).sum() / amounts.sum().clamp(min=1e-9), {})
+
+    def counted(self, batch: Batch) -> Tensor:
+        return batch.valid * (1 + batch.labels) / 1000
+
+
+@pytest.mark.parametrize("targets", ["labels", "numbers", "amounts"])
 def test_accumulation_changes_nothing_if_samples_lack_targets(make: Callable[..., Any], targets: str) -> None:
-    """The samples without a target are unevenly distributed over the parts. The loss skips them."""
+    """The samples without a target are unevenly distributed over the parts, and the loss skips them."""
     found: dict[int, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
     for accumulation in (1, 3, 7, 20):
         state, job = make(**SGD, clip=0.0, accumulation=accumulation)
@@ -84,6 +96,8 @@ def test_accumulation_changes_nothing_if_samples_lack_targets(make: Callable[...
             labels = batch.labels.clone()
             labels[[0, 1, 4, 5, 6, 7, 13]] = -1
             batch = replace(batch, labels=labels)
+        elif targets == "amounts":
+            state.objective = Amounts(state.objective.network)
         else:
             numbers = torch.linspace(-3, 5, 200).reshape(20, 10)
             numbers[[0, 1, 4, 5, 6, 7, 13]] = torch.nan

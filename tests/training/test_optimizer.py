@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from vitrail.errors import ConfigError
 from vitrail.models.variants import create
@@ -57,6 +58,19 @@ def test_weights_of_linear_layers_and_convolutions_decay_and_nothing_else(name: 
     for path, parameter in names.items():
         kernel = path.endswith("weight") and parameter.ndim > 1
         assert (id(parameter) in decayed) == kernel, path
+
+
+def test_weights_of_other_layers_of_pytorch_decay_once() -> None:
+    network = nn.Sequential(
+        nn.TransformerEncoderLayer(4, 2, 8), nn.ConvTranspose2d(2, 3, 2), nn.Conv1d(2, 3, 1), nn.Linear(4, 4),
+        nn.Linear(4, 4), nn.Embedding(3, 4), weight_norm(nn.Linear(4, 4)),
+    )  # fmt: skip
+    network[4].weight = network[3].weight
+    decayed, plain = split_by_decay(network)
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    attention = ("0.self_attn.in_proj_weight", "0.self_attn.out_proj.weight", "0.linear1.weight", "0.linear2.weight")
+    assert [names[one] for one in decayed] == [*attention, "1.weight", "2.weight", "3.weight"]
+    assert sorted(map(names.get, (*decayed, *plain))) == sorted(names.values())
 
 
 @pytest.mark.parametrize("optimizer", get_args(OptimizerName))
@@ -188,7 +202,7 @@ def test_factors_by_name_choose_groups() -> None:
         learning_rate_factors=(r"head\.weight=3", "(head|norm).*=2"),
         weight_decay_factors=("positions.*=0.5", r".*blocks\.1.*qkv\.weight=1", r"head\.weight=0"),
     )
-    check_names(network, config)
+    assert check_names(objective, config) == check_names(network, config) == ()
     groups = make_optimizer(objective, config).param_groups
     names = {id(weight): name for name, weight in network.named_parameters()}
     found = {names[id(one)]: (group["scale"], group["weight_decay"]) for group in groups for one in group["params"]}
@@ -215,9 +229,7 @@ def test_a_pattern_without_a_weight_is_named() -> None:
         ({"weight_decay_factors": ("x=1",)}, "weight_decay_factors='x=1'"),
         ({"learning_rate_factors": (".*=1", "head.*=10")}, r"learning_rate_factors='head\.\*=10'"),
     ):
-        with pytest.raises(
-            ConfigError, match=f"^{start} matches no weight of the network that no .* patches.projection.weight"
-        ):
+        with pytest.raises(ConfigError, match=f"^{start} matches no weight that no .* patches.projection.weight"):
             check_names(network, OptimizerConfig(**fields))
 
 

@@ -23,10 +23,11 @@ from tests.listening import Display
 from tests.make import MemorySource, make_masks_folder, make_voc_folder, wait_for
 from tests.training.jobs import Make, train_until
 from vitrail.data.batch import Batch
+from vitrail.data.objects import Objects
 from vitrail.data.source import Sample, soft_target_of, target_kind
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
-from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, RunError
+from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, RunComplete, RunError
 from vitrail.tasks.classification import ClassificationObjective
 from vitrail.tasks.own_model import OwnModel
 from vitrail.tasks.task import LossOutput, Objective
@@ -99,8 +100,11 @@ def test_an_own_source_is_trained_on_and_cut_as_any_data(as_splits: bool, config
     assert bundle.predict([Stripes()[1].image])[0].label == "light"
 
 
-def test_an_own_network_is_trained_and_predicts(config: Make, tmp_path: Path) -> None:
-    result = train(config(keep="best"), data=Stripes(), network=seeded())
+def test_an_own_network_is_trained_and_predicts(config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    display = Display()
+    result = train(config(keep="best"), data=Stripes(), network=seeded(), log=Log(display))
+    assert any(note.startswith("data 'Stripes' has no validation split") for note in display.notes)
     assert result.metrics["validation_accuracy"] == 1.0
     assert isinstance(result.bundle, OwnModel)
     assert [one.label for one in result.bundle.predict([Stripes()[0].image, Stripes()[1].image])] == ["dark", "light"]
@@ -112,7 +116,10 @@ def test_an_own_network_is_trained_and_predicts(config: Make, tmp_path: Path) ->
         vitrail.load(result.folder / "model")
     with pytest.raises(ConfigError, match=r"^embed: Vitrail knows only the outputs of a network of your own class"):
         result.bundle.embed([Stripes()[0].image])
-    saved = result.bundle.save(tmp_path / "copy")
+    assert vitrail.with_engine(result.bundle).engine is None
+    with pytest.raises(RunComplete):
+        resume("~/run", data=Stripes(), network=seeded())
+    assert (saved := result.bundle.save("~/copy")) == tmp_path / "copy"
     assert [path.name for path in saved.iterdir()] == ["model.safetensors"]
     result.bundle.save(tmp_path / "copy", overwrite=True)
     save_file({"theirs": torch.zeros(2)}, tmp_path / "copy" / "model.safetensors")
@@ -195,6 +202,8 @@ def two_means(images: Tensor) -> Tensor:
         (lambda: Alone(lambda images: images), r"must return floats of \(b, 2\), .* returned a tensor of \(2, 3,"),
         (lambda: Alone(lambda images: [two_means(images)]), r"one for each output, but it returned list$"),
         (lambda: Alone(lambda images: two_means(images).long()), r"must return floats of \(b, 2\)"),
+        (lambda: seeded().to("meta"), "has weights that cannot be trained"),
+        (torch.inference_mode()(seeded), "has weights that cannot be trained"),
         (lambda: torch.compile(seeded(), backend="eager"), r"is a .*nn\.Module"),
         (lambda: "small", r"is a .*nn\.Module"),
     ],
@@ -237,13 +246,19 @@ BROKEN: list[tuple[Any, str]] = [
     (changed(__getitem__=lambda self, index: (PICTURE, 0)), "source[0] must be a Sample(key, image, target)"),
     (changed(has_soft_targets=True), "soft targets need both has_soft_targets"),
     (changed(soft_target=lambda self, index: [0, 1]), "soft targets need both has_soft_targets"),
+    (changed(__getitem__=lambda self, index: None), "source[0] must be a Sample(key, image, target), not None"),
     ([1, 2], "a source must have classes"),
+    (Stripes, "a source must be an object, not the class Stripes"),
     (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
     (changed(key=lambda self, index: f"{index // 2}"), "two samples must not have the same key"),
     (changed(target=lambda self, index: 7), "target(0) is 7, but the targets of this source must be None or an index"),
     (changed(target=lambda self, index: (0, 2)), "target(0) is (0, 2), but the targets of this source must be None or"),
     (changed(target=lambda self, index: np.int64(index % 2) if index == 4 else index % 2), "target(4) is np.int64(0)"),
     (changed(target=lambda self, index: 1.5 if index == 31 else index % 2), "target(31) is 1.5, but the targets"),
+    *(
+        (changed(target=lambda self, index, box=box: Objects.of([0], [box])), "left, top, right, bottom) in [0, 1]")
+        for box in ((1, 2, 7, 5), (0.5, 0.5, 0.2, 0.2), (0.1, 0.1, 0.1, 0.3), (0.1, float("nan"), 0.5, 0.6))
+    ),
     (changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)), "must have the key and the target"),
     (
         changed(__getitem__=lambda self, index: Sample(self.key(index), PICTURE.astype(np.float32), index % 2)),
@@ -254,8 +269,16 @@ BROKEN: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("source", "rule"), BROKEN, ids=[rule[:30] for _, rule in BROKEN])
 def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=rf"^data: \w+ breaks a rule of its contract: .*{re.escape(rule)}"):
+    message = rf"^data: \w+ breaks a rule of its contract: .*{re.escape(rule)}"
+    with pytest.raises(ConfigError, match=message):
         check_source(source)
+    with pytest.raises(ConfigError, match=message):
+        checked(source)
+
+
+def test_classes_in_an_array_are_named(config: Make, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match="classes must be a tuple of names"):
+        train(config(**SIZES), data=changed(classes=np.array(["dark", "light"])))
 
 
 def test_settings_of_another_network_are_noted(config: Make) -> None:

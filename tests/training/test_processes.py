@@ -211,6 +211,16 @@ def test_machines_with_unequal_memory_measure_the_same(
         assert found == pytest.approx(alone, abs=1e-4)
 
 
+def test_a_stopped_run_continues_in_the_same_processes(three_splits: Path, tmp_path: Path) -> None:
+    results_of(2, ranks.stopped_and_resumed, ranks.config_of(three_splits, tmp_path / "run"))
+    assert steps_of(tmp_path / "run", "stopped") == [2] and steps_of(tmp_path / "run", "finished") == [12]
+
+
+def test_the_running_statistics_of_the_first_process_are_measured_and_saved(three_splits: Path, tmp_path: Path) -> None:
+    found = results_of(2, ranks.measured_twice, ranks.config_of(three_splits, tmp_path / "run", keep="last"))
+    assert [alone for _, alone in found] == pytest.approx([found[0][0]] * 2, rel=1e-6)
+
+
 def test_a_linear_start_is_that_of_one_process(
     colour_folder: Path, initial: Initial, from_model: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -42,7 +42,10 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "masked-patches": {"task": "masked-patches", "corrupt_fraction": 0.6},
-    "mae": {"task": "mae", "remove_fraction": 0.6, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2},
+    "mae": {
+        "task": "mae", "remove_fraction": 0.6, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2,
+        "learning_rate_factors": (r"decoder\..*=0.5",),
+    },
     "simclr": {"task": "simclr", "projection_width": 8, "crop_area": (0.3, 1.0)},
     "dino": {
         "task": "dino", "crop_area": (0.4, 1.0), "local_views": 3, "local_size": (14, 7), "prototypes": 32,

@@ -40,4 +40,5 @@ def test_examples_and_pages_are_drawn(name: str, tmp_path: Path) -> None:
     assert next(iter(result.report.metrics.values())).value == pytest.approx(value, abs=1e-6)
     page = result.page.read_text()
     assert "Confusion matrix" in page and ("by size" in page) == (name == "detection")
+    assert ('<span class="colour">' in page) == ("Validation mIoU" in page) == (name == "segmentation")
     assert "the prediction on the right" in page and page.count("<img") > len(run.examples)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from pytest import CaptureFixture, MonkeyPatch
 
 from tests.weights.hub_server import Hub, cut_off, restart_client, serving
@@ -263,6 +264,8 @@ def test_a_codebook_on_the_hub_is_seen_and_paths_begin_at_home(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert bundle.save("~/model") == tmp_path / "model"
+    Image.new("RGB", (4, 4)).save(tmp_path / "rose.png")
+    assert bundle.predict("~/rose.png") == bundle.predict(tmp_path / "rose.png")
     (tmp_path / "model/tokenizer.safetensors").write_bytes(b"codebook")
     hub.add("org/name", {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()})
     for number, source in enumerate(("org/name", "~/model")):

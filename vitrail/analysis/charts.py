@@ -38,8 +38,8 @@ from vitrail.report.page import escape, picture_file
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#7f7f7f", "#e69f00")
 """Colours of series (Okabe and Ito 2008). Yellow is darkened, so that it is visible on white."""
 
-DASHES = ("", "6 3", "2 2", "8 3 2 3")
-"""Dashes of series. Series that have the same colour have different dashes."""
+DASHES = ("", "6 4", "1 4", "8 4 1 4")
+"""Dashes of series, by which lines differ without their colours, and by which series of the same colour differ."""
 
 SCALE = ((68, 1, 84), (72, 40, 120), (62, 74, 137), (49, 104, 142), (38, 130, 142), (31, 158, 137), (53, 183, 121),
          (109, 205, 89), (180, 222, 44), (253, 231, 37))  # fmt: skip
@@ -253,7 +253,7 @@ def _frame(x_axis: Axis, y_axis: Axis, x_name: str, y_name: str) -> tuple[PlotAr
 
 def series_look(number: int) -> tuple[str, str]:
     """Return the colour of a series, and its attribute for dashes."""
-    dashes = DASHES[number // len(COLOURS) % len(DASHES)]
+    dashes = DASHES[(number + number // len(COLOURS)) % len(DASHES)]
     return COLOURS[number % len(COLOURS)], f' stroke-dasharray="{dashes}"' if dashes else ""
 
 

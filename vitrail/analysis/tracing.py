@@ -8,7 +8,7 @@ itself uses the fast kernels everywhere, so tracing does not change the logits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -222,11 +222,12 @@ def traces(
     for one in keep:
         typed(Kept, one, "keep")
     for field, numbers in (("layers", layers), ("heads", heads)):
-        if numbers is not None and not len(numbers):
+        if isinstance(numbers, Sized) and not len(numbers):
             raise ConfigError(f"{field} is empty; name at least one, or leave it out to trace all of them")
     chosen = chosen_blocks(vit, layers)
     tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
-    images = images.clone() if images.is_inference() else images  # no gradient passes through a tensor of this mode
+    # No gradient passes through a tensor of inference mode.
+    images = images.clone() if isinstance(images, Tensor) and images.is_inference() else images
     return _all_pieces(tracer, images, checked_targets(vit, images, targets), checked_count(batch_size))
 
 

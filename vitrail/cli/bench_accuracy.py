@@ -214,7 +214,7 @@ def _write(options: BenchAccuracy, comparison: AccuracyComparison, curves: Curve
 
 COSTS: dict[str, Callable[[CurvePoint], float]] = {
     "seconds of training": lambda point: point.seconds,
-    "counted FLOPs": lambda point: point.flops,
+    "counted TFLOP": lambda point: point.flops / 1e12,
 }
 
 
@@ -235,7 +235,7 @@ def accuracy_chart(curves: Curves, targets: Sequence[float], budget: float | Non
         )  # fmt: skip
         text = horizontal_text(12.0, 20.0, "no evaluation within the budget")
         charts.append(chart or svg_picture(480.0, 30.0, "", [text], fixed_size=True))
-    return standalone(side_by_side(charts, "Validation accuracy over seconds of training and over counted FLOPs"))
+    return standalone(side_by_side(charts, "Validation accuracy over seconds of training and over counted TFLOP"))
 
 
 # The tables of `vitrail bench accuracy`.

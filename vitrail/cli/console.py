@@ -31,7 +31,7 @@ from vitrail.data.faults import refuse
 from vitrail.data.formats.folder import Scan, unread_images
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.splits import Request
-from vitrail.errors import DataError
+from vitrail.errors import DataError, plural
 from vitrail.settings import setting
 from vitrail.training.log import numbers_of
 
@@ -155,9 +155,9 @@ def terminal_table(columns: Sequence[Column], rows: Iterable[Any], caption: str 
 
 def measurement_title(machine: dict[str, Any], what: str, rounds: dict[str, int] | None = None) -> str:
     """Return the lines above the tables of a measurement: the machine, what is measured, and the number of rounds."""
-    often = "" if rounds is None else f"\n{rounds['repetitions']} rounds after {rounds['warmup']} of warm-up"
+    often = "" if rounds is None else f"\n{plural(rounds['repetitions'], 'round')} after {rounds['warmup']} of warm-up"
     return escape(
-        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, torch "
+        f"{machine['device']}, {plural(machine['cores'], 'core')}, {plural(machine['threads'], 'thread')}, torch "
         f"{machine['versions']['torch']}\n{what}{often}"
     )
 
@@ -405,7 +405,7 @@ class ConsoleDisplay:
         beside = f"; training {train}" if train else ""
         start = f"step {step:,}" if step else "before the first step"
         skipped = f" ({result['skipped']:,.0f} skipped)" if result.get("skipped") else ""
-        self.say(f"{start}: validation {texts} on {result['images']:,.0f} images{skipped}{beside}{star}")
+        self.say(f"{start}: validation {texts} on {plural(round(result['images']), 'image')}{skipped}{beside}{star}")
 
     def _skip(self, split: str, key: str, reason: str) -> None:
         """Name an image that cannot be decoded. Every evaluation finds those of its split, so each is named once."""

@@ -152,7 +152,7 @@ def _show(report: Report, console: Console) -> None:
     for finding in report.findings:
         _show_finding(finding, console)
     if not report.findings:
-        _say(console, f"Nothing wrong found in {report.looked_at:,} images.")
+        _say(console, f"Nothing wrong found in {plural(report.looked_at, 'image')}.")
 
 
 def _show_finding(finding: Finding, console: Console) -> None:

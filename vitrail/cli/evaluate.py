@@ -586,7 +586,7 @@ def _pairs(split: str, report: ClassificationReport, classes: tuple[str, ...]) -
     )
     table = text_table((f"{split}: true class", "predicted", "images", "of the class"), rows, left=2)
     left = len(wrong) - CONFUSED
-    return Group(table, Text(f"and {left:,} pairs that are confused no more often than these")) if left > 0 else table
+    return Group(table, Text(f"and {plural(left, 'pair')} confused no more often than these")) if left > 0 else table
 
 
 def suite_table(result: SuiteResult) -> Table:

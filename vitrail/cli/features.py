@@ -30,7 +30,7 @@ from vitrail.data.formats.parquet import pyarrow
 from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.source import Source, files_of
 from vitrail.data.sources import open_whole
-from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage
+from vitrail.errors import ConfigError, DataError, Interrupted, UndecodableImage, plural
 from vitrail.evaluation.features.cache import default_cache
 from vitrail.evaluation.features.extract import FeatureSet, extract
 from vitrail.evaluation.features.feature_files import ABOUT, NAMES, save_features, save_parquet
@@ -281,9 +281,8 @@ def _embed(options: Embed, processes: Processes) -> None:
         summary[split] = {"images": len(features), "skipped": len(features.skipped), "width": features.width,
                           "written": str(targets[split])}  # fmt: skip
         if not options.json:
-            text = (
-                f"{split}: features of {len(features):,} images, {features.width:,} numbers each, in {targets[split]}"
-            )
+            images = plural(len(features), "image")
+            text = f"{split}: features of {images}, {features.width:,} numbers each, in {targets[split]}"
             console.print(text, markup=False)
     if options.json:
         print_json(summary)

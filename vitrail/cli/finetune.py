@@ -26,7 +26,7 @@ from vitrail.cli.run_options import (
     task_options,
 )
 from vitrail.data.sources import OpenedData
-from vitrail.errors import ConfigError, RunError, Stopped
+from vitrail.errors import ConfigError, RunError, Stopped, plural
 from vitrail.evaluation.metrics.report import ClassificationReport, absent_note
 from vitrail.files import expanded
 from vitrail.machine import pick_device
@@ -263,7 +263,7 @@ def _worst_classes(report: AnyReport) -> Iterator[str]:
     if isinstance(report, ClassificationReport):
         for row in sorted(report.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)[:3]:
             if row.accuracy is not None and row.accuracy < 1:
-                yield f"difficult class: {row.name}, {row.accuracy:.1%} of {row.images:,} images are correct"
+                yield f"difficult class: {row.name}, {row.accuracy:.1%} of {plural(row.images, 'image')} right"
 
 
 def _report(console: Console, log: Log, result: FinetuneResult) -> None:
@@ -275,7 +275,7 @@ def _report(console: Console, log: Log, result: FinetuneResult) -> None:
         log.say(f"no image with a label is held out, so this model was not measured{hint}")
     else:
         skipped = f", {len(found.skipped):,} skipped" if found.skipped else ""
-        title = f"{result.split} split, {found.images:,} images{skipped}"
+        title = f"{result.split} split, {plural(found.images, 'image')}{skipped}"
         rows = (map(escape, row) for row in summary_rows(found))
         heads = ("", "metric", "95 % interval")
         console.print(text_table(heads, rows, title=title, title_justify="left", pad_edge=True))

@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.bench.compare import layer_times
-from vitrail.cli.console import Column, print_json, print_notes, terminal_table
+from vitrail.cli.console import Column, print_in_full, print_json, print_notes, terminal_table
 from vitrail.cli.options import Call, Command, JsonOption, flag
 from vitrail.cli.run_options import setting_text
 from vitrail.errors import ConfigError, check_known, listed, plural
@@ -86,7 +86,7 @@ def run_models(call: Call, options: Models) -> None:
     if options.json:
         print_json(rows)
     else:
-        Console().print(_layer_table(rows) if options.layers else _models_table(rows, options))
+        print_in_full(_layer_table(rows) if options.layers else _models_table(rows, options))
 
 
 def _describe(options: Models, given: Mapping[str, Any]) -> None:
@@ -212,8 +212,8 @@ def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
     columns = [
         Column("layer", "kind"),
         Column("GMAC", lambda row: row["macs"] / 1e9, ",.3f"),
-        Column("steps" if is_measured else "steps in sequence", "sequential"),
-        Column("path" if is_measured else "longest path", "path"),
+        Column("steps" if is_measured else "steps in sequence", "sequential", ",d"),
+        Column("path" if is_measured else "longest path", "path", ",d"),
     ]
     if is_measured:
         speed = Column("GFLOP/s", lambda row: 2 * row["macs"] / row["seconds"] / 1e9, ",.0f")
@@ -297,18 +297,9 @@ def _show(options: Recipes) -> None:
 
 
 def _recipes_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 2))
-    for heading in ("name", "network", "data", "epochs", "result", "differs"):
-        # A name that is cut off cannot be typed again.
-        width = max(len(row["name"]) for row in rows) if heading == "name" else None
-        justify: Literal["left", "right"] = "right" if heading in ("epochs", "differs") else "left"
-        table.add_column(
-            heading, justify=justify, header_style="dim", min_width=width, no_wrap=heading not in ("network", "data")
-        )
-    for row in rows:
-        epochs, differences = f"{row['epochs']:g}", f"{len(row['differences']) or ''}"
-        table.add_row(row["name"], row["network"], row["data"], epochs, row["result"], differences)
-    return table
+    texts = (Column(name, name, is_text=True, folds=True) for name in ("network", "data", "result"))
+    columns = (Column("name", "name"), *texts, Column("epochs", "epochs", "g"))
+    return terminal_table((*columns, Column("differs", lambda row: len(row["differences"]) or None)), rows)
 
 
 def _recipe_rows() -> list[dict[str, Any]]:

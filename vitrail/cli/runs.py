@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from vitrail.files import check_new_file, saving
 from vitrail.report.charts import UNBOUNDED, Series
 from vitrail.report.page import write_page
 from vitrail.settings import setting
+from vitrail.tasks.task import TaskMetric
 from vitrail.training.folder import (
     DEPTH,
     RunSummary,
@@ -34,6 +35,7 @@ from vitrail.training.folder import (
     notes_on_data,
     settings_beside,
     summarise,
+    value_text,
 )
 from vitrail.training.log import read_journal
 from vitrail.training.page import averaged
@@ -231,7 +233,7 @@ def run_compare(call: Call, options: CompareRuns) -> None:
     if options.page is not None:
         check_new_file(options.page, overwrite=options.overwrite)
         metrics = (metric for run in found if run.config is not None for metric in run.config.task.metrics)
-        write_overlay(options.page, options.runs, metrics={metric.name: metric.is_fraction for metric in metrics})
+        write_overlay(options.page, options.runs, metrics=metrics)
     beside = settings_beside([run.config for run in found if run.config is not None])
     names = [name for name in beside[0] if len({repr(one[name]) for one in beside}) > 1]
     settings = [{name: one[name] for name in names} for one in beside]
@@ -249,7 +251,7 @@ def _comparison_table(runs: Sequence[RunSummary], settings: Sequence[dict[str, A
     for run in runs:
         table.add_column(escape_markup(str(run.folder)), overflow="fold")
     for name in settings[0]:
-        table.add_row(flag(name), *(escape_markup(_text(one[name])) for one in settings))
+        table.add_row(flag(name), *(escape_markup(value_text(one[name])) for one in settings))
     if settings[0]:
         table.add_section()
     table.add_row("state", *(run.state for run in runs))
@@ -262,14 +264,6 @@ def _comparison_table(runs: Sequence[RunSummary], settings: Sequence[dict[str, A
         if any(images):
             table.add_row(f"{split} images", *("" if count is None else f"{count:,}" for count in images))
     return table
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 # The curves of several runs in the same charts, as one HTML page.
@@ -285,15 +279,12 @@ CURVES = {
 """Numbers of the events `step` that are drawn, with the names of their axes."""
 
 
-def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Mapping[str, bool]) -> None:
-    """Write a page with these validation metrics and the training curves of all runs. The axis of a metric that is a
-    fraction (True) ends at 0 and 1. Raises `SaveError`."""
+def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Iterable[TaskMetric]) -> None:
+    """Write a page with these validation metrics, of which fractions are drawn in percent, and the training curves of
+    all runs. Raises `SaveError`."""
     journals = {str(folder): read_journal(folder / "journal.jsonl") for folder in folders}
-    drawn = {
-        f"validation {name.replace('_', ' ')}": ("evaluation", name, (0.0, 1.0) if is_fraction else UNBOUNDED)
-        for name, is_fraction in metrics.items()
-    }
-    drawn |= {name: ("step", field, UNBOUNDED) for field, name in CURVES.items()}
+    drawn = {f"validation {metric.label}": ("evaluation", metric.name, metric.is_fraction) for metric in metrics}
+    drawn |= {name: ("step", field, False) for field, name in CURVES.items()}
     with saving("the page", path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_page(
@@ -307,16 +298,17 @@ def write_overlay(path: Path, folders: Sequence[Path], *, metrics: Mapping[str, 
 
 
 def _chart(
-    journals: Mapping[str, Sequence[dict[str, Any]]], name: str, kind: str, field: str, bounds: tuple[float, float]
+    journals: Mapping[str, Sequence[dict[str, Any]]], name: str, kind: str, field: str, is_fraction: bool
 ) -> Markup:
     """Return a chart of a number of the events of a kind, with a line for each run, or "" if no run has the number.
     Evaluations are those of the weights that would be saved, without that of the finished model."""
     lines = []
+    scale, unit, bounds = (100.0, ", %", (0.0, 100.0)) if is_fraction else (1.0, "", UNBOUNDED)
     for run, events in journals.items():  # also those without the number, so that a run has one colour on the page
         points = [
-            (float(event["step"]), float(event[field]))
+            (float(event["step"]), scale * event[field])
             for event in events
             if event["event"] == kind and (kind == "step" or "best" in event) and event.get(field) is not None
         ]
         lines.append(Series(run, averaged(points)[0]))
-    return series_chart(lines, label=f"{name} of each run over steps", x_name="step", y_name=name, bounds=bounds)
+    return series_chart(lines, label=f"{name} of each run over steps", x_name="step", y_name=name + unit, bounds=bounds)

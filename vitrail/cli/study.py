@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vitrail.cli.console import message_console, print_json
 from vitrail.cli.options import Call, Command, DeviceOption, JsonOption, names_in
-from vitrail.errors import check_known
+from vitrail.errors import check_known, plural
 from vitrail.machine import pick_device
 from vitrail.settings import setting, to_plain
 from vitrail.studies.cell import CellResult, study_pool
@@ -131,7 +131,7 @@ def main(call: Call, options: StudyOptions) -> None:
     def show(label: str, result: CellResult) -> None:
         """Print a line for a cell that has ended."""
         accuracy = result.metrics.get("accuracy", result.metrics.get("validation_accuracy"))
-        found = f"{result.steps:,} steps" if accuracy is None else f"accuracy {accuracy:.2%}"
+        found = plural(result.steps, "step") if accuracy is None else f"accuracy {accuracy:.2%}"
         text = f"diverged ({result.diverged})" if result.diverged else f"{found}, {result.seconds:,.0f} s"
         console.print(f"{next(numbers):4} of at most {len(cost.costs)}  {label}: {text}", markup=False)
 
@@ -170,13 +170,13 @@ def plan_lines(study: Study, plan: Mapping[str, Any], seeds: int) -> Iterator[st
     published = plan["published"]
     yield f"{study.name}: {study.question}"
     yield (
-        f"here: {plan['trials']} trials of learning rates and {plan['cells']} other cells ({seeds} seeds), "
+        f"here: {plan['trials']} trials of learning rates and {plan['cells']} other cells ({plural(seeds, 'seed')}), "
         f"{plan['flops'] / 1e12:,.3g} TFLOP in training steps, about {duration_text(plan['seconds'])} with "
         f"{plan['jobs']} at a time, up to {plan['bytes_per_job'] / 1e9:.1f} GB of memory each"
     )
     yield (
         f"published size: {published['trials']} trials and {published['cells']} other cells, "
-        f"{published['flops'] / 1e18:,.3g} exaFLOP, about {published['tpuv3_core_days']:,.3g} TPUv3 core-days at "
+        f"{published['flops'] / 1e18:,.0f} exaFLOP, about {published['tpuv3_core_days']:,.0f} TPUv3 core-days at "
         "the speed of the paper's ViT-H/14"
     )
 

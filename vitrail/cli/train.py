@@ -230,7 +230,8 @@ def restarted_run(given: Mapping[str, Any], place: Launch) -> Path | None:
 
 
 def main(call: Call) -> None:
-    console = Console(quiet=launch().rank > 0)
+    console = Console(quiet=launch().rank > 0, highlight=False)
+    console.soft_wrap = not console.is_terminal
     log = Log(ConsoleDisplay(console, COMMAND.note))
     try:
         if (folder := restarted_run(call.options, launch())) is not None:
@@ -393,21 +394,19 @@ def _print_plan(
     console.print(
         f"{config.start.init or config.model.name}, {network.parameters():,} parameters, {config.run.batch_size:,} "
         f"images per step, on {gpu.name} GPUs with {gpu.memory / 1e9:.0f} GB, {gpu.per_machine} per machine. By "
-        "formulas; nothing is measured.",
-        highlight=False,
-        soft_wrap=not console.is_terminal,
+        "formulas; nothing is measured."
     )
     columns = [scale_texts(plan) for plan in plans]
     heads, *rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    console.print(text_table(heads, rows))
+    console.print(text_table(heads, rows), soft_wrap=False)
 
 
 def _report(console: Console, log: Log, result: RunResult) -> None:
     summary = result.summary
     if result.bundle.classes:
-        console.print(_examples(result))
+        console.print(_examples(result), soft_wrap=False)
     if result.texts("validation") and (texts := ", ".join(result.texts("train"))):
-        console.print(f"training [bold]{texts}[/] (last training steps, with augmentation)", highlight=False)
+        console.print(f"training [bold]{escape(texts)}[/] (last training steps, with augmentation)")
     for split, meaning in (("validation", "held out of training"), ("test", "held out of everything")):
         if texts := ", ".join(result.texts(split)):
             chosen = (
@@ -415,14 +414,13 @@ def _report(console: Console, log: Log, result: RunResult) -> None:
                 if split == "validation" and result.bundle.provenance["kept"] == "best"
                 else ""
             )
-            console.print(f"{split} [bold]{texts}[/] ({meaning}{chosen})", highlight=False)
+            console.print(f"{split} [bold]{escape(texts)}[/] ({meaning}{chosen})")
     if summary["steps"] < (planned := result.bundle.provenance["steps"]):
-        console.print(f"ended early, after {summary['steps']:,.0f} of {planned:,} steps", highlight=False)
+        console.print(f"ended early, after {summary['steps']:,.0f} of {planned:,} steps")
     console.print(
         f"{summary['images_per_second']:,.0f} images/s; {summary['waiting_share']:.1%} of the time spent "
         f"waiting for data; first step after {summary['seconds_to_first_step']:.1f} s; peak memory "
-        f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB; {summary['seconds']:,.0f} s in all",
-        highlight=False,
+        f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB; {summary['seconds']:,.0f} s in all"
     )
     model = result.folder / "model"
     if (page := result.folder / "report.html").is_file():

@@ -92,6 +92,7 @@ class Objects:
     labels: Int64[np.ndarray, " n"]
     """The index of the class of each object."""
     boxes: Float64[np.ndarray, "n 4"]
+    """Left, top, right and bottom of each object, as fractions of the width and height of the image."""
     crowd: Bool[np.ndarray, " n"]
     """True for a box around many objects that were not separated. It is neither learned nor counted as missed."""
     areas: Float64[np.ndarray, " n"]
@@ -103,7 +104,8 @@ class Objects:
 
     @staticmethod
     def of(labels: Sequence[int], boxes: Sequence[Sequence[float | int]], **more: Any) -> Objects:
-        """Return objects with these classes and boxes. None of them is a crowd."""
+        """Return objects with these indices of classes and these boxes, which are left, top, right and bottom as
+        fractions of the image. None of them is a crowd."""
         count = len(labels)
         values = {"crowd": np.zeros(count, np.bool_), "areas": np.full(count, np.nan), **more}
         return Objects(np.array(labels, np.int64), np.array(boxes, np.float64).reshape(count, 4), **values)
@@ -262,7 +264,7 @@ class Mask:
                 f"mask {self.name} holds the value {strange[0]}, but there are {len(self.places)} classes, numbered "
                 f"from 0, and {IGNORED} for pixels without one"
             )
-        return table[values].astype(np.uint8)
+        return table[np.asarray(values, np.intp)].astype(np.uint8)
 
     def renumbered(self, places: Sequence[int]) -> Mask:
         """Return the mask with other indices of classes: class i gets the index `places[i]`, or is ignored (-1)."""

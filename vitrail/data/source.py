@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int64, Shaped, UInt8
+from jaxtyping import Bool, Int64, Shaped, UInt8
 
 from vitrail.data.faults import Fault
 from vitrail.data.objects import Mask, Objects
@@ -154,9 +154,9 @@ class Samples:
         stamp = None if getattr(self.readers[part], "identity", None) is not None else self.stamp(index)
         return None if stamp is None else f"stamp {stamp}"
 
-    def taken(self, indices: Sequence[int] | Int64[np.ndarray, " m"]) -> Samples:
-        """Return some of the samples, in the order of `indices`."""
-        rows = np.asarray(indices, np.int64)
+    def taken(self, indices: Sequence[int] | Int64[np.ndarray, " m"] | Bool[np.ndarray, " n"]) -> Samples:
+        """Return some of the samples, in the order of `indices`, which can also be a mask of truth values."""
+        rows = np.arange(len(self))[np.asarray(indices, None if len(indices) else np.int64)]
         parts = None if self.parts is None else self.parts[rows]
         places = np.asarray(self.places, np.int64)[rows]
         return Samples(self.readers, places, self.targets.rows(rows), parts, self.prefixes)
@@ -206,7 +206,7 @@ def image_of(source: Source, index: int) -> bytes | UInt8[np.ndarray, "h w c"]:
     return source.image(index) if isinstance(source, Samples) else source[index].image
 
 
-def subset(source: Source, indices: Sequence[int] | Int64[np.ndarray, " m"]) -> Samples:
+def subset(source: Source, indices: Sequence[int] | Int64[np.ndarray, " m"] | Bool[np.ndarray, " n"]) -> Samples:
     """Return some samples of a source, in the order of `indices`."""
     return samples_of(source).taken(indices)
 
@@ -422,8 +422,7 @@ def shared_files(train: Source, held_out: Source, split: str) -> Iterator[Fault]
         return
     common = np.intersect1d(own.inodes, other.inodes)
     mine, theirs = (_first_paths(source, common) for source in (own, other))
-    pairs = [(path, theirs[file]) for file, path in mine.items() if file in theirs]
-    if pairs:
+    if pairs := [(path, theirs[file]) for file, path in mine.items() if file in theirs]:
         yield Fault(
             "shared-files", "error", len(pairs),
             f"the training split and the {split} split share {plural(len(pairs), 'file')}, such as {pairs[0][0]} and "

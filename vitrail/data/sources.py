@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 from vitrail.data import formats
 from vitrail.data.cuts import SLICE, CutMethod, check_validation, reduced, with_validation
 from vitrail.data.faults import TABLES, has_predictions, is_own_output, refuse
+from vitrail.data.objects import IGNORED
 from vitrail.data.pixels.decode import allow_pixels
 from vitrail.data.source import (
     MOST_HASHED,
     Source,
+    evenly,
     may_be_copies,
     mixed,
     samples_of,
@@ -36,11 +38,11 @@ from vitrail.data.splits import (
     split_of,
     without_training,
 )
-from vitrail.data.targets import TargetKind, similar_names
-from vitrail.errors import ConfigError, DataError, listed, nearest, plural
+from vitrail.data.targets import TargetKind, Targets, similar_names
+from vitrail.errors import ConfigError, DataError, UndecodableImage, listed, nearest, plural
 from vitrail.files import expanded
 from vitrail.report.page import printable
-from vitrail.settings import Effect, problem_of, problems, raise_problems, setting, typed
+from vitrail.settings import Checked, Effect, setting, typed
 
 KINDS: dict[TargetKind, str] = {
     "class": "one class per image",
@@ -53,10 +55,6 @@ KINDS: dict[TargetKind, str] = {
 }
 """Names of the target kinds in messages."""
 
-Opener = Callable[[Request], Splits]
-
-FRACTION = re.compile(r"\d*\.\d+")
-
 
 HOLD_OUT = ("validation_share", "cut_method")
 """Settings that choose the held-out training images. If only a part of the training images is used, `cut_method` also
@@ -64,7 +62,7 @@ chooses that part."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked):
     """The data of a run. Raises `ConfigError` if a field is invalid; the message names every invalid field."""
 
     spec: str = setting(
@@ -124,8 +122,8 @@ class DataConfig:
     """Largest number of pixels of an image that is decoded; larger images count as undecodable. The default is
     89478485, or the environment variable VITRAIL_MAX_PIXELS."""
 
-    def __post_init__(self) -> None:
-        raise_problems([*problems(self), *check_validation(self.validation)])
+    def _problems(self) -> Iterator[str]:
+        yield from (*super()._problems(), *check_validation(self.validation))
 
     @property
     def takes_part(self) -> bool:
@@ -158,7 +156,7 @@ class DataConfig:
         self._allow_pixels()
         if not isinstance(data, OpenedData):
             whole = data if isinstance(data, Splits) else Splits(data, None, None)
-            data = OpenedData("", whole, open_mixed(whole, self.mix, unlabelled=unlabelled))
+            data = OpenedData(self.spec, whole, open_mixed(whole, self.mix, unlabelled=unlabelled))
         return data.splits(
             validation_share=self.validation_share,
             validation=self.validation,
@@ -253,9 +251,12 @@ class OpenedData:
         subset_seed: int = 0,
         cut_method: CutMethod = "stratified",
     ) -> Splits:
-        """Return the splits by the rules of `open_data`, with the additional training data. Raises `DataError`."""
-        share = typed(float, validation_share, "validation_share")
-        raise_problems([problem_of("validation_share", share, float, {"least": 0, "below": 1})])
+        """Return the splits by the rules of `open_data`, with the additional training data. Raises `DataError`, and
+        `ConfigError` as `DataConfig`."""
+        DataConfig(
+            validation_share=validation_share, validation=validation, per_class=per_class, subset_seed=subset_seed,
+            cut_method=cut_method,
+        )  # fmt: skip
         splits = with_validation(self.whole, self.spec, validation_share, validation=validation, method=cut_method)
         splits = reduced(splits, self.spec, per_class, subset_seed, cut_method)
         return _mixture(splits, self.mixed) if self.mixed else splits
@@ -338,7 +339,7 @@ def open_mixed(splits: Splits, more: tuple[str, ...], *, unlabelled: bool = Fals
     opened = []
     for text in more:
         fraction, _, spec = text.partition(":")
-        if FRACTION.fullmatch(fraction) is None or not 0 < float(fraction) < 1 or not spec:
+        if re.fullmatch(r"\d*\.\d+", fraction) is None or not 0 < float(fraction) < 1 or not spec:
             raise DataError(
                 f"mix {text!r} must be a fraction between 0 and 1, a colon and a data set, such as 0.3:more/images"
             )
@@ -476,7 +477,9 @@ def _open_table_folder(request: Request) -> Splits:
 def _tables_in(request: Request) -> list[Path]:
     if not request.is_folder or formats.idx.has_idx(request.path):
         return []
-    return formats.table.tables_in(request.path, request.choice.splits)
+    tables = formats.table.tables_in(request.path, request.choice.splits)
+    # A table without paths beside masks can list their classes.
+    return tables if any(map(formats.table.has_paths, tables)) or not _has_masks(request) else []
 
 
 def _open_inner(request: Request) -> Splits:
@@ -500,19 +503,17 @@ def _place(request: Request) -> str:
     return request.location if request.is_url else str(request.path)
 
 
-def _boxes(request: Request) -> list[tuple[str, Opener]]:
+def _boxes(request: Request) -> list[tuple[str, Callable[[Request], Splits]]]:
     """Return the formats of boxes that recognise some data, with the functions that open it."""
     if request.is_url or not request.path.exists():
         return []
-    found: list[tuple[str, Opener]] = []
     files = formats.annotated.files_beside_images(request.path)
-    if formats.coco.annotation_files(files):
-        found.append(("COCO's JSON", formats.coco.open_coco))
-    if formats.voc.holds_voc(files):
-        found.append(("Pascal VOC's XML", formats.voc.open_voc))
-    if formats.yolo.holds_yolo(request.path, files):
-        found.append(("YOLO's text", formats.yolo.open_yolo))
-    return found
+    kinds = (
+        ("COCO's JSON", bool(formats.coco.annotation_files(files)), formats.coco.open_coco),
+        ("Pascal VOC's XML", formats.voc.holds_voc(files), formats.voc.open_voc),
+        ("YOLO's text", formats.yolo.holds_yolo(request.path, files), formats.yolo.open_yolo),
+    )
+    return [(name, opener) for name, is_held, opener in kinds if is_held]
 
 
 def _foreign(request: Request) -> str:
@@ -522,8 +523,8 @@ def _foreign(request: Request) -> str:
 
 def _refuse_foreign(request: Request) -> Splits:
     raise DataError(
-        f"{request.title}: {_foreign(request)}; export the annotations as COCO, YOLO or Pascal VOC, or put the images "
-        "of each class into a folder of its own"
+        f"{request.title}: {_foreign(request)}; export the annotations as COCO, YOLO, Pascal VOC or masks, or "
+        "put the images of each class into a folder of its own"
     )
 
 
@@ -545,7 +546,10 @@ def _open_boxes(request: Request) -> Splits:
     splits = opener(request)
     notes = []
     if _has_masks(request):
-        notes.append(f"{request.title}: its masks are not read, because it has boxes; move them away to read masks")
+        notes.append(
+            f"{request.title}: its masks are not read, because it has boxes; to read the masks instead, add "
+            f"--ignore-label {IGNORED}"
+        )
     if _has_class_folders(request):
         notes.append(f"{request.title}: its folders of images are not read as classes, because it has boxes")
     beside = _beside(request.path) if request.is_folder else ()
@@ -554,9 +558,10 @@ def _open_boxes(request: Request) -> Splits:
 
 def _open_masks(request: Request) -> Splits:
     if request.unlabelled:
-        return formats.annotated.open_images_alone(request, formats.masks.open_masks)
+        return formats.annotated.open_images_alone(request, formats.masks.open_masks, formats.masks.mask_files)
     splits = formats.masks.open_masks(request)
-    return replace(splits, notes=(*splits.notes, *_beside(request.path)))
+    lists = (request.path / name for name in formats.masks.LISTS)
+    return replace(splits, notes=(*splits.notes, *_beside(request.path, [path for path in lists if path.is_file()])))
 
 
 OF_TABLES = ("splits", "image", "label", "separator", "keep_missing", "text")
@@ -603,6 +608,8 @@ FORMATS = [
     ),
     Format(lambda request: request.is_folder and is_own_output(request.path), _refuse_own_output, ALL_CHOICES,
            has_numbers=True),
+    Format(lambda request: request.choice.ignore is not None and _has_masks(request), _open_masks,
+           ("splits", "ignore")),
     Format(_boxes, _open_boxes, ("splits",)),
     Format(
         lambda request: not request.is_url and formats.parquet.looks_like_parquet(request.path),
@@ -689,8 +696,19 @@ def _without_unlabelled(splits: Splits) -> Splits:
     if splits.target_kind == "none":
         return splits
     for name, source in splits.sources.items():
-        if name != "train" and not samples_of(source).targets.known.any():
+        if name != "train" and not _has_known(samples_of(source).targets):
             without: dict[str, Any] = {name: None}
             note = f"the {name} split is skipped, because none of its images has a label"
             splits = replace(splits, **without, notes=(*splits.notes, note))
     return splits
+
+
+def _has_known(targets: Targets) -> bool:
+    """Return True if a target is known: a label, or a pixel with a class in the masks of at most 20 images."""
+    if targets.kind != "mask":
+        return bool(targets.known.any())
+    masks = targets.values[targets.known]
+    try:
+        return any((masks[place].indices() != IGNORED).any() for place in evenly(len(masks), 20))
+    except UndecodableImage:  # the use of the masks reports it
+        return True

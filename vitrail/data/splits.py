@@ -73,7 +73,8 @@ class Splits:
         """Raise `ConfigError` if a split has other classes than the training split, or the same in another order."""
         known = getattr(self.train, "classes", ())
         for split, source in self.sources.items():
-            if (classes := getattr(source, "classes", ())) not in ((), known):
+            classes = getattr(source, "classes", ())
+            if repr(classes) not in ("()", repr(known)):  # as texts, because those of a user's source can be an array
                 raise ConfigError(
                     f"data: the {split} split has the classes {classes!r:.60}, but the training split has "
                     f"{known!r:.60}; give all splits the same classes in the same order, because targets are indices "
@@ -236,9 +237,16 @@ def folds(where: str, names: Sequence[str]) -> str:
 
 
 def splits_from(sources: Mapping[Split, Source], notes: Iterable[str] = (), faults: Iterable[Fault] = ()) -> Splits:
-    """Return the splits of some sources. Without a training split, `train` has no samples."""
+    """Return the splits of some sources. Without a training split, `train` has no samples. Faults about nothing are
+    left out."""
     train = sources["train"] if "train" in sources else subset(next(iter(sources.values())), [])
-    return Splits(train, sources.get("validation"), sources.get("test"), tuple(notes), faults=tuple(faults))
+    return Splits(
+        train,
+        sources.get("validation"),
+        sources.get("test"),
+        tuple(notes),
+        faults=tuple(fault for fault in faults if fault.count),
+    )
 
 
 def without_training(splits: Splits) -> DataError:

@@ -18,6 +18,7 @@ from vitrail.data.faults import Fault, unknown_class
 from vitrail.data.objects import Mask, ObjectRows, Objects
 from vitrail.data.texts import TextTable
 from vitrail.errors import DataError, listed, nearest, plural
+from vitrail.report.page import printable
 
 Target = int | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Objects | Mask | None
 """The training target of an image. An int is the index of the image's class. A tuple of ints holds the indices of all
@@ -337,9 +338,6 @@ MISSING = frozenset({"nan", "none", "null", "n/a", "na", "#n/a", "<na>", "nat"})
 INVISIBLE = dict.fromkeys(map(ord, "\u200b\u2060\ufeff"))
 """Characters without width or meaning, which copied text can contain: two names must not differ in them alone."""
 
-JOINERS = frozenset("\u200c\u200d\u200e\u200f\u061c")
-"""Invisible characters that several scripts and emoji need inside a word: joiners and marks of direction."""
-
 SEPARATORS = ("|", ";", ",", "/", "+", "&", " ")
 NEVER_IN_NAMES = ("|", ";")
 """Separators that names of classes do not contain: a part of several names need not be a class of its own."""
@@ -356,7 +354,7 @@ def class_name(text: str) -> str:
 
 def check_names(title: str, names: Iterable[str]) -> None:
     """Raise `DataError` for a class name that is empty or contains control characters. All scripts are accepted."""
-    wrong = [name for name in names if not name or not "".join(one for one in name if one not in JOINERS).isprintable()]
+    wrong = [name for name in names if not name or printable(name) != name]
     if wrong:
         raise DataError(f"{title} has classes with unprintable names: {sorted(wrong)}; rename them")
 
@@ -475,8 +473,7 @@ def similar_names(title: str, classes: Sequence[str]) -> Iterator[Fault]:
     alike: dict[str, list[str]] = {}
     for name in classes:
         alike.setdefault(" ".join(name.casefold().split()), []).append(name)
-    groups = [names for names in alike.values() if len(names) > 1]
-    if groups:
+    if groups := [names for names in alike.values() if len(names) > 1]:
         shown = listed([" and ".join(map(repr, names)) for names in groups])
         yield Fault(
             "similar-names", "warning", sum(map(len, groups)),
@@ -607,8 +604,7 @@ def number(
     faults = []
     for split, column in labels.items():
         targets = column.targets
-        unknown = [name for name in targets.names if name not in places]
-        if unknown:
+        if unknown := [name for name in targets.names if name not in places]:
             message = (
                 f"{title} has the label {unknown[-1]}, but the labels of {len(classes)} classes go from 0 to "
                 f"{len(classes) - 1}"

@@ -80,8 +80,7 @@ def common_images(
     held_out: dict[str, frozenset[str]] = {}
     for name, bundle in bundles.items():
         data = opened[name]
-        cuts = [_held_out_by(known, data) for known in _trainings(bundle) if is_data_of(known, data)]
-        if cuts:
+        if cuts := [_held_out_by(known, data) for known in _trainings(bundle) if is_data_of(known, data)]:
             held_out[name] = frozenset.intersection(*cuts)
     if share is not None or not held_out:
         wanted = _keys(cut(train, USUAL_SHARE if share is None else share)[1])

@@ -25,6 +25,7 @@ from vitrail.machine import Precision
 from vitrail.models.cost import prediction_batch
 from vitrail.models.predictor import Predictor
 from vitrail.processes.group import Processes
+from vitrail.settings import Checked
 from vitrail.weights.answers import AnyPrediction, OutputKind
 from vitrail.weights.bundle import Bundle, is_described
 
@@ -113,9 +114,10 @@ class Answered(NamedTuple):
 
 
 @dataclass(eq=False)
-class Outputs:
+class Outputs(Checked):
     """A model with its features and predictions for all samples of a source, and the way in which they are computed.
-    They are computed at first use and kept. After the weights have changed, call `forget`."""
+    They are computed at first use and kept. After the weights have changed, call `forget`. Raises `ConfigError` for
+    values of another type."""
 
     bundle: Bundle
     _: KW_ONLY
@@ -146,6 +148,7 @@ class Outputs:
     """Reasons of skipped samples by their keys."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # Each result is stored with its source, because Python can reuse the id of a freed source.
         self._stored: dict[tuple[int, str], tuple[Source, Any]] = {}
         self._told: set[str] = set()

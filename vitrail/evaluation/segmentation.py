@@ -79,12 +79,14 @@ class ByMasks(Bootstrapped):
 
 def confused_pixels(target: Target, found: AnyPrediction) -> Int64[np.ndarray, "classes classes"] | None:
     """Return the number of pixels of an image by their true class (rows) and the class that a model predicts (columns),
-    or None for an image without a mask. Raise `UndecodableImage` if the mask cannot be read."""
+    or None for an image without a mask or with a mask without any class. Raise `UndecodableImage` if the mask cannot be
+    read."""
     assert isinstance(found, MaskPrediction)
     if not isinstance(target, Mask):
         return None
     height, width = found.indices.shape
-    return pixel_confusion(target.indices((height, width)), found.indices.astype(np.int64), len(found.names))
+    counts = pixel_confusion(target.indices((height, width)), found.indices.astype(np.int64), len(found.names))
+    return counts if counts.any() else None
 
 
 def _values(
@@ -112,7 +114,8 @@ class BySegmentation(Checked):
 
     def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
         """Raise `DataError` unless the targets are masks, and `ConfigError` for a network without patch tokens."""
-        _patch_size(outputs)
+        if not isinstance(outputs.bundle.network.config, ViTConfig):
+            raise ConfigError("segmentation needs the patch tokens of a Vision Transformer, which this network lacks")
         for source in (train, held_out):
             if target_kind(source) != "mask":
                 raise DataError("segmentation needs images with masks, and these have none; choose other data")
@@ -148,7 +151,8 @@ class BySegmentation(Checked):
     def _preprocess(self, outputs: Outputs, learned: Source) -> Preprocess:
         """Return the preprocessing of whole images."""
         height, width = typical_size(learned, LOOKED_AT)
-        down, across = _patch_size(outputs)
+        config: Any = outputs.bundle.network.config
+        down, across = config.patch_pixels
         scale = min(LARGEST_SCALE, math.sqrt(self.patches * down * across / (height * width)))
         size = max(1, int(scale * height / down)) * down, max(1, int(scale * width / across)) * across
         return replace(outputs.bundle.preprocess, image_size=size, resize="squash", crop_share=1.0)
@@ -186,9 +190,8 @@ class Tokens:
     def __init__(self, outputs: Outputs, preprocess: Preprocess) -> None:
         self.outputs = outputs
         self.preprocess = preprocess
-        down, across = _patch_size(outputs)
-        self.grid = preprocess.image_size[0] // down, preprocess.image_size[1] // across
         config: Any = outputs.bundle.network.config
+        self.grid = config.grid_of(*preprocess.image_size)
         self.layers = tuple(dict.fromkeys((config.middle_block, config.num_blocks - 1)))
 
     def of(self, source: Source) -> Iterator[Pair]:
@@ -247,14 +250,6 @@ class SegmentationHead(nn.Module):
             found = found * (torch.rand(found.shape, generator=dropout) >= DROPOUT) / (1 - DROPOUT)
         maps = self.layer(found).transpose(1, 2).unflatten(2, self.grid)
         return F.interpolate(maps, size, mode="bilinear", align_corners=False)
-
-
-def _patch_size(outputs: Outputs) -> tuple[int, int]:
-    """Return the height and width of a patch. Raise `ConfigError` for a network without patch tokens."""
-    config = outputs.bundle.network.config
-    if not isinstance(config, ViTConfig):
-        raise ConfigError("segmentation needs the patch tokens of a Vision Transformer, which this network lacks")
-    return config.patch_size
 
 
 # Metrics: intersection over union and pixel accuracy, from a confusion matrix for each image.

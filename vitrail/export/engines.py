@@ -143,7 +143,7 @@ def _refusal(bundle: Bundle, precision: Precision) -> str | None:
 
 def _is_small(bundle: Bundle, images: int | None) -> bool:
     """Return True if a model is too small for a server to gain, or if there are few images."""
-    config: Any = bundle.network.config
+    config: Any = getattr(bundle.network, "config", None)  # a network of the user's own class has none
     flops = config.inference_flops() if hasattr(config, "inference_flops") else SMALL
     return bool(flops < SMALL if images is None else images * flops < FEW)
 

@@ -114,12 +114,15 @@ class Predictor:
 
 
 def network_state(network: nn.Module) -> object:
-    """Return a value that changes if a module, a method, a hook or a weight of the network is replaced, and if PyTorch
-    writes to a weight."""
+    """Return a value that changes if a module, a method, a hook or a weight of the network is replaced or changed.
+
+    PyTorch counts changes of a tensor, but not those through `.data` or NumPy, as in many running means of weights. So
+    the last number of each tensor is compared as well."""
     tensors = (*network.parameters(), *network.buffers())
     return (
         [(module, vars(module).get("forward"), has_hooks(module)) for module in network.modules()],
         [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors],
+        [tensor.detach().reshape(-1)[-1:].tolist() for tensor in tensors],
     )
 
 

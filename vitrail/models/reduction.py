@@ -7,6 +7,7 @@ of a token, so that a merged token weighs as much as its patches did.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -16,14 +17,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.settings import problems, raise_problems, setting
+from vitrail.settings import Checked, setting
 
 ReductionMethod = Literal["merge", "prune"]
 ReductionSchedule = Literal["constant", "decreasing"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenReduction:
+class TokenReduction(Checked):
     """The number of patch tokens that each block removes when a network predicts. Training keeps all tokens."""
 
     tokens: int = setting(least=1, advice="leave the reduction out to keep all")
@@ -35,8 +36,8 @@ class TokenReduction:
     """Distribution over the blocks: the same number in every block, or a number that decreases linearly from twice the
     mean in the first block to 0 in the last block."""
 
-    def __post_init__(self) -> None:
-        raise_problems(f"reduction.{text}" for text in problems(self))
+    def _problems(self) -> Iterator[str]:
+        return (f"reduction.{text}" for text in super()._problems())
 
     def counts(self, depth: int, patches: int) -> tuple[int, ...]:
         """Return the number of patch tokens that each block removes from an image of this many patches."""

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from vitrail.errors import ConfigError
 from vitrail.models.network import Footprint, FootprintPrecision, NetworkConfig, bytes_each, refuse_assignment
-from vitrail.settings import problems, raise_problems, setting, typed
+from vitrail.settings import Checked, raise_problems, setting
 
 EXPANSION = 4
 """Ratio of a bottleneck's output channels to the channels of its 3 x 3 convolution."""
@@ -40,7 +40,7 @@ ResNetUnit = Literal["bottleneck", "basic"]
 3 x 3 convolutions (1512.03385, figure 5), which train faster in narrow networks."""
 
 
-class Stages:
+class Stages(Checked):
     """The sizes that follow from the stem, the units and the stages, for a ResNet and for the root of a hybrid."""
 
     depths: tuple[int, ...]
@@ -103,12 +103,12 @@ class RootConfig(Stages):
     """Statistic that the epsilon of weight standardisation is added to: the standard deviation or the variance of a
     filter."""
 
-    def __post_init__(self) -> None:
-        raise_problems([*problems(self), *_misfits(self.depths, self.width, 1 if self.is_small else 32)])
+    def _problems(self) -> Iterator[str]:
+        raise_problems([*super()._problems(), *_misfits(self.depths, self.width, 1 if self.is_small else 32)])
         if self.is_small:
             self.small(1)  # raises for a root without stages, with any number of channels
         elif self.pools:
-            raise ConfigError(f"pools=True needs the stem '3x3', and the stem is {self.stem!r}")
+            yield f"pools=True needs the stem '3x3', and the stem is {self.stem!r}"
 
     @property
     def is_small(self) -> bool:
@@ -173,12 +173,12 @@ class ResNetConfig(Stages, NetworkConfig):
     """Statistic that the epsilon of weight standardisation is added to: the standard deviation or the variance of a
     filter."""
 
-    def __post_init__(self) -> None:
-        raise_problems([*problems(self), *_misfits(self.depths, self.width, self.norm_groups)])
+    def _problems(self) -> Iterator[str]:
+        yield from (*super()._problems(), *_misfits(self.depths, self.width, self.norm_groups))
         if not self.depths:
-            raise ConfigError("depths=() leaves no stage, but a ResNet must have at least one")
+            yield "depths=() leaves no stage, but a ResNet must have at least one"
         if self.pools and self.unit != "basic":
-            raise ConfigError(f"pools=True needs the unit 'basic', and the unit is {self.unit!r}")
+            yield f"pools=True needs the unit 'basic', and the unit is {self.unit!r}"
 
     @property
     def embed_width(self) -> int:
@@ -207,10 +207,10 @@ class ResNetConfig(Stages, NetworkConfig):
         return math.prod(self.grid_of(*self.image_size))
 
     def with_image_size(self, image_size: tuple[int, int]) -> ResNetConfig:
-        return replace(self, image_size=typed(tuple[int, int], image_size, "image_size"))
+        return replace(self, image_size=image_size)
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ResNetConfig:
-        return replace(self, num_classes=typed(int, num_classes, "num_classes"))
+        return replace(self, num_classes=num_classes)
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
         return max(1, height), max(1, width)

@@ -4,6 +4,7 @@ the pair itself."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from vitrail.models.network import Layers, mlp_macs, refuse_assignment, weights_
 from vitrail.models.tokens import AttentionPool
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit_config import Activation, ViTConfig, attention_pool_macs
-from vitrail.settings import from_plain, problems, raise_problems, setting
+from vitrail.settings import Checked, from_plain, setting
 
 TextPool = Literal["eot", "last", "cls", "map"]
 
@@ -31,7 +32,7 @@ but padding would give NaN."""
 
 @refuse_assignment
 @dataclass(frozen=True, kw_only=True)
-class TextConfig:
+class TextConfig(Checked):
     """The config of a text tower. The defaults are the text tower of CLIP B/16. Raises `ConfigError` if fields have
     invalid values."""
 
@@ -69,8 +70,8 @@ class TextConfig:
     norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every layer norm."""
 
-    def __post_init__(self) -> None:
-        found = [*problems(self)]
+    def _problems(self) -> Iterator[str]:
+        found = [*super()._problems()]
         if not found and self.width % self.heads:
             found.append(f"width={self.width} is not divisible by heads={self.heads}")
         for name in ("end_token", "padding"):
@@ -83,7 +84,7 @@ class TextConfig:
             )
         if not found and self.pool != "cls" and self.padding is not None:
             found.append(f"padding={self.padding} needs pool='cls', and pool is {self.pool!r}")
-        raise_problems(dict.fromkeys(found))
+        yield from found
 
     @property
     def embed_width(self) -> int:
@@ -200,7 +201,7 @@ class TextTower(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig:
+class PairConfig(Checked):
     """The configs of both towers, and the initial values of what scales their products.
 
     Raises `ConfigError` if the embeddings of the towers have different lengths.
@@ -214,8 +215,8 @@ class PairConfig:
     bias: float | None = None
     """Initial value that is added to logits: -10 in SigLIP. By default none is added, as in CLIP."""
 
-    def __post_init__(self) -> None:
-        found = [*problems(self)]
+    def _problems(self) -> Iterator[str]:
+        found = [*super()._problems()]
         if self.image.num_classes:
             found.append(f"image.num_classes={self.image.num_classes}: the image tower of a pair has no head; choose 0")
         if self.image.embed_width != self.text.embed_width:
@@ -223,7 +224,7 @@ class PairConfig:
                 f"the image tower embeds in {self.image.embed_width} numbers, but the text tower in "
                 f"{self.text.embed_width}; change image.projection or text.outputs"
             )
-        raise_problems(dict.fromkeys(found))
+        yield from found
 
     def parameters(self) -> int:
         """Return the number of weights."""

@@ -39,7 +39,7 @@ from vitrail.models.resnet_config import (
     root_parameters,
     standardised_bytes,
 )
-from vitrail.settings import Effect, facts, problems, raise_problems, setting, typed
+from vitrail.settings import Checked, Effect, facts, problems, raise_problems, setting
 
 Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "swiglu"]
 Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
@@ -48,7 +48,7 @@ FinalNorm = Literal["tokens", "pooled"]
 
 @refuse_assignment
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig(NetworkConfig):
+class ViTConfig(Checked, NetworkConfig):
     """The config of a Vision Transformer.
 
     The defaults are the paper's ViT-B/16. Raises `ConfigError` if fields have invalid values. The message names all of
@@ -178,9 +178,9 @@ class ViTConfig(NetworkConfig):
     """Token merging or pruning when the network predicts (`vitrail.models.reduction`). By default all tokens are
     kept."""
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> Iterator[str]:
         raise_problems(problems(self, "image_size", "patch_size", "positions"))
-        raise_problems(dict.fromkeys([*problems(self), *_misfits(self)]))
+        yield from dict.fromkeys([*super()._problems(), *_misfits(self)])
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -297,14 +297,10 @@ class ViTConfig(NetworkConfig):
         return cells[0] // self.patch_size[0], cells[1] // self.patch_size[1]
 
     def with_image_size(self, image_size: tuple[int, int]) -> ViTConfig:
-        return replace(self, image_size=typed(tuple[int, int], image_size, "image_size"))
+        return replace(self, image_size=image_size)
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ViTConfig:
-        return replace(
-            self,
-            num_classes=typed(int, num_classes, "num_classes"),
-            head_hidden=0 if drop_hidden else self.head_hidden,
-        )
+        return replace(self, num_classes=num_classes, head_hidden=0 if drop_hidden else self.head_hidden)
 
     def depth_rate(self, layer: int) -> float:
         """Return the probability that a branch of block `layer`, counted from 0, is dropped for an image."""

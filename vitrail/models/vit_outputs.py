@@ -146,9 +146,15 @@ class ViTOutputs(nn.Module):
         """
         patches = self._patches(images, keep, replace)
         if keep is not None:
-            if keep.ndim != 2 or keep.dtype == torch.bool:
+            if (
+                not isinstance(keep, Tensor)
+                or keep.dtype not in (torch.int64, torch.int32)
+                or keep.ndim != 2
+                or keep.shape[0] not in (1, images.shape[0])
+            ):
                 raise ConfigError(
-                    f"keep={keep!r:.60} is not of shape (b, k); give the indices of the patches of each image"
+                    f"keep={keep!r:.60} is not a tensor of whole numbers of shape ({images.shape[0]}, k); give the "
+                    "indices of the patches of each image"
                 )
             count = math.prod(patches.grid)
             patches = patches._replace(

@@ -332,6 +332,7 @@ def join_processes(timeout: float = 600.0) -> Processes:
     if the processes do not come together within this time.
     """
     if _JOINED:
+        _JOINED[0]._flag = None  # a stop of an earlier run does not stop the next one
         return _JOINED[0]
     place = launch()
     if place.world == 1:

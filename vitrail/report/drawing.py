@@ -82,16 +82,15 @@ def draw_mask(image: Image.Image, mask: UInt8[np.ndarray, "h w"], classes: int) 
     return Image.fromarray(mixed.round().astype(np.uint8))
 
 
-def draw_legend(names: Sequence[str], across: int = 4, classes: Sequence[int] | None = None) -> Image.Image:
-    """Return an image of the colours of classes with their names, in columns. `classes` are the indices of those that
-    are shown, by default all."""
-    shown = range(len(names)) if classes is None else classes
+def draw_legend(names: Sequence[str], across: int, classes: Sequence[int]) -> Image.Image:
+    """Return an image of the colours of classes with their names, in `across` columns. `classes` are the indices of
+    those that are shown."""
     font = font_of(names, 14.0)
-    width = max(24 + round(font.getlength(names[number])) for number in shown) + 16
-    down = math.ceil(len(shown) / across)
-    found = Image.new("RGB", (width * min(across, len(shown)), 22 * down), "white")
+    width = max(24 + round(font.getlength(names[number])) for number in classes) + 16
+    down = math.ceil(len(classes) / across)
+    found = Image.new("RGB", (width * min(across, len(classes)), 22 * down), "white")
     pen = ImageDraw.Draw(found)
-    for place, number in enumerate(shown):
+    for place, number in enumerate(classes):
         left, top = place // down * width, place % down * 22
         pen.rectangle((left, top + 3, left + 16, top + 18), fill=colour_of(number))
         pen.text((left + 24, top + 2), names[number], fill="black", font=font)

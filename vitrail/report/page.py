@@ -20,6 +20,7 @@ from PIL import Image
 
 from vitrail.errors import plural
 from vitrail.files import saving, write_whole
+from vitrail.report.drawing import colour_of
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -35,6 +36,9 @@ LONG_WORD = re.compile(r"\S{20,}")
 
 SEPARATOR = re.compile(r"([/_.-])(?=\w)")
 """Letters of a file name behind which a line may break."""
+
+JOINERS = frozenset("\u200c\u200d\u200e\u200f\u061c")
+"""Invisible characters that several scripts and emoji need inside a word: joiners and marks of direction."""
 
 GENERATOR = '<meta name="generator" content="vitrail">'
 """Tag in the head of every page, as `page.html` has it. Vitrail recognises its pages by this tag."""
@@ -71,6 +75,7 @@ def environment() -> Environment:
     environment.globals |= {
         "file": lambda name: Markup((PACKAGE / name).read_text(encoding="utf-8")),
         "plural": plural,
+        "colour_of": colour_of,
         "script": "",
     }
     environment.filters |= {
@@ -93,11 +98,10 @@ def is_our_page(path: Path) -> bool:
 
 
 def printable(name: str) -> str:
-    """Return a file name in which raw bytes and control characters are escaped."""
-    if name.isprintable():
-        return name
+    """Return a name in which raw bytes and control characters are escaped, but not the `JOINERS`."""
     return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in name
+        letter if letter.isprintable() or letter in JOINERS else letter.encode("unicode_escape").decode("ascii")
+        for letter in name
     )
 
 

@@ -256,7 +256,7 @@ class Alike:
             extent = max(abs(found.low), abs(found.high))
             evidence.append((outside, extent, f"{first} minus {second}: {text}"))
         which = f"one of {len(pairs)} comparisons: " if len(pairs) > 1 else ""
-        margin = f"differences of less than {100 * self.margin:g} percentage points count as equal"
+        margin = f"differences of less than {100 * self.margin:g}% of the images count as equal"
         widest = max(evidence, default=(False, 0.0, "nothing to compare"))[2]
         return Finding(self.text, _all_of(outcomes), (f"{which}{widest}; {margin}",))
 

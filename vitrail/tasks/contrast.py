@@ -313,9 +313,9 @@ class MoCoObjective(ContrastObjective):
         self.teacher.eval()
         return self
 
-    def before_step(self, position: Position) -> None:
-        """Update the running mean by the weights after the last step, with the momentum of this step."""
-        momentum = momentum_at(position, self.task.teacher_momentum)
+    def after_step(self, position: Position, processes: Processes) -> None:
+        """Update the running mean, with the momentum of the next step, as in the published code."""
+        momentum = momentum_at(position._replace(step=position.step + 1), self.task.teacher_momentum)
         follow(self.teacher, self.network, momentum)
         follow(self.teacher_projection, self.projection, momentum)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitrail.errors import BundleError, ConfigError
-from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
+from vitrail.files import check_new_folder, expanded, partial_path, replacing_folder, saving
 from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
 from vitrail.settings import typed
@@ -56,7 +56,7 @@ class OwnModel(Bundle):
                 "they have; convert the network instead"
             )
         check_new_folder(
-            path := Path(path), (WEIGHTS,), overwrite=typed(bool, overwrite, "overwrite"), recognise=_is_ours
+            path := expanded(path), (WEIGHTS,), overwrite=typed(bool, overwrite, "overwrite"), recognise=_is_ours
         )
         write_weights(self, path)
         return path

@@ -167,10 +167,10 @@ class QueryObjective(Objective):
         height, width = batch.images.shape[2:]
         grid = self.network.config.grid_of(height, width)
         sums = torch.zeros(2, device=batch.images.device)
-        for row in batch.valid.nonzero()[:, 0].tolist():
+        for row, is_valid in enumerate(batch.valid):
             truth = segments_of(batch, row)
             for outputs in predictions:
-                sums = sums + query_losses(outputs[row].float(), truth, grid)
+                sums = sums + query_losses(outputs[row].float(), truth, grid) * is_valid
         losses = sums / self.counted(batch).sum(dim=0).clamp(min=1)
         class_part, mask_part = torch.diag(losses.detach())
         return LossOutput(losses, {"class_loss": class_part, "mask_loss": mask_part})

@@ -203,12 +203,14 @@ class TaskMetric:
     describes_model: bool = True
     """True if the metric is also shown to the user and saved with the model, not only written to the journal."""
     label: str = ""
-    """Name of the metric in texts. By default `name` with spaces instead of underscores."""
+    """Name of the metric in texts and charts. By default `name` with spaces instead of underscores."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", self.label or self.name.replace("_", " "))
 
     def text(self, value: float, digits: int = 2) -> str:
         """Return the name and the value, such as "accuracy 89.30%". Percentages have `digits` decimals."""
-        label = self.label or self.name.replace("_", " ")
-        return f"{label} {value:.{digits}%}" if self.is_fraction else f"{label} {value:.4g}"
+        return f"{self.label} {value:.{digits}%}" if self.is_fraction else f"{self.label} {value:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)

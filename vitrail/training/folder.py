@@ -402,6 +402,15 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
     return {name: config.in_effect(name) for name in found if name not in of_machine}
 
 
+def value_text(value: Any) -> str:
+    """Return the value of a setting as a cell of a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
 def settings_beside(configs: Sequence[TrainConfig]) -> list[dict[str, Any]]:
     """Return the settings of each config that one of them has (`settings_of`), by their bare names. A setting that a
     config does not have, or that has no effect in it, is None."""

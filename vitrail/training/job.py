@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vitrail.data.augment.settings import Augment
 from vitrail.data.objects import Mask, Objects
@@ -26,6 +27,7 @@ from vitrail.data.source import (
     Samples,
     Source,
     check_outlines,
+    evenly,
     fingerprint,
     has_soft_targets,
     target_kind,
@@ -190,6 +192,12 @@ def prepare(
             raise ConfigError(
                 f"network is a {type(network).__name__}; it must be an nn.Module, and not what torch.compile returns: "
                 "network.compile() compiles it in place"
+            )
+        tensors = [tensor for tensor in (*network.parameters(), *network.buffers()) if not is_lazy(tensor)]
+        if any(tensor.is_meta or tensor.is_inference() for tensor in tensors):
+            raise ConfigError(
+                "network has weights that cannot be trained, because they are on the device meta or were made in "
+                "torch.inference_mode; make the network on a device and outside of that mode"
             )
         check_settings(config)
         if unused := [f"{name}={value!r}" for name, value in config.model.overrides.items()]:
@@ -540,12 +548,14 @@ def named_splits(data: Any) -> Splits:
     return replace(splits, title=type(splits.train).__name__) if splits.title == Splits.title else splits
 
 
-def check_source(source: Any) -> None:
+def check_source(source: Any, examples: int = EXAMPLES) -> None:
     """Raise `ConfigError` with the broken rule if an object breaks the contract of `Source`.
 
-    All keys and targets are read, and up to 8 samples, spread evenly over the source. `vitrail.testing.check_source`
-    checks the whole contract.
+    All keys and targets are read, and up to `examples` samples, spread evenly over the source.
+    `vitrail.testing.check_source` checks the whole contract.
     """
+    if isinstance(source, type):
+        raise _broken(source, f"a source must be an object, not the class {source.__name__}")
     if not isinstance(source, Source):
         lacking = [name for name in ("classes", "__len__", "__getitem__", "key", "target") if not hasattr(source, name)]
         raise _broken(source, f"a source must have {' and '.join(lacking)}")
@@ -560,19 +570,18 @@ def check_source(source: Any) -> None:
     if has_flag != has_method and (has_method or has_soft_targets(source)):
         raise _broken(source, "soft targets need both has_soft_targets = True and the method soft_target(index)")
     kind = target_kind(source)
-    examples = np.unique(np.linspace(0, count - 1, min(count, EXAMPLES)).astype(np.int64)).tolist()
-    for index in examples if isinstance(source, Samples) else range(count):
+    read = evenly(count, examples).tolist()
+    for index in read if isinstance(source, Samples) else range(count):
         key, target = source.key(index), source.target(index)
         if not isinstance(key, str):
             raise _broken(source, f"key({index}) must be a name, not {key!r:.60}")
         if not target_fits(target, kind, len(classes)):
-            rule = f"{target_rule(kind, len(classes))}, as Python's own int (classes) or float (numbers)"
-            raise _broken(source, f"target({index}) is {target!r:.60}, but {rule}")
-        try:
-            sample = source[index] if index in examples else None
-        except UndecodableImage:
+            raise _broken(source, f"target({index}) is {target!r:.60}, but {target_rule(kind, len(classes))}")
+        if index not in read:
             continue
-        if sample is None:
+        try:
+            sample = source[index]
+        except UndecodableImage:
             continue
         if not all(hasattr(sample, name) for name in Sample.__annotations__):
             raise _broken(source, f"source[{index}] must be a Sample(key, image, target), not {sample!r:.60}")
@@ -663,7 +672,14 @@ def target_fits(target: Target, kind: TargetKind, count: int) -> bool:
     if kind == "class":
         return _is_class(target, count)
     if kind == "boxes":
-        return isinstance(target, Objects) and bool(((target.labels >= 0) & (target.labels < count)).all())
+        return (
+            isinstance(target, Objects)
+            and bool(
+                ((target.labels >= 0) & (target.labels < count)).all()
+                and ((target.boxes > -1e-6) & (target.boxes < 1 + 1e-6)).all()  # False for NaN
+                and (target.boxes[:, 2:] > target.boxes[:, :2]).all()
+            )
+        )
     if kind == "mask":
         return isinstance(target, Mask) and all(-1 <= place < count for place in target.places)
     if not isinstance(target, tuple):
@@ -671,7 +687,7 @@ def target_fits(target: Target, kind: TargetKind, count: int) -> bool:
     if kind == "texts":
         return all(isinstance(text, str) for text in target)
     if kind == "numbers":
-        return len(target) == count and all(isinstance(number, float) for number in target)
+        return len(target) == count and all(isinstance(one, float) and not math.isinf(one) for one in target)
     return all(_is_class(one, count) for one in target)
 
 
@@ -682,13 +698,16 @@ def _is_class(value: Any, count: int) -> bool:
 def target_rule(kind: TargetKind, count: int) -> str:
     """Return the rule of `target_fits` in words."""
     rules = {
-        "boxes": f"`Objects` with indices from 0 to {count - 1}",
+        "boxes": f"`Objects` with indices from 0 to {count - 1}, and boxes (left, top, right, bottom) in [0, 1]",
         "mask": f"a `Mask` with indices from -1 to {count - 1}",
         "texts": "tuples of strings",
-        "numbers": f"tuples of {count} floats, one for each name in classes",
+        "numbers": f"tuples of {count} floats, one for each name in classes, finite or NaN",
         "classes": f"tuples of indices from 0 to {count - 1}",
     }
-    return f"the targets of this source must be None or {rules.get(kind, f'an index from 0 to {count - 1}')}"
+    return (
+        f"the targets of this source must be None or {rules.get(kind, f'an index from 0 to {count - 1}')}, "
+        "as Python's own int (classes) or float (numbers)"
+    )
 
 
 # Phases of a run: steps with the same image size, patch dropout and batch size.

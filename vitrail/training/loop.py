@@ -106,10 +106,10 @@ def _losses(job: Job, state: TrainState, parts: list[Batch]) -> Iterator[tuple[T
     is_whole = len(parts) == 1
     is_divided = processes.are_several or not is_whole
     counted = [objective.counted(part) for part in parts] if is_divided else []
-    total = processes.sum(torch.cat(counted).sum(dim=0)).clamp(min=1) if is_divided else None
+    total = processes.sum(torch.cat(counted).sum(dim=0)).clamp(min=1e-30) if is_divided else None
 
     def weighted(output: LossOutput, *counted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        _check_output(objective, output)
+        check_output(objective, output)
         values = {"loss": output.loss, **output.metrics}
         if total is not None:
             weight = torch.cat(counted).sum(dim=0) / total
@@ -146,7 +146,7 @@ def _losses(job: Job, state: TrainState, parts: list[Batch]) -> Iterator[tuple[T
         yield torch.stack(products).sum(), {}, number == len(parts) - 1
 
 
-def _check_output(objective: Any, output: Any) -> None:
+def check_output(objective: Any, output: Any) -> None:
     """Raise `ConfigError` if an objective did not return a loss that can be minimised, and metrics beside it."""
     rule = ""
     values = (output.loss, *output.metrics.values()) if isinstance(output, LossOutput) else (output,)

@@ -37,7 +37,7 @@ ClipOf = Literal["all", "part", "weight"]
 
 DecayRule = Literal["auto", "decoupled", "coupled", "independent"]
 
-DECAYED = (nn.Linear, nn.Conv2d)
+DECAYED = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
 TO_AN_END = ("cosine", "linear", "polynomial")
 """Schedules that end at `end_learning_rate`."""
@@ -320,17 +320,17 @@ class OptimizerConfig(Checked):
 def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return two lists of the trained parameters: the parameters that decay, and the rest.
 
-    The weights of linear layers, convolutions and adapters decay. Norms, biases, tokens and positions do not.
+    The weights of linear layers, convolutions, attention and adapters decay. Norms, biases, tokens and positions do
+    not.
     """
-    matrices: list[nn.Parameter] = []
+    decayed: set[int] = set()
     for layer in module.modules():
-        if isinstance(layer, DECAYED):
-            matrices.append(layer.get_parameter("weight"))
+        if isinstance(layer, DECAYED):  # a parametrised weight is no parameter of its layer
+            decayed |= {id(one) for name, one in layer.named_parameters(recurse=False) if "weight" in name}
         elif isinstance(layer, LowRank):
-            matrices += [layer.a, layer.b]
-    known = {id(parameter) for parameter in matrices}
-    plain = [parameter for parameter in module.parameters() if id(parameter) not in known]
-    return [one for one in matrices if one.requires_grad], [one for one in plain if one.requires_grad]
+            decayed |= {id(layer.a), id(layer.b)}
+    trained = [one for one in module.parameters() if one.requires_grad]  # has a weight that layers share once
+    return [one for one in trained if id(one) in decayed], [one for one in trained if id(one) not in decayed]
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig, precision: TrainingPrecision = "float32") -> Optimizer:
@@ -344,8 +344,14 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, precision: Traini
     depth d is `layer_decay ** (d + 1 - l)` (2106.08254), times the factor of `learning_rate_factors`. Groups of weights
     below the head are marked by "is_below_head" if they have a schedule of their own (`backbone_wait`).
     """
-    below = frozenset() if is_zero(config.backbone_wait) else _below_head(module)
-    scales = _scales(module, config.layer_decay) if config.layer_decay < 1 else {}
+    scales: dict[int, float] = {}
+    below: set[int] = set()
+    if config.layer_decay < 1 or not is_zero(config.backbone_wait):  # only networks of this package have layers
+        layers = layers_of(module)
+        top = len(layers.blocks) + 1
+        scales = {parameter: config.layer_decay ** (top - number) for parameter, number in layers.numbers().items()}
+        head = {id(parameter) for part in layers.head for parameter in part.parameters()}
+        below = set() if is_zero(config.backbone_wait) else scales.keys() - head
     names = {id(parameter): name.removeprefix("network.") for name, parameter in module.named_parameters()}
     groups = []
     for parameters, factor in zip(split_by_decay(module), (1.0, 0.0), strict=True):
@@ -395,10 +401,10 @@ def _of_kind(
     return OptaxAdam(groups, momentum=config.beta1, beta2=config.beta2, **shared)
 
 
-def check_names(network: nn.Module, config: OptimizerConfig) -> tuple[str, ...]:
+def check_names(module: nn.Module, config: OptimizerConfig) -> tuple[str, ...]:
     """Return notes on patterns for names of weights that match only weights that are not trained. Raise `ConfigError`
-    if a pattern matches no weight of the network, or only weights that an earlier pattern matches."""
-    trained = {name: weight.requires_grad for name, weight in network.named_parameters()}
+    if a pattern matches no weight of an objective or a network, or only weights that an earlier pattern matches."""
+    trained = {name.removeprefix("network."): weight.requires_grad for name, weight in module.named_parameters()}
     names, notes = [*trained], []
     for option in ("learning_rate_factors", "weight_decay_factors"):
         left = names
@@ -406,26 +412,12 @@ def check_names(network: nn.Module, config: OptimizerConfig) -> tuple[str, ...]:
             before, left = left, [name for name in left if not re.fullmatch(text.rpartition("=")[0], name)]
             if len(left) == len(before):
                 raise ConfigError(
-                    f"{option}={text!r} matches no weight of the network that no pattern before it matches; names are "
-                    f"for example {names[0]} and {names[-1]}"
+                    f"{option}={text!r} matches no weight that no pattern before it matches; names are for example "
+                    f"{names[0]} and {names[-1]}"
                 )
             if not any(trained[name] for name in before if name not in left):
                 notes.append(f"{option}={text!r} has no effect, because the weights that it matches are not trained")
     return tuple(notes)
-
-
-def _below_head(module: nn.Module) -> frozenset[int]:
-    """Return the ids of the parameters of the network that are not those of its head."""
-    layers = layers_of(module)
-    own = {id(parameter) for part in layers.head for parameter in part.parameters()}
-    return frozenset(layers.numbers()) - own
-
-
-def _scales(module: nn.Module, layer_decay: float) -> dict[int, float]:
-    """Return the scale of each parameter of the network, by the parameter's id."""
-    layers = layers_of(module)
-    top = len(layers.blocks) + 1
-    return {parameter: layer_decay ** (top - number) for parameter, number in layers.numbers().items()}
 
 
 # Factors of the learning rate and the weight decay for weights that are chosen by their names.

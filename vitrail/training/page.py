@@ -27,16 +27,13 @@ from vitrail.report.page import write_page
 from vitrail.tasks.pictures import PictureTable, spread
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import inside_link, settings_of
+from vitrail.training.folder import inside_link, settings_of, value_text
 from vitrail.training.log import numbers_of, read_journal
 from vitrail.weights.answers import DENSE, AnyPrediction, Detections, MaskPrediction, Prediction
 from vitrail.weights.bundle import Bundle
 
 MAX_POINTS = 300
 """Maximum number of points of a line, about one per pixel. If there are more, neighbouring points are averaged."""
-
-METRIC_NAMES = {"r2": "R²"}
-"""Display names of metrics whose name in the journal cannot be shown as it is."""
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -95,7 +92,7 @@ def _metric_chart(events: Sequence[Mapping[str, Any]], saved_step: int | None, k
 
     The point of the saved weights is marked. Fractions are drawn in percent.
     """
-    name = f"Validation {METRIC_NAMES.get(metric.name) or metric.name.replace('_', ' ')}"
+    name = f"Validation {metric.label}"
     scale, unit, bounds = (100, "%", (0.0, 100.0)) if metric.is_fraction else (1, "", UNBOUNDED)
     points: dict[str, list[Point]] = {"averaged": [], "trained": []}
     for event in events:
@@ -253,7 +250,10 @@ def try_command(folder: Path, bundle: Bundle, data: str) -> tuple[str, ...]:
 
 def _labels(source: Source, target: Target) -> tuple[str, ...]:
     if target_kind(source) == "numbers" and isinstance(target, tuple):
-        return tuple(f"{name} {value:.6g}" for name, value in zip(source.classes, target, strict=True))
+        return tuple(
+            f"{name} {f'{value:.6g}'.replace('nan', 'unknown')}"
+            for name, value in zip(source.classes, target, strict=True)
+        )
     return tuple(source.classes[one] for one in class_indices(target))
 
 
@@ -264,11 +264,13 @@ def _word(labels: tuple[str, ...]) -> str:
 # The report of a run without labels: one HTML page with metrics and pictures.
 
 
-def write_pictures(folder: Path, heading: str, metrics: dict[str, float], tables: Sequence[PictureTable]) -> None:
+def write_pictures(
+    folder: Path, heading: str, results: Sequence[tuple[str, str]], tables: Sequence[PictureTable]
+) -> None:
     """Write `report.html` into a run's folder, over an earlier report. Without tables of pictures, write nothing. Raise
     `SaveError`.
 
-    `heading` is a sentence about the run.
+    `heading` is a sentence about the run. `results` are metrics as texts, each after the name of its split.
     """
     if not tables:
         return
@@ -280,7 +282,7 @@ def write_pictures(folder: Path, heading: str, metrics: dict[str, float], tables
         heading=heading,
         has_curves=(folder / "progress.html").is_file(),
         inside=Markup(inside_link(folder)),
-        metrics=[(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.items()],
+        results=results,
         tables=tables,
     )
 
@@ -330,6 +332,7 @@ class ProgressPage:
             name: value for name, value in settings_of(config).items() if value not in (None, defaults.get(name))
         }
         measured = {one["split"]: numbers_of(one) for one in events if one["event"] == "evaluation"}  # the last ones
+        guesses = [one.prediction for one in self._examples]
         write_page(
             "the page of the run",
             self.folder / "progress.html",
@@ -343,8 +346,9 @@ class ProgressPage:
             ],
             has_classes=task.output != "numbers",
             is_large=task.output in DENSE,
+            coloured=next((one.names for one in guesses if isinstance(one, MaskPrediction)), ()),
             held_out=[one.shown for one in sorted(self._examples, key=lambda one: (one.right, -one.mistakes))],
-            settings=[(name.replace("_", " "), str(value)) for name, value in changed.items()],
+            settings=[(name.replace("_", " "), value_text(value)) for name, value in changed.items()],
             skipped=[
                 (event["key"], event["reason"], event.get("split", ""))
                 for event in events
@@ -355,7 +359,7 @@ class ProgressPage:
     def _state(self, events: Sequence[dict[str, Any]]) -> str:
         """Return a sentence about how far the run is."""
         step = max((event.get("step", 0) for event in events), default=0)
-        done = f"{step:,} of {self.steps:,} steps"
+        done = f"{step:,} of {plural(self.steps, 'step')}"
         for event in reversed(events):
             if event["event"] == "resumed":  # the ends before do not count
                 break

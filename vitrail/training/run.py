@@ -34,7 +34,7 @@ from vitrail.errors import (
     nearest,
     plural,
 )
-from vitrail.files import recover_folder, saving, write_json
+from vitrail.files import expanded, recover_folder, saving, write_json
 from vitrail.machine import deterministic_algorithms, keep_freed_memory, peak_memory
 from vitrail.models.linear.float32 import float32_products
 from vitrail.models.vit_config import ViTConfig
@@ -54,6 +54,7 @@ from vitrail.training.job import (
     cost_text,
     evaluation_batch,
     object_names,
+    phases_of,
     prepare,
     record_of,
     schedule_of,
@@ -126,8 +127,9 @@ def train(
             torch.manual_seed(config.run.seed)
             on_progress = log.extracting if log is not None and processes.is_first else None
             trained, job, notes = make_network(job, model, on_progress)
-            notes += check_names(trained, job.config.optimizer)
             del model, initial  # the new network has copies of their weights
+            state = make_state(job, trained)
+            notes += check_names(state.objective, job.config.optimizer)
             folder = processes.on_first(lambda: new_folder(job.config))
             with _locked(folder, processes):
                 processes.on_first(lambda: _write_record(job, folder))
@@ -135,7 +137,7 @@ def train(
                     from vitrail.tasks.pairs import save_words  # runs without texts do not need it
 
                     processes.on_first(lambda: save_words(words, folder))
-                run, state = open_run(job, folder, trained, log, started)
+                run = open_run(job, folder, log, started)
                 _announce(run, trained, notes, memory)
                 run.log.tell("started", step=0, steps=job.steps)
                 return _complete(run, state)
@@ -178,7 +180,7 @@ def resume(
             f"epochs={length['epochs']} and steps={length['steps']}: a run is extended to a number of epochs or of "
             "steps; give one of them"
         )
-    record = read_record(folder := Path(folder))
+    record = read_record(folder := expanded(typed(str, folder, "folder")))
     processes = join_processes(record.config.run.process_seconds)
     with processes.reporting(), _locked(folder, processes):
         _check_objects(folder, record, object_names(data, network))
@@ -214,7 +216,7 @@ def resume(
             except ConfigError as error:  # its settings are fixed, so the run is not refused
                 memory = f"the run may end for lack of memory: {str(error).partition(';')[0]}"
             before = record.config.total_steps(record.images)
-            run, state = open_run(job, folder, trained, log, started, max_seconds)
+            run, state = open_run(job, folder, log, started, max_seconds), make_state(job, trained)
             for note in _restore(run, state):
                 run.log.note(note)
             _announce(run, trained, notes, memory)
@@ -224,7 +226,7 @@ def resume(
             if differences:
                 details["changes"] = {name: list(values) for name, values in differences.items()}
             if length:
-                _say_rise(run, state, before)
+                _say_stretched(run, state, before)
             run.log.tell("resumed", step=state.step, steps=job.steps, **details)
             if length:
                 state.best.waited = 0  # otherwise a run that --patience ended would end again at once
@@ -419,12 +421,11 @@ def _record_extension(folder: Path, job: Job, step: int, before: int) -> None:
 def open_run(
     job: Job,
     folder: Path,
-    network: nn.Module,
     log: Log | None,
     started: float,
     max_seconds: float | None = None,
-) -> tuple[Run, TrainState]:
-    """Return the run in its folder, and its state before the first step.
+) -> Run:
+    """Return the run in its folder.
 
     `log` is the caller's. The run's own log also keeps the journal, in the first process. `max_seconds` is the time
     after `started` at which this process stops. By default it is that of the config.
@@ -444,8 +445,7 @@ def open_run(
     keep_freed_memory()
     max_seconds = job.config.run.max_seconds if max_seconds is None else max_seconds
     stop = StopRequest(None if max_seconds is None else started + max_seconds)
-    run = Run(job, folder, own_log, checkpoints, best, Timing(job, started), stop, evaluated_at_once)
-    return run, make_state(job, network)
+    return Run(job, folder, own_log, checkpoints, best, Timing(job, started), stop, evaluated_at_once)
 
 
 def _complete(run: Run, state: TrainState) -> RunResult:
@@ -511,9 +511,9 @@ def _restore(run: Run, state: TrainState) -> list[str]:
     return ["the run ended before its first checkpoint, so it starts from the beginning"]
 
 
-def _say_rise(run: Run, state: TrainState, before: int) -> None:
-    """Note if the learning rate of the next step is higher than that of the last one, because the schedule of a run
-    that had `before` steps is stretched to its new length."""
+def _say_stretched(run: Run, state: TrainState, before: int) -> None:
+    """Note if the learning rate of the next step is higher than that of the last one, or if early settings end later,
+    because the schedule and the phases of a run that had `before` steps are stretched to its new length."""
     job, step = run.job, state.step
     if not step:
         return
@@ -522,6 +522,11 @@ def _say_rise(run: Run, state: TrainState, before: int) -> None:
         run.log.note(
             f"the learning rate rises from {last:.3g} to {following:.3g}, because the schedule is now that of a run of "
             f"{job.steps:,} steps (docs/train.md)"
+        )
+    if job.work(step) < replace(job, phases=phases_of(job.config, job.network, before)).work(step):
+        run.log.note(
+            f"the early settings end at step {job.phases[-1].first:,}, as in a run of {job.steps:,} steps, and the "
+            "next images are those of such a run"
         )
 
 
@@ -557,7 +562,7 @@ def _summary(job: Job, network: nn.Module) -> str:
     outputs = plural(len(names), config.task.output_noun) if names else "without a head"
     return (
         f"{name} with {count:,} parameters{f', {trained:,} of them trained,' if trained < count else ''} on "
-        f"{len(job.splits.train):,} images, {outputs}: {job.steps:,} steps of {config.run.batch_size} in "
+        f"{len(job.splits.train):,} images, {outputs}: {plural(job.steps, 'step')} of {config.run.batch_size} in "
         f"{config.run.precision} on {job.device}{COMPILED[job.compile]}"
         f"{f', shared by {job.processes.world} processes' if job.processes.are_several else ''}"
     )
@@ -649,8 +654,11 @@ def _write_pictures(run: Run, bundle: Bundle, objective: Objective, source: Sour
     """Write a report with the task's pictures, if it has any."""
     config = run.job.config
     name = config.start.init or config.model.name
-    heading = f"{name}, pre-trained by {config.task.name} on {config.data.spec}, {run.job.steps:,} steps."
-    write_pictures(run.folder, heading, bundle.metrics, config.task.pictures(objective, bundle, source))
+    heading = f"{name}, pre-trained by {config.task.name} on {config.data.spec}, {plural(run.job.steps, 'step')}."
+    results = [
+        (split, text) for split in ("validation", "test") for text in config.task.texts_of(split, bundle.metrics)
+    ]
+    write_pictures(run.folder, heading, results, config.task.pictures(objective, bundle, source))
 
 
 def _measure(run: Run, state: TrainState, bundle: Bundle) -> dict[str, Any]:

@@ -283,8 +283,11 @@ class TrainState:
 
     def whole_objective(self) -> Objective:
         """Return the objective with its current weights, for evaluations. Sharded weights are whole in it, or they are
-        gathered block by block while it computes (`streamed`). All processes call this method together."""
+        gathered block by block while it computes (`streamed`). Its buffers, such as the running statistics of batch
+        norms, are those of the first process. All processes call this method together."""
         if self.copy is None:
+            if self.gradients is not None:
+                self.gradients.processes.copy_from_first(self.objective.buffers())
             return self.objective
         if self.streamed is not None:
             self.streamed.refresh(self.objective)

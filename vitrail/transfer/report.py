@@ -100,6 +100,7 @@ def write_report(
         notes=_notes(config, record["data"]["notes"], split, report, source, bundle),
         held_out=_held_out(report, results["errors"]["pictures"], examples),
         is_large=isinstance(report, PlacedReport),
+        coloured=bundle.classes if bundle.output == "mask" else (),
         inside=Markup(inside_link(folder)),
         split=split,
         metrics=summary_rows(report),
@@ -410,7 +411,7 @@ def errors(report: RegressionReport, source: Source) -> Section:
 
 
 def _error(error: LargeError) -> list[str]:
-    off = [] if error.deviations is None else [f"{error.deviations:.1f} standard deviations off"]
+    off = [] if error.deviations is None else [f"{error.deviations:.3g} standard deviations off"]
     return [
         f"true {shorten(error.name, MAX_NAME)}: {error.true:.4g}",
         f"predicted: {error.predicted:.4g}",

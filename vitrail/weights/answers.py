@@ -154,7 +154,7 @@ class MaskPrediction:
     @property
     def text(self) -> str:
         """The classes that cover the largest parts of the image, with their fractions."""
-        return ", ".join(f"{name} {share:.0%}" for name, share in list(self.shares().items())[:LARGEST_PARTS])
+        return ", ".join(f"{name} {share:.1%}" for name, share in list(self.shares().items())[:LARGEST_PARTS])
 
     def drawn(self, image: bytes | np.ndarray | Image.Image) -> Image.Image:
         """Return the upright image under the colours of the classes. Raise `ConfigError` for an image of another size

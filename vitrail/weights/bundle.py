@@ -574,7 +574,7 @@ def _fill(network: AnyNetwork, weights: dict[str, Tensor], folder: Path) -> None
 def read_image(path: str | Path) -> bytes:
     """Return the bytes of an image file. Raise `DataError` if the file cannot be read."""
     try:
-        return Path(path).read_bytes()
+        return expanded(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise DataError(f"cannot read image {str(path)!r}: {getattr(error, 'strerror', error)}") from error
 

@@ -298,8 +298,7 @@ def _open_index(path: Path) -> TensorFile:
         if not shard.endswith(SUFFIXES):
             raise BundleError(f"{path} points to {shard!r}, which is not one of {', '.join(SUFFIXES)}")
     shards = {name: _opened(path.with_name(name)) for name in sorted(set(weight_map.values()))}
-    missing = [name for name, shard in weight_map.items() if name not in shards[shard]]
-    if missing:
+    if missing := [name for name, shard in weight_map.items() if name not in shards[shard]]:
         raise BundleError(
             f"{path} states that the tensor {missing[0]} is in {weight_map[missing[0]]}, but it is not; download the "
             "files of the model again"

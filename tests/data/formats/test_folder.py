@@ -279,7 +279,7 @@ def test_a_folder_around_the_data_is_entered_with_a_note(tree: Trees) -> None:
         ("images/train/1.png", "labels/train/1.txt", "data.yaml"),
         ("train/images/1.png", "train/labels/1.txt", "valid/images/2.png", "valid/labels/2.txt"),
         ("train2017/1.png", "val2017/2.png", "annotations/instances_train2017.json"),
-        ("train/1.png", "trainannot/1.png", "test/2.png", "testannot/2.png"),
+        ("train/1.png", "trainannot/1.gif", "test/2.png", "testannot/2.gif"),
         ("train/1.jpg", "train_masks/1_mask.gif"),
     ],
 )
@@ -296,6 +296,12 @@ def test_folders_called_images_and_masks_can_be_classes(tree: Trees) -> None:
         root = tree(*(f"{name}/1.png" for name in names), name=str(number))
         (root / "licences.csv").write_text("photo,author\n1,Ann\n")
         assert opened(root).classes == names
+
+
+def test_masks_in_the_folders_of_classes_are_skipped(tree: Trees) -> None:
+    kept = ["benign/images/1.png", "benign/images/2.png", "normal/1.png", "normal/3_mask.png"]
+    splits = opened(tree(*kept, "benign/masks/1.png", "normal/1_mask.png"))
+    assert keys_of(splits.train) == kept and "normal/1_mask.png" in splits.notes[0]
 
 
 def test_tiny_imagenet_is_read(tree: Trees) -> None:

@@ -196,7 +196,8 @@ def test_a_million_rows_list_each_folder_once(table: Callable[..., Path], monkey
         (("path,label,split", "4.jpg,x,test"), r"has a test split but no training images"),
         (("path,label", """4.jpg,"['x', 'y']\"""", "a/1.jpg,['y']"), r"\['x', 'y'\] are lists .*as texts"),
         (("path,label", "4.jpg,x"), r"has only one class, 'x'; classification needs at least two"),
-        (("path,xmin,label", "4.jpg,1,x", "a/1.jpg,1,y", "4.jpg,9,y"), r"the columns xmin are boxes, and boxes"),
+        (("path,xmin,label", "4.jpg,1,x", "a/1.jpg,1,y", "4.jpg,9,y"), r"the columns xmin are boxes"),
+        (("img,rle_mask", "4.jpg,1 2", "a/1.jpg,3 4"), r"the columns rle_mask are boxes or masks"),
         (('path,label', '"4.jpg,x'), r"cannot read .*labels\.csv as a table in UTF-8: unexpected end of data"),
     ],
 )  # fmt: skip

@@ -23,8 +23,6 @@ from vitrail.report.page import printable
 if TYPE_CHECKING:
     from vitrail.data.check.duplicates import Duplicates
 
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-
 MOST_GROUPS = 1000
 MOST_MEMBERS = 20
 
@@ -274,10 +272,9 @@ def label_findings(
     classes: Sequence[str], splits: Mapping[str, SplitCounts], kind: TargetKind = "class"
 ) -> Iterator[Finding]:
     train = splits["train"]
-    if not classes:  # the data was opened as unlabelled
+    is_partial = kind == "mask" and any(split.looked_at < split.images for split in splits.values())
+    if not classes or is_partial:  # unlabelled data, or other masks whose classes are not known
         return
-    if kind == "mask" and any(split.looked_at < split.images for split in splits.values()):
-        return  # the classes in the other masks are not known
     if kind in ("boxes", "mask"):
         yield from _missing(classes, splits, "objects" if kind == "boxes" else "pixels")
         yield from _few(classes, train, "object" if kind == "boxes" else "image")
@@ -310,10 +307,8 @@ def label_findings(
 
 def _numbers(classes: Sequence[str], train: SplitCounts) -> Iterator[Finding]:
     """Yield a finding if the classes look like measured numbers: some have decimals, or many occur once."""
-    if not holds_numbers(classes):
-        return
     occur_once = len(classes) >= MANY and 2 * train.per_class.count(1) > len(classes)
-    if occur_once or any(not float(name).is_integer() for name in classes):
+    if holds_numbers(classes) and (occur_once or any(not float(name).is_integer() for name in classes)):
         yield Finding(
             "numbers-as-classes", "warning", len(classes),
             f"the {len(classes):,} classes are numbers: {listed(classes)}",
@@ -394,13 +389,11 @@ def _missing(classes: Sequence[str], splits: Mapping[str, SplitCounts], noun: st
     for name, split in splits.items():
         numbers = zip(classes, split.per_class, next(iter(splits.values())).per_class, strict=False)
         missing = [one for one, number, first in numbers if not number and (first or name == "train")]
-        consequence = f"The {name} accuracy does not cover such a class."
-        if name == "train":
-            consequence = "The network learns never to predict such a class."
         yield Finding(
             f"missing-in-{name}", "warning", len(missing),
             f"{plural(len(missing), 'class')} without {name} {noun}: {listed(missing)}",
-            consequence,
+            "The network learns never to predict such a class." if name == "train"
+            else f"The {name} accuracy does not cover such a class.",
             f"Add {name} {noun} of the class" + (", or remove the class." if name == "train" else "."),
         )  # fmt: skip
 
@@ -461,7 +454,13 @@ def image_findings(examined: Examined) -> Iterator[Finding]:
     yield from _broken(examined)
     yield from _copies(examined, examined.duplicates.exact, near=False)
     yield from _copies(examined, examined.duplicates.near, near=True)
-    yield from _blank(examined)
+    rows = np.flatnonzero(examined.looks.oddities & Oddity.BLANK)
+    yield Finding(
+        "blank", "warning", len(rows), f"{plural(len(rows), 'image')} with a single colour",
+        "The network learns from pictures that show nothing.",
+        "Look at these images, and delete those that show nothing.",
+        _singles(examined, rows, lambda row: f"grey level {examined.looks.mean[row]:.0f}"),
+    )  # fmt: skip
     yield from _different(examined)
     for oddity, kind, description, consequence in CONVERTED:
         rows = np.flatnonzero(examined.looks.oddities & oddity)
@@ -621,16 +620,6 @@ def _mixed(examined: Examined, group: np.ndarray) -> list[int]:
     return [int(group[place]) for place in np.lexsort((splits[: len(ranks)], ranks))]
 
 
-def _blank(examined: Examined) -> Iterator[Finding]:
-    rows = np.flatnonzero(examined.looks.oddities & Oddity.BLANK)
-    yield Finding(
-        "blank", "warning", len(rows), f"{plural(len(rows), 'image')} with a single colour",
-        "The network learns from pictures that show nothing.",
-        "Look at these images, and delete those that show nothing.",
-        _singles(examined, rows, lambda row: f"grey level {examined.looks.mean[row]:.0f}"),
-    )  # fmt: skip
-
-
 def _different(examined: Examined) -> Iterator[Finding]:
     looks = examined.looks
     ok = looks.ok
@@ -694,10 +683,14 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
         each = "objects" if kind == "boxes" else "images"
         line += f" of {balance.smallest:,} to {balance.largest:,} training {each} each"
     looks = _glance(splits.train)
-    found = [*_broken_now(splits.train, looks), *label_findings(splits.classes, counts, kind)]
-    found += _misfits_now(splits.train, looks)
-    found += _masks_now(splits.classes, counts["train"], looks) if kind == "mask" else ()
-    found += number_findings(splits.train) if kind == "numbers" else ()
+    severity: Severity = "error" if (looks.state == State.UNREADABLE).any() else "warning"
+    found = [
+        *_now("broken", severity, looks.reasons, "cannot be decoded", splits.train, looks),
+        *label_findings(splits.classes, counts, kind),
+        *_now("misfit", "warning", looks.misfits, "have boxes or a mask that cannot be used", splits.train, looks),
+        *(_masks_now(splits.classes, counts["train"], looks) if kind == "mask" else ()),
+        *(number_findings(splits.train) if kind == "numbers" else ()),
+    ]
     seen = f"checked {plural(len(looks), 'image')}: "
     if (sizes := sizes_of(looks)) is not None:
         (low, high), kinds = (sizes.smallest, sizes.largest), [kind for kind, _ in looks.kinds.most_common()]
@@ -730,25 +723,14 @@ def _glance(source: Source) -> Looks:
     return looks
 
 
-def _broken_now(source: Source, looks: Looks) -> list[Finding]:
-    """Return a finding if some of the examined images could not be read or decoded."""
-    rows = np.flatnonzero(looks.state != State.OK).tolist()
-    if not rows:
-        return []
-    severity: Severity = "error" if (looks.state == State.UNREADABLE).any() else "warning"
-    first = f"{printable(source.key(int(looks.index[rows[0]])))}: {looks.reasons[rows[0]]}"
-    text = f"{len(rows)} of {plural(len(looks), 'checked image')} cannot be decoded, such as {first}"
-    return [Finding("broken", severity, len(rows), text, "", "")]
-
-
-def _misfits_now(source: Source, looks: Looks) -> Iterator[Finding]:
-    """Yield a finding if the boxes or masks of some of the examined images cannot be used."""
-    for row, reason in list(looks.misfits.items())[:1]:
-        text = (
-            f"{len(looks.misfits)} of {plural(len(looks), 'checked image')} have boxes or a mask that cannot be used, "
-            f"such as {printable(source.key(int(looks.index[row])))}: {reason}"
-        )
-        yield Finding("misfit", "warning", len(looks.misfits), text, "", "")
+def _now(
+    kind: str, severity: Severity, reasons: Mapping[int, str], text: str, source: Source, looks: Looks
+) -> Iterator[Finding]:
+    """Yield a finding if some of the examined images have reasons, of which it states the first."""
+    for row, reason in list(reasons.items())[:1]:
+        counted = f"{len(reasons)} of {plural(len(looks), 'checked image')} {text}, such as "
+        counted += f"{printable(source.key(int(looks.index[row])))}: {reason}"
+        yield Finding(kind, severity, len(reasons), counted, "", "")
 
 
 def _masks_now(classes: Sequence[str], train: SplitCounts, looks: Looks) -> Iterator[Finding]:
@@ -765,4 +747,4 @@ def _masks_now(classes: Sequence[str], train: SplitCounts, looks: Looks) -> Iter
 
 def most_severe_first(found: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings in the order of their severity, without those that are about nothing."""
-    return tuple(sorted((one for one in found if one.count), key=lambda one: SEVERITIES.index(one.severity)))
+    return tuple(sorted((one for one in found if one.count), key=lambda one: get_args(Severity).index(one.severity)))

@@ -37,7 +37,6 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits, one_class
 from vitrail.errors import DataError, listed, plural
-from vitrail.report.drawing import draw_legend
 from vitrail.report.page import large_address, printable, render
 from vitrail.settings import problem_of, raise_problems
 
@@ -128,8 +127,7 @@ def page(report: Report, splits: Splits, title: str) -> str:
     sources = splits.sources
     severities = [finding.severity for finding in report.findings]
     verdict = ", ".join(plural(severities.count(one), one) for one in ("error", "warning", "note") if one in severities)
-    counted = len(report.splits[0].per_class)
-    if counted:
+    if counted := len(report.splits[0].per_class):
         counts_title = plural(len(report.classes), "class")
     else:
         counts_title = f"Numbers: {listed(report.classes, 20)}" if report.classes else "No labels"
@@ -171,7 +169,7 @@ def page(report: Report, splits: Splits, title: str) -> str:
         ],
         hidden_examples=max(len(examples) - MOST_CLASSES, 0),
         drawn=list(_drawn_examples(splits.train)) if is_drawn else [],
-        legend=large_address(draw_legend(report.classes), 1200) if report.target_kind == "mask" else None,
+        coloured=report.classes if report.target_kind == "mask" else (),
         amounts=[(name, f"{count:,}", share) for name, count, share in amount_rows(report)],
         amounts_head="objects" if report.target_kind == "boxes" else "pixels",
         all_classes=count_rows(report, counted)[:counted] if counted > MOST_ROWS else [],
@@ -224,7 +222,7 @@ def count_rows(report: Report, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
 
 
 def size_text(size: tuple[int, ...]) -> str:
-    return f"{size[0]:,} x {size[1]:,}"
+    return f"{size[0]} x {size[1]}"
 
 
 def _shown(one: FaultExample, source: Source) -> Shown:

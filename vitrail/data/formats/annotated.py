@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail.data.faults import Fault, Severity, first_bytes, is_from_system, shown, unknown_class
-from vitrail.data.formats.folder import Scan
+from vitrail.data.formats.folder import IMAGES, Scan, word
 from vitrail.data.objects import ObjectRows, Outline, outline_column
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.source import Samples, file_samples, files_of
@@ -176,25 +176,31 @@ class ImageFiles:
         return image.size
 
 
-IMAGES = ("images", "image", "imgs", "img_dir", "jpegimages", "leftimg8bit")
-"""Names of folders with images beside those of annotations, in lower case."""
-
-MASKS = frozenset({"masks", "mask", "segmentationclass", "segmentationobject", "ann_dir", "gtfine"})
+MASKS = frozenset({
+    "masks", "mask", "segmentationclass", "segmentationobject", "segmentationclasspng", "segmentationobjectpng",
+    "segmentationclassvisualization", "segmentationobjectvisualization", "ann_dir", "gtfine", "trimaps",
+})  # fmt: skip
 
 
 def is_in_masks(key: str) -> bool:
     """Return True for an image in a folder of masks. Below a folder of images, "mask" is a name like others."""
     folders = [part.lower() for part in key.split("/")[:-1]]
     first = next((place for place, part in enumerate(folders) if part in MASKS), None)
-    return first is not None and not any(part in IMAGES for part in folders[:first])
+    return first is not None and not any(word(part) in IMAGES for part in folders[:first])
 
 
-def open_images_alone(request: Request, opener: Callable[[Request], Splits]) -> Splits:
+def open_images_alone(
+    request: Request,
+    opener: Callable[[Request], Splits],
+    masks_in: Callable[[Path, ImageFiles], Collection[str]] | None = None,
+) -> Splits:
     """Return the images of data with boxes or masks, without these. Images that are held out if `opener` reads the
-    annotations are held out here too. If it cannot read them, the names of folders divide the images."""
+    annotations are held out here too. If it cannot read them, the names of folders divide the images. `masks_in`
+    returns the files that are masks."""
     root, chosen = request.path, request.choice.splits
     images = ImageFiles(root if root.is_dir() else root.parent)
-    keys = [key for key in images.inodes if not is_in_masks(key)]
+    masks = masks_in(root, images) if masks_in else ()
+    keys = [key for key in images.inodes if not is_in_masks(key) and key not in masks]
     try:
         read = opener(replace(request, unlabelled=False)).sources
     except DataError as error:
@@ -299,13 +305,22 @@ def lines_of(path: Path, errors: str = "strict") -> list[str]:
         raise DataError(f"cannot read {path} as UTF-8: {error}") from error
 
 
-def names_in(path: Path) -> list[str]:
-    """Return the names of classes in a list, one on each line. Raise `DataError` if it cannot be read, or if a line
-    between the names is empty, because then it is not clear which numbers the names after it have."""
-    names = "\n".join(line.strip() for line in lines_of(path)).rstrip("\n").split("\n")
-    if "" in names and len(names) > 1:
-        raise DataError(f"{path}: line {names.index('') + 1} is empty; remove it, or write the name of a class there")
-    return [name for name in names if name]
+def names_in(paths: Sequence[Path]) -> list[str]:
+    """Return the names of classes in one or more equal lists, one on each line. Raise `DataError` if a list cannot be
+    read, if lists differ, or if a line between the names is empty, because then it is not clear which numbers the names
+    after it have."""
+    found: list[list[str]] = []
+    for path in paths:
+        names = "\n".join(line.strip() for line in lines_of(path)).rstrip("\n").split("\n")
+        if "" in names and len(names) > 1:
+            raise DataError(f"{path}: line {names.index('') + 1} is empty; remove it, or write the name of a class")
+        found.append([name for name in names if name])
+        if found[-1] != found[0]:
+            raise DataError(
+                f"{paths[0]} and {path} list different classes, {found[0]} and {found[-1]}; give all labels the same "
+                "numbers"
+            )
+    return found[0]
 
 
 def _by_lists(
@@ -356,8 +371,7 @@ def object_splits(
     """
     names = tuple(class_name(name) for name in categories)
     check_names(title, names)
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{title}: several categories are called {listed(twice)}; give each a name of its own")
     faults = [*(fault for one in found.values() for fault in one.faults), *faults]
     if not any(one.keys for one in found.values()):
@@ -402,13 +416,12 @@ def _empty(title: str, sources: Mapping[Split, Samples]) -> Iterator[Fault]:
         for split, one in sources.items()
         if one.targets.starts is not None
     }
-    if total := sum(counts.values()):
-        parts = ", ".join(plural(count, f"{split} image") for split, count in counts.items() if count)
-        yield Fault(
-            "without-objects", "note", total, f"{title}: without any object: {parts}",
-            "These images are learned as background, and count in the evaluation.",
-            "Nothing needs to be done, unless objects in them were not annotated.",
-        )  # fmt: skip
+    parts = ", ".join(plural(count, f"{split} image") for split, count in counts.items() if count)
+    yield Fault(
+        "without-objects", "note", sum(counts.values()), f"{title}: without any object: {parts}",
+        "These images are learned as background, and count in the evaluation.",
+        "Nothing needs to be done, unless objects in them were not annotated.",
+    )  # fmt: skip
 
 
 def _checked(where: str, one: AnnotatedImages) -> tuple[list[int], ObjectRows, list[Fault]]:

@@ -52,7 +52,6 @@ from vitrail.data.texts import TextReader
 from vitrail.errors import DataError, listed, plural
 
 HEAD = 1 << 16
-KEYS = re.compile(rb'"(images|annotations|categories)"\s*:')
 
 OTHERS = re.compile(r"(captions|person_keypoints|panoptic|image_info|stuff)_", re.I)
 """Beginnings of COCO's files that hold something else than boxes."""
@@ -73,7 +72,7 @@ def _is_coco(path: Path) -> bool:
     """Return True for a file with images, annotations or categories, but not with categories alone, which Label Studio
     writes beside YOLO's text."""
     head = first_bytes(path, HEAD)
-    found = {match[1] for match in KEYS.finditer(head)}
+    found = {*re.findall(rb'"(images|annotations|categories)"\s*:', head)}
     has_only_categories = found == {b"categories"} and len(head) < HEAD
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and bool(found) and not has_only_categories
 
@@ -257,8 +256,7 @@ def _images(
         if one["id"] in known:
             raise DataError(f"{path}: two images have the number {one['id']}; give each image its own")
         known.add(one["id"])
-        key = images.find(one["file_name"], near, split)
-        if key is None:
+        if (key := images.find(one["file_name"], near, split)) is None:
             missing.append(one["file_name"])
             continue
         result.keys.append(key)
@@ -270,8 +268,7 @@ def _images(
             sides = images.size(key, str(path))
             unstated.append(one["file_name"])
         result.sizes.append((int(sides[0]), int(sides[1])))
-    if len(set(result.keys)) < len(result.keys):
-        twice = [key for key, count in Counter(result.keys).items() if count > 1]
+    if twice := [key for key, count in Counter(result.keys).items() if count > 1]:
         raise DataError(f"{path}: several entries are of the same image file: {listed(twice, 4)}; state each file once")
     result.faults += [*missing_images(str(path), missing), *unstated_sizes(f"{path}: the entries", unstated)]
     return result
@@ -300,22 +297,26 @@ def _add_objects(result: AnnotatedImages, path: Path, values: Mapping[str, Any],
         polygons = outline if isinstance(outline := one.get("segmentation"), list) else []
         short += [where] * any(len(part) < LEAST_NUMBERS for part in polygons)
         ignored += [where] * bool(one.get("ignore") and not one.get("iscrowd"))
-    result.faults += fault_at(
-        ignored, "ignored", "note",
-        f"{path}: {plural(len(ignored), 'object')} with the field ignore, which are read like all others",
-        "They are learned and counted as all others, as in pycocotools.", "Set iscrowd to 1 for what is to be ignored.",
-    )  # fmt: skip
-    result.faults += _unknown_images(path, strange)
-    result.faults += fault_at(
-        short, "short-polygon", "note",
-        f"{path}: {plural(len(short), 'outline')} with a polygon of fewer than three points. Such polygons are skipped",
-        "The other polygons of these objects, or else their boxes, are learned.", "Correct these outlines.",
-    )  # fmt: skip
-    result.faults += fault_at(
-        with_keypoints, "keypoints", "note",
-        f"{path}: the keypoints of {plural(len(with_keypoints), 'object')} are not read",
-        "Only boxes and outlines are learned.", "Nothing needs to be done.",
-    )  # fmt: skip
+    result.faults += [
+        *fault_at(
+            ignored, "ignored", "note",
+            f"{path}: {plural(len(ignored), 'object')} with the field ignore, which are read like all others",
+            "They are learned and counted as all others, as in pycocotools.",
+            "Set iscrowd to 1 for what is to be ignored.",
+        ),
+        *_unknown_images(path, strange),
+        *fault_at(
+            short, "short-polygon", "note",
+            f"{path}: {plural(len(short), 'outline')} with a polygon of fewer than three points. Such polygons are "
+            "skipped",
+            "The other polygons of these objects, or else their boxes, are learned.", "Correct these outlines.",
+        ),
+        *fault_at(
+            with_keypoints, "keypoints", "note",
+            f"{path}: the keypoints of {plural(len(with_keypoints), 'object')} are not read",
+            "Only boxes and outlines are learned.", "Nothing needs to be done.",
+        ),
+    ]  # fmt: skip
 
 
 def _annotation(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitrail.data import formats
-from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_from_system, is_own_output, unknown_class
+from vitrail.data.faults import OWN_RECORDS, Fault, first_bytes, is_from_system, is_own_output, shown, unknown_class
 from vitrail.data.pixels.decode import HEAD, SUFFIXES, is_image
 from vitrail.data.source import Samples, Source, file_samples, files_of, inode_of, inodes_in
 from vitrail.data.splits import (
@@ -78,16 +78,14 @@ def read_folder(
     """
     scan = Scan(root)
     if unlabelled:
-        images = sorted(scan.images(""))
-        if not images:
+        if not (images := sorted(scan.images(""))):
             raise DataError(f"{root} has no images ({ALL}), neither in it nor in its folders")
-        faults = (*_own_output(root, scan.own), *unread_images(root, scan.others))
+        faults = (*([_own_output(root, scan.own)] if scan.own else ()), *unread_images(root, scan.others))
         targets = Targets.unknown("none", (), len(images))
         samples = file_samples(root, [key for key, _ in images], [inode for _, inode in images], targets)
         return FolderImages(samples, faults, tuple(scan.others))
     scan.own = _own_folders(root)
-    folders = [folder.name for folder in class_folders(root)]
-    if not folders:
+    if not (folders := [folder.name for folder in class_folders(root)]):
         raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
     named = {name: class_name(name) for name in folders}
     check_names(str(root), named.values())
@@ -105,6 +103,8 @@ def read_folder(
     strange = f"{root} has unknown classes: {listed(unknown, 20)}; the known classes are: {listed(classes, 20)}"
     if unknown and not tolerant:
         raise DataError(strange)
+    masks = {key for images in found.values() for key in masks_among([key for key, _ in images])}
+    found = {name: [image for image in images if image[0] not in masks] for name, images in found.items()}
     kept = {name: images for name, images in found.items() if images and named[name] in numbers}
     labels = np.repeat(
         np.array([numbers[named[name]] for name in kept], np.int64), [len(images) for images in kept.values()]
@@ -116,14 +116,37 @@ def read_folder(
             "", lost, strange, f"leaves out {plural(lost, 'image')} of {root.name}/",
             "Add training images of these classes, or remove their folders.",
         )] if unknown else ()),
-        *([_empty(root, empty)] if empty else ()),
+        Fault(
+            "empty-folder", "warning", len(empty),
+            f"{root}: skipped {plural(len(empty), 'class folder')} without images: {listed(empty)}",
+            "These folders are skipped, so they are not classes.",
+            f"Add images ({ALL}), or remove the folders.",
+        ),
         *_joined(root, {name: named[name] for name in kept}),
-        *_own_output(root, scan.own),
-        *_loose(root),
+        _own_output(root, scan.own),
+        _loose(root),
+        Fault(
+            "masks-among-images", "warning", len(masks),
+            f"{root}: skipped {plural(len(masks), 'file')} that their names make masks of other images of the same "
+            f"class: {shown(sorted(masks))}",
+            "These files are skipped.", "Nothing needs to be done, unless they are images of their class: rename them.",
+        ),
         *unread_images(root, scan.others, empty),
     )  # fmt: skip
     keys = [key for images in kept.values() for key, _ in images]
-    return FolderImages(file_samples(root, keys, inodes, Targets("class", classes, labels)), faults, tuple(scan.others))
+    samples = file_samples(root, keys, inodes, Targets("class", classes, labels))
+    return FolderImages(samples, tuple(fault for fault in faults if fault.count), tuple(scan.others))
+
+
+def masks_among(keys: Sequence[str]) -> list[str]:
+    """Return the images of a class that are masks of others of them by their names: 1_mask.png beside 1.png, and those
+    in a folder such as masks beside images."""
+    stems = {os.path.splitext(key)[0] for key in keys}  # noqa: PTH122 (many names)
+    inner = {Path(folder) for folder in {key.rpartition("/")[0] for key in keys}}
+    with_images = {folder.parent for folder in inner if word(folder.name) in IMAGES}
+    masks = tuple(f"{one}/" for one in inner if word(one.name) in TARGETS and one.parent in with_images)
+    named = {stem for stem in stems if stem.endswith(("_mask", "-mask")) and stem[:-5] in stems}
+    return [key for key in keys if key.startswith(masks) or (named and os.path.splitext(key)[0] in named)]  # noqa: PTH122
 
 
 class Scan:
@@ -188,15 +211,6 @@ def _joined(root: Path, names: Mapping[str, str]) -> Iterator[Fault]:
         )  # fmt: skip
 
 
-def _empty(root: Path, names: list[str]) -> Fault:
-    return Fault(
-        "empty-folder", "warning", len(names),
-        f"{root}: skipped {plural(len(names), 'class folder')} without images: {listed(names)}",
-        "These folders are skipped, so they are not classes.",
-        f"Add images ({ALL}), or remove the folders.",
-    )  # fmt: skip
-
-
 def unread_images(root: Path, others: Sequence[str], empty: Sequence[str] = ()) -> Iterator[Fault]:
     """Yield a fault if some of the skipped files `others`, which are paths relative to `root`, are images by their
     content. It is an error if they are the only images of a class, whose folder is then among those in `empty`."""
@@ -230,28 +244,26 @@ def _own_folders(root: Path) -> list[str]:
     return [name for name in _subfolders(root) if not is_from_system(name) and is_own_output(root / name)]
 
 
-def _own_output(root: Path, own: list[str]) -> Iterator[Fault]:
-    """Yield a fault if Vitrail wrote some folders in `root`, which are never data."""
-    if own:
-        yield Fault(
-            "own-output", "note", len(own),
-            f"{root}: skipped {plural(len(own), 'folder')} that Vitrail wrote: {listed(sorted(own), 3)}",
-            "These folders are skipped, with the pictures of runs and reports in them.",
-            "Nothing needs to be done. Outside of the data, such folders are easier to find.",
-        )  # fmt: skip
+def _own_output(root: Path, own: list[str]) -> Fault:
+    """Return the fault of folders in `root` that Vitrail wrote, which are never data."""
+    return Fault(
+        "own-output", "note", len(own),
+        f"{root}: skipped {plural(len(own), 'folder')} that Vitrail wrote: {listed(sorted(own), 3)}",
+        "These folders are skipped, with the pictures of runs and reports in them.",
+        "Nothing needs to be done. Outside of the data, such folders are easier to find.",
+    )  # fmt: skip
 
 
-def _loose(root: Path) -> Iterator[Fault]:
-    """Yield a fault if images lie beside the class folders."""
+def _loose(root: Path) -> Fault:
+    """Return the fault of images beside the class folders."""
     with os.scandir(root) as entries:
         count = sum(_is_image(entry) for entry in entries)
-    if count:
-        yield Fault(
-            "loose-images", "warning", count,
-            f"{root}: skipped {plural(count, 'image')} outside of the class folders",
-            "These images have no label, so they are skipped.",
-            "Move the images into the folders of their classes, or remove them.",
-        )  # fmt: skip
+    return Fault(
+        "loose-images", "warning", count,
+        f"{root}: skipped {plural(count, 'image')} outside of the class folders",
+        "These images have no label, so they are skipped.",
+        "Move the images into the folders of their classes, or remove them.",
+    )  # fmt: skip
 
 
 def _subfolders(root: Path) -> list[str]:
@@ -340,7 +352,7 @@ def open_folders(request: Request) -> Splits:
     first = next(iter(places.values()))[0]
     plain = unlabelled and (len(class_folders(first)) < 2 or has_images(first))
     sources: dict[Split, Source] = {}
-    faults = [*(_ambiguous(root, places) if chosen is None else ()), *_own_output(root, _own_folders(root))]
+    faults = [*(_ambiguous(root, places) if chosen is None else ()), _own_output(root, _own_folders(root))]
     for split, folders in places.items():
         opened: list[Samples] = []
         for place in folders if chosen else folders[:1]:
@@ -454,15 +466,16 @@ def _alike(folders: list[Path]) -> bool:
     return len(inner) > 1 and all(names <= max(inner, key=len) for names in inner)
 
 
-def _word(name: str) -> str:
-    return re.sub(r"[\W_]", "", name).lower()
+def word(name: str) -> str:
+    """Return the name of a folder without case, punctuation and a last word that says how masks or images are kept."""
+    return re.sub(r"[\W_](?:png|jpe?g|tiff?|human|machine)$|[\W_]", "", name, flags=re.I).lower()
 
 
 def refuse_targets(root: Path, folders: list[Path]) -> None:
     """Raise `DataError` if there are folders of masks or boxes beside those of the images."""
     names = [folder.name for folder in folders]
-    targets = [name for name in names if _word(name) in TARGETS]
-    images = [name for name in names if _word(name) in IMAGES]
+    targets = [name for name in names if word(name) in TARGETS]
+    images = [name for name in names if word(name) in IMAGES]
     flat = [name for name in named_splits(names) if has_images(root / name)]
     for name in names:  # train_masks/ beside train/
         pair = PAIRED.fullmatch(name)
@@ -471,9 +484,9 @@ def refuse_targets(root: Path, folders: list[Path]) -> None:
     if targets and (images or flat):
         raise DataError(
             f"{root} has {targets[0]}/ beside {(images or flat)[0]}/, which is the layout of data with masks or boxes, "
-            "but neither annotations of COCO, YOLO or Pascal VOC nor PNG files in masks/ beside images/ were found in "
-            "it. For masks, use images/SPLIT and masks/SPLIT, in which an image and its mask have the same name; masks "
-            "are PNG, because other formats do not keep the number of a class in each pixel. For classes "
+            "but neither annotations of COCO, YOLO or Pascal VOC nor masks beside images were found in it. For masks, "
+            "use images/SPLIT and masks/SPLIT, in which an image and its mask have the same name; masks are PNG, TIFF "
+            "or BMP files, because JPEG and GIF do not keep the number of a class in each pixel. For classes "
             "in folders, and for a task that needs no labels, "
             f"name {root / (images or flat)[0]} as the data; for other classes, name a table of paths and labels. If "
             f"{targets[0]}/ and {(images or flat)[0]}/ are classes, add --splits none"
@@ -487,7 +500,7 @@ def _without_labels(place: Path, plain: bool, classes: tuple[str, ...]) -> str:
     if plain:
         return ""
     names = [folder.name for folder in class_folders(place)]
-    if not [name for name in names if name in classes or _word(name) not in IMAGES | UNLABELLED]:
+    if not [name for name in names if name in classes or word(name) not in IMAGES | UNLABELLED]:
         return "its images are not in class folders, so they have no labels"
     return ""
 
@@ -520,7 +533,7 @@ def has_classes(root: Path, chosen: SplitNames | None = None) -> bool:
 
 def _are_classes(folders: list[Path]) -> bool:
     """Return True if at least two folders have images, and their names are not those of folders with all images."""
-    words = [_word(folder.name) for folder in folders]
+    words = [word(folder.name) for folder in folders]
     never = IMAGES if IMAGES.isdisjoint(words) else IMAGES | TARGETS  # "mask" alone can be a class
     usual = (folder for folder, word in zip(folders, words, strict=True) if word not in never)
     return len(list(islice(filter(holds_images, usual), 2))) == 2

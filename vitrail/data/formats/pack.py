@@ -367,10 +367,12 @@ def _in_order(work: Callable[[int], _Encoded], start: int, stop: int, workers: i
 
 
 def encoded(sample: Sample) -> tuple[bytes, str]:
-    """Return the file of a sample's image and its suffix without a dot. An array becomes a PNG."""
+    """Return the file of a sample's image and its suffix without a dot: that of the key, or else that of the format
+    that its first bytes show. An array becomes a PNG."""
     if isinstance(sample.image, np.ndarray):
         return picture_file(to_pil(sample.image, sample.image.shape[2]), "PNG"), "png"
-    return sample.image, _suffix(sample.key, sample.image)
+    own = os.path.splitext(sample.key)[1].lower()  # noqa: PTH122 (a key is not a path of this machine)
+    return sample.image, own.removeprefix(".") if own in SUFFIXES else ENDINGS.get(format_of(sample.image), "jpg")
 
 
 def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:
@@ -422,9 +424,3 @@ def _scaled(picture: Image.Image, max_side: int) -> Image.Image:
     scale = max_side / max(picture.size)
     width, height = (max(1, round(side * scale)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _suffix(key: str, image: bytes) -> str:
-    """Return the suffix of the key, or else the suffix of the format that the image's first bytes show."""
-    own = os.path.splitext(key)[1].lower()  # noqa: PTH122 (a key is not a path of this machine)
-    return own.removeprefix(".") if own in SUFFIXES else ENDINGS.get(format_of(image), "jpg")

@@ -384,8 +384,7 @@ def _unpack(title: str, files: Sequence[ParquetFile], column: str, notes: list[s
     folder = cache_folder("parquet")
     places = {file: folder / _blob_name(file, column) for file in files}
     blobs = {file: blob for file, place in places.items() if (blob := open_blob(place)) is not None}
-    missing = [file for file in files if file not in blobs]
-    if not missing:
+    if not (missing := [file for file in files if file not in blobs]):
         return blobs
     needed = sum(file.image_bytes(column) for file in missing)
     with saving("unpacked images", folder):

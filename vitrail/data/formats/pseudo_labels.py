@@ -63,8 +63,7 @@ def open_pool(pool: Pool) -> Source:
     everything = replace(config, per_class=None).cut(opened).train
     labelled = config.cut(replace(opened, spec=pool.spec)).train
     keys = {labelled.key(index) for index in range(len(labelled))}
-    rest = [index for index in range(len(everything)) if everything.key(index) not in keys]
-    if not rest:
+    if not (rest := [index for index in range(len(everything)) if everything.key(index) not in keys]):
         selected = "selects all of them" if amount or pool.per_class else "selects no amount of them"
         raise DataError(
             f"data {pool.spec!r} leaves none of its {plural(len(everything), 'training image')} to label, because it "

@@ -151,9 +151,8 @@ def _with_targets(request: Request, parts: Mapping[Split, Table]) -> tuple[dict[
             reason = f"none of its images has a {noun}" if part.rows else "it has no rows"
             notes.append(f"{part.path}: the {split} split is skipped, because {reason}")
             del found[split]
-    for part in found.values():
-        if not part.rows:
-            raise DataError(f"{part.path} has no rows; each image needs a row")
+    if empty := [part.path for part in found.values() if not part.rows]:
+        raise DataError(f"{empty[0]} has no rows; each image needs a row")
     return found, notes
 
 
@@ -166,8 +165,7 @@ def _with_classes(
     first = "train" if "train" in parts else next(iter(parts))
     classes = _classes(parts[first], request.unlabelled) if request.classes is None else request.classes
     for part in parts.values():
-        lacking = [name for name in parts[first].classes or () if name not in (part.classes or (name,))]
-        if lacking:
+        if lacking := [name for name in parts[first].classes or () if name not in (part.classes or (name,))]:
             raise DataError(
                 f"{part.path} has no column {lacking[0]!r}, which {parts[first].path} has, so the images of this "
                 "class are not known; add the column"
@@ -366,7 +364,11 @@ PATHS = (
 Listing = Callable[[str], dict[str, int]]
 """A function that takes a folder, relative to a given one, and returns the inodes of its files by their names."""
 LABELS = ("label", "labels", "class", "class_name", "category", "target")
-BOXES = frozenset({"xmin", "ymin", "xmax", "ymax", "x_min", "y_min", "x_max", "y_max", "x1", "y1", "x2", "y2", "bbox"})
+BOXES = frozenset({
+    "xmin", "ymin", "xmax", "ymax", "x_min", "y_min", "x_max", "y_max", "x1", "y1", "x2", "y2", "bbox",
+    "rle", "rle_mask", "encodedpixels",
+})  # fmt: skip
+"""Names of columns of boxes and of run lengths of masks."""
 DELIMITERS = ",;\t|"
 INDEX = re.compile(r"|unnamed: \d+|index", re.I)
 """Names of the column of row numbers that pandas writes."""
@@ -543,10 +545,16 @@ def _refuse_boxes(cells: _Cells, image: int, label: int, *, is_chosen: bool) -> 
     inner = next((part for part in parts if isinstance(part, dict | list)), None)
     boxes = [column for column in cells.header if column.lower() in BOXES]
     is_of_boxes = name in boxes and not is_chosen
-    if inner is None and not is_of_boxes and not (boxes and len(set(cells.column(image))) < len(cells.lines)):
-        return
-    what = f"the columns {listed(boxes)} are boxes" if inner is None else f"{name!r} holds JSON objects or lists"
-    raise DataError(f"{cells.path}: {what}, and boxes are not read from tables; write them as COCO, YOLO or Pascal VOC")
+    if inner is not None or is_of_boxes or (boxes and len(set(cells.column(image))) < len(cells.lines)):
+        what = (
+            f"the columns {listed(boxes)} are boxes or masks"
+            if inner is None
+            else f"{name!r} holds JSON objects or lists"
+        )
+        raise DataError(
+            f"{cells.path}: {what}, which are not read from tables; write boxes as COCO, YOLO or Pascal VOC, and masks "
+            "as PNG files, which --ignore-label 255 reads beside a table"
+        )
 
 
 # --- cells

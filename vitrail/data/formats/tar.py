@@ -415,8 +415,6 @@ SUFFIXES = (".tar", ".tar.gz", ".tgz")
 """File suffixes of tar files. Compressed ones are recognised so that a message can explain why they are refused."""
 
 OTHER_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet", ".json", ".zip", ".rar", ".7z", *IMAGE_SUFFIXES)
-BRACES = re.compile(r"\{([^{}]*)\}")
-RANGE = re.compile(r"(\d+)\.\.(\d+)")
 MOST = 1_000_000
 
 
@@ -505,10 +503,10 @@ def _pattern(location: str, chosen: SplitNames | None) -> Located:
 
 def _expand(pattern: str) -> list[str]:
     """Return all strings that a pattern with {000..012} or {train,val} stands for, as in a shell."""
-    pieces = BRACES.split(pattern)
+    pieces = re.split(r"\{([^{}]*)\}", pattern)
     choices: list[list[str]] = []
     for number, piece in enumerate(pieces):
-        bounds = RANGE.fullmatch(piece) if number % 2 else None
+        bounds = re.fullmatch(r"(\d+)\.\.(\d+)", piece) if number % 2 else None
         if bounds is not None:
             first, last = int(bounds[1]), int(bounds[2])
             if not first <= last < first + MOST:

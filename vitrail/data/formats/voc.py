@@ -32,9 +32,6 @@ from vitrail.data.pixels.decode import without_suffix
 from vitrail.data.splits import Request, Splits, split_of
 from vitrail.errors import DataError, plural
 
-FOLDERS = ("annotations", "annotation", "xml", "labels")
-SIDES = ("xmin", "ymin", "xmax", "ymax")
-
 
 def holds_voc(files: Iterable[Path]) -> bool:
     """Return True if annotations in XML are among some files. The first XML file of each folder decides."""
@@ -47,7 +44,7 @@ def holds_voc(files: Iterable[Path]) -> bool:
 def open_voc(request: Request) -> Splits:
     """Return the splits of images with XML files. Raise `DataError` if a file cannot be read."""
     root = request.path
-    folder = root.parent if root.name.lower() in FOLDERS else root
+    folder = root.parent if root.name.lower() in ("annotations", "annotation", "xml", "labels") else root
     title = f"data {str(root)!r}"
     images = ImageFiles(folder)
     files = [name for name in images.others if name.lower().endswith(".xml") and "/." not in f"/{name}"]
@@ -117,7 +114,9 @@ def _images(
         for number, one in enumerate(tree.iter("object")):
             if one.find("robndbox") is not None:
                 raise DataError(f"{images.root / name} has rotated boxes (robndbox); only upright boxes are read")
-            left, top, right, bottom = (_number(one.findtext(f"bndbox/{side}")) for side in SIDES)
+            left, top, right, bottom = (
+                _number(one.findtext(f"bndbox/{side}")) for side in ("xmin", "ymin", "xmax", "ymax")
+            )
             difficult += [name] * (one.findtext("difficult", "0").strip() == "1")
             outlined += [name] * (one.find("polygon") is not None)
             result.objects.append(
@@ -130,17 +129,19 @@ def _images(
                     else f"{name}, line {_line(images.root / name, number)}",
                 )
             )
-    result.faults += unstated_sizes(f"{images.root}: annotations", unstated)
-    result.faults += fault_at(
-        difficult, "difficult", "note",
-        f"{images.root}: {plural(len(difficult), 'object')} marked as difficult, which are read like all others",
-        "They are learned and counted as all others.", "Nothing needs to be done.",
-    )  # fmt: skip
-    result.faults += fault_at(
-        outlined, "polygons", "note",
-        f"{images.root}: {plural(len(outlined), 'object')} with a polygon, of which only the box is read",
-        "Boxes are learned, and no outlines.", "To learn outlines, write them as COCO or YOLO.",
-    )  # fmt: skip
+    result.faults += [
+        *unstated_sizes(f"{images.root}: annotations", unstated),
+        *fault_at(
+            difficult, "difficult", "note",
+            f"{images.root}: {plural(len(difficult), 'object')} marked as difficult, which are read like all others",
+            "They are learned and counted as all others.", "Nothing needs to be done.",
+        ),
+        *fault_at(
+            outlined, "polygons", "note",
+            f"{images.root}: {plural(len(outlined), 'object')} with a polygon, of which only the box is read",
+            "Boxes are learned, and no outlines.", "To learn outlines, write them as COCO or YOLO.",
+        ),
+    ]  # fmt: skip
     return result
 
 

@@ -20,7 +20,6 @@ import yaml  # type: ignore[import-untyped]
 
 from vitrail.data.faults import Fault, shown
 from vitrail.data.formats.annotated import (
-    IMAGES,
     AnnotatedImages,
     Annotation,
     ImageFiles,
@@ -31,6 +30,7 @@ from vitrail.data.formats.annotated import (
     names_in,
     object_splits,
 )
+from vitrail.data.formats.folder import IMAGES, word
 from vitrail.data.objects import box_around
 from vitrail.data.splits import SPLITS, Request, Split, SplitNames, Splits, left_out
 from vitrail.errors import DataError, listed, plural
@@ -146,13 +146,7 @@ def _class_names(folder: Path, description: Path | None, values: Mapping[str, An
                 f"{folder} has YOLO's labels but no names of classes; add a classes.txt with a name on each line, or a "
                 "data.yaml"
             )
-        read = {name: names_in(folder / name) for name in lists}
-        names = read[lists[0]]
-        if other := next((name for name, found in read.items() if found != names), None):
-            raise DataError(
-                f"{folder}: {lists[0]} and {other} list different classes, {names} and {read[other]}; "
-                "give all labels the same numbers"
-            )
+        names = names_in([folder / name for name in lists])
     if not isinstance(names, list) or not names:
         raise DataError(f"{description or folder}: names are a list of the names of the classes, and not {names!r}")
     if "nc" in values and str(values["nc"]) != str(len(names)):
@@ -233,7 +227,7 @@ def _label_of(key: str, texts: set[str]) -> str | None:
     """Return the label file of an image: in the folder labels instead of images, or else beside the image."""
     stem = re.sub(r"\.[^./]*$", ".txt", key)
     parts = stem.split("/")
-    places = [place for place, part in enumerate(parts[:-1]) if part.lower() in IMAGES]
+    places = [place for place, part in enumerate(parts[:-1]) if word(part) in IMAGES]
     words = ("labels", "label", "Labels", "LABELS")
     moved = ["/".join([*parts[:place], word, *parts[place + 1 :]]) for place in reversed(places) for word in words]
     return next((name for name in (*moved, stem, f"labels/{parts[-1]}") if name in texts), None)
@@ -243,8 +237,7 @@ def _images(folder: Path, keys: Sequence[str], texts: set[str], classes: int) ->
     result = AnnotatedImages(list(keys), [(0, 0)] * len(keys))
     broken: list[str] = []
     for row, key in enumerate(keys):
-        name = _label_of(key, texts)
-        if name is None:
+        if (name := _label_of(key, texts)) is None:
             continue
         for number, line in enumerate(lines_of(folder / name), start=1):
             if not (cells := line.split()):

@@ -41,7 +41,7 @@ def test_the_page_contains_the_numbers(make_maps: MakeMaps) -> None:
     assert [one["label"] for one in about["relevance"]] == ["</script>a & b", "cat"]
     np.testing.assert_allclose(about["relevance"][1]["values"], maps.relevance[1][1].ravel(), rtol=1e-5)
     np.testing.assert_array_equal(unpack(packed_in(page), 18), coded(maps.attention))
-    assert "<h1>a &amp; b.jpg</h1>" in page and "<li>&lt;rose&gt; <b>9.1%</b></li>" in page
+    assert "<h1>a &amp; b.jpg</h1>" in page and "<li><bdi>&lt;rose&gt;</bdi> <b>9.1%</b></li>" in page
 
 
 def test_nothing_is_requested_and_only_the_own_script_runs(make_maps: MakeMaps) -> None:
