@@ -225,9 +225,11 @@ def test_a_trained_pair_finds_its_texts_and_continues_as_initial_model(tmp_path:
     ],
 )
 def test_unfit_settings_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
-    data = write_pairs(tmp_path / "data")
+    config = config_of(write_pairs(tmp_path / "data"), tmp_path / "run")
+    if "init" in fields:
+        config = replace(config, model=ModelConfig())
     with pytest.raises(ConfigError, match=message):
-        train(config_of(data, tmp_path / "run", **fields))
+        train(config.override(**fields))
 
 
 @pytest.mark.parametrize(("context", "is_noted"), [(4, True), (40, False)])

@@ -103,6 +103,20 @@ def test_the_same_step_can_be_saved_again(saved: Saved, moving: Moving, tmp_path
     assert Checkpoints(tmp_path / "checkpoints").restore(moving[0]) == []
 
 
+@pytest.mark.parametrize("sizes", [(1, None), (None, ()), (1, 2)], ids=str)
+def test_a_checkpoint_with_other_tensors_is_refused(
+    sizes: tuple[Any, Any], saved: Saved, moving: Moving, tmp_path: Path
+) -> None:
+    """Such as one of an earlier version, in which a task had other weights."""
+    before, after = (None if size is None else torch.ones(size) for size in sizes)
+    moving[0].objective.register_buffer("further", before)
+    saved(4)
+    moving[0].objective.register_buffer("further", after)
+    with pytest.raises(RunError, match=r"weights\.further"):
+        Checkpoints(tmp_path / "checkpoints").restore(moving[0])
+    moving[0].objective.register_buffer("further", None)
+
+
 def flip(path: Path, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[bit // 8 % len(data)] ^= 1 << bit % 8

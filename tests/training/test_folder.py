@@ -166,6 +166,9 @@ def test_the_task_is_read_by_its_name(tmp_path: Path) -> None:
     assert record.objects == ("data",)
 
 
+OTHER = "is damaged, or of another version of Vitrail:"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -179,9 +182,9 @@ def test_the_task_is_read_by_its_name(tmp_path: Path) -> None:
         ({"data": {"train": 7}}, "is damaged: the field 'data.fingerprint' is missing"),
         ({"data": {"fingerprint": "a"}}, "is damaged: the field 'data.train' is missing"),
         ({"data": [1]}, "is damaged: 'data' is not an object of named fields"),
-        ({"config": {"run": {"stepz": 3}}}, "is damaged: unknown field 'stepz'; nearest: steps"),
-        ({"config": {"task": {"name": "clasification"}}}, "is damaged: unknown task 'clasification'; nearest: class"),
-        ({"config": {"run": {"batch_size": 0}}}, "is damaged: batch_size=0 is less than 1"),
+        ({"config": {"run": {"stepz": 3}}}, f"{OTHER} unknown field 'stepz'; nearest: steps"),
+        ({"config": {"task": {"name": "clasification"}}}, f"{OTHER} unknown task 'clasification'; nearest: class"),
+        ({"config": {"run": {"batch_size": 0}}}, f"{OTHER} batch_size=0 is less than 1"),
     ],
 )
 def test_what_cannot_be_read_is_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:

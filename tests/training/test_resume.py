@@ -118,7 +118,7 @@ def test_a_run_of_an_earlier_version_with_settings_that_are_refused_now_goes_on(
     with pytest.raises(ConfigError, match="'independent' does not fit"):
         train(config)
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr("vitrail.training.optimizer.OptimizerConfig.check_new", lambda _: None)
+        patch.setattr("vitrail.training.config.TrainConfig.new_problems", lambda _: ())
         patch.setattr("vitrail.training.run.check_names", lambda *_: ())
         train(config, log=Log(StopAt(22)))
     assert resume(tmp_path / "run").summary["steps"] == 24

@@ -314,7 +314,10 @@ def after_step(run: Run, state: TrainState, batch: Batch, metrics: dict[str, Ten
         run.meter.add(step, metrics)
     images = job.processes.world * (len(batch) - batch.partners) // batch.views_per_sample
     seconds, work = run.clock.after_step(step, images, was_taken=bool(metrics))
-    _adapt(run, state, seconds, work)
+    if run.trials is not None and (threads := run.trials.add(seconds, work)) is not None:
+        log.tell("readers", step=step, threads=threads, seconds_per_step=run.trials.times)
+        run.trials = None
+        replace_config(run.folder, job.config.override(threads=threads))
     if run.clock.times_each_step and (left := run.clock.seconds_left(step)) is not None:
         log.show("tick", step=step, seconds_left=left)
     run.skipped += batch.skipped
@@ -385,14 +388,6 @@ def reader_trials(job: Job, state: TrainState) -> ReaderTrials | None:
     if job.config.run.threads != "auto" or job.processes.are_several:
         return None
     return ReaderTrials((default_threads(), 0), lambda threads: state.batches.use_readers(Readers(threads)))
-
-
-def _adapt(run: Run, state: TrainState, seconds: float, work: float) -> None:
-    """Adapt the run to its machine after a step that took this time, and whose cost was `work`."""
-    if run.trials is not None and (threads := run.trials.add(seconds, work)) is not None:
-        run.log.tell("readers", step=state.step, threads=threads, seconds_per_step=run.trials.times)
-        run.trials = None
-        replace_config(run.folder, run.job.config.override(threads=threads))
 
 
 # Evaluation between steps: on the validation split, to choose the best weights, and by probes. It measures the weights

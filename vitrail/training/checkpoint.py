@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vitrail.errors import RunError, SaveError
+from vitrail.errors import RunError, SaveError, plural
 from vitrail.files import disk_problem, partial_path, replacing_folder, saving, sha256, write_json
 from vitrail.processes.group import Processes
 from vitrail.tasks.own_model import BESIDE, without_adapters, write_beside, write_weights
@@ -190,11 +192,13 @@ class Checkpoints:
 
         With `before`, load the newest one from before this step, or the oldest one if none is.
 
-        All processes call this method and read the checkpoint. Raises `RunError` if there is no complete checkpoint.
+        All processes call this method and read the checkpoint. Raises `RunError` if there is no complete checkpoint, or
+        if the newest one has other tensors than the state.
         """
         self.wait()
         path, damaged = self.processes.on_first(lambda: self._newest_complete(before))
         values, tensors = json.loads((path / VALUES).read_text(encoding="utf-8")), state.tensors()
+        _check_tensors(path, tensors)
         with _without_warnings(), _plain_errors(path):
             load(tensors, checkpoint_id=path, no_dist=True)
         state.restore_tensors(tensors)
@@ -248,6 +252,22 @@ def _damage(path: Path) -> str | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{MANIFEST} cannot be read"
     return None if VALUES in manifest else f"{MANIFEST} is incomplete"
+
+
+def _check_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    """Raise `RunError` unless a checkpoint has the tensors of a state in their sizes. PyTorch would ignore further
+    ones, such as those of a head that an earlier version computed in another way."""
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = {name: getattr(one, "size", "option") for name, one in metadata.items()}
+    own = {name: getattr(one, "shape", "option") for name, one in flatten_state_dict(tensors)[0].items()}
+    # An option of the optimizer that PyTorch no longer has does not matter.
+    further = (name for name in saved.keys() - own.keys() if saved[name] != "option")
+    if others := sorted({*further, *(name for name, size in own.items() if saved.get(name) != size)}):
+        raise RunError(
+            f"checkpoint {path} does not fit the run: only one of them has {others[0]}, or in another size "
+            f"({plural(len(others), 'such tensor')}). Another version of Vitrail wrote it, or your own network or task "
+            f"has changed; resume the run with that version, or train again with --like {path.parent.parent}"
+        )
 
 
 def _disk_problem(path: Path, needed: int) -> OSError | None:

@@ -480,16 +480,6 @@ class TrainConfig(Checked):
                         f"{name}={value!r} cannot be given with init={self.start.init!r}, because the model "
                         f"fixes the architecture; only {', '.join(allowed)} can"
                     )
-        given = {**vars(self.start), **vars(self.early), **self.model.overrides}
-        for name in OF_TRAINED_NETWORK if not self.task.trains_network else ():
-            if given.get(name):
-                yield f"{name}={given[name]} is for a network that is trained, but this one is frozen; leave it out"
-        if isinstance(self.task, HeadlessTask):
-            for name in ("new_head", "linear_head", "head_bias", "head_normalises"):
-                if given.get(name):
-                    yield f"{name}={given[name]} is for a head, but the task {self.task.name} has none; leave it out"
-            if self.start.train_blocks == 0 and "none" in self.task.targets:
-                yield f"train_blocks=0 trains only a head, but the task {self.task.name} has none; choose at least 1"
         if self.data.numbers and "numbers" not in self.task.targets:
             yield (
                 f"numbers={self.data.numbers} are targets of a regression, but the task is {self.task.name}; "
@@ -516,11 +506,6 @@ class TrainConfig(Checked):
                         f"used with the task {self.task.name}; leave it out, or choose {name}=0 in place of the "
                         "recipe's"
                     )
-            for name in filter(given.get, ("linear_head", "head_normalises")):  # recipes of papers set `head_bias`
-                yield (
-                    f"{name}={given[name]} is for a linear model of one vector per image, but the task "
-                    f"{self.task.name} learns {' and '.join(self.task.targets)}; leave it out"
-                )
         sizes = [("early_batch_size", size) for size, _ in self.early.course("early_batch_size")]
         for name, size in (("batch_size", self.run.batch_size), *sizes):
             if size < self.task.least_batch:
@@ -553,6 +538,27 @@ class TrainConfig(Checked):
                 yield (
                     f"mixup and cutmix mix images of one size, but task={self.task.name!r} has local views of another "
                     "size; leave both out"
+                )
+
+    def new_problems(self) -> Iterator[str]:
+        """Yield a message for each setting that only runs of earlier versions can have, which are read and continued:
+        most are settings that the task does not act on."""
+        yield from self.optimizer.new_problems()
+        given = {**vars(self.start), **vars(self.early), **self.model.overrides}
+        for name in OF_TRAINED_NETWORK if not self.task.trains_network else ():
+            if given.get(name):
+                yield f"{name}={given[name]} is for a network that is trained, but this one is frozen; leave it out"
+        if isinstance(self.task, HeadlessTask):
+            for name in ("new_head", "linear_head", "head_bias", "head_normalises"):
+                if given.get(name):
+                    yield f"{name}={given[name]} is for a head, but the task {self.task.name} has none; leave it out"
+            if self.start.train_blocks == 0 and "none" in self.task.targets:
+                yield f"train_blocks=0 trains only a head, but the task {self.task.name} has none; choose at least 1"
+        if set(PLACED) & set(self.task.targets):
+            for name in filter(given.get, ("linear_head", "head_normalises")):  # recipes of papers set `head_bias`
+                yield (
+                    f"{name}={given[name]} is for a linear model of one vector per image, but the task "
+                    f"{self.task.name} learns {' and '.join(self.task.targets)}; leave it out"
                 )
 
 

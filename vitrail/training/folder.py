@@ -21,7 +21,7 @@ from vitrail.errors import ConfigError, RunError
 from vitrail.files import check_parent, expanded, lock, partial_path, saving, write_json, write_whole
 from vitrail.machine import pick_device
 from vitrail.models.variants import ModelConfig
-from vitrail.settings import bare_names, facts
+from vitrail.settings import bare_names, facts, raise_problems
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.log import numbers_of, read_journal
 from vitrail.training.start import Origin
@@ -73,7 +73,7 @@ def read_record(folder: Path) -> Record:
             tuple((name, str(sha256)) for name, sha256 in dict(values.get("models", {})).items()),
         )
     except (ConfigError, TypeError, KeyError) as error:
-        raise RunError(f"{path} is damaged: {error}") from error
+        raise RunError(f"{path} is damaged, or of another version of Vitrail: {error}") from error
 
 
 def replace_config(folder: Path, config: TrainConfig, **further: Any) -> None:
@@ -275,7 +275,7 @@ def check_request(config: TrainConfig) -> None:
     Raises `ConfigError`, `RunError` or `DestinationError`.
     """
     pick_device(config.run.device)
-    config.optimizer.check_new()
+    raise_problems(config.new_problems())
     for name in ("dropout", "stochastic_depth", "skip_dropped") if config.start.train_blocks == 0 else ():
         if value := config.model.overrides.get(name):
             raise ConfigError(

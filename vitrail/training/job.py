@@ -48,7 +48,7 @@ from vitrail.processes.group import Processes
 from vitrail.settings import Checked, raise_problems, setting, typed
 from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Position, StepCost, Task
-from vitrail.training.config import KINDS, RunConfig, TrainConfig
+from vitrail.training.config import KINDS, TrainConfig
 from vitrail.training.folder import FORMAT
 from vitrail.training.log import check_trackers
 from vitrail.training.schedule import RunLength, Schedule, is_zero
@@ -175,10 +175,13 @@ def prepare(
     processes.on_first(lambda: check_trackers(config.run.track))
     device = pick_device(processes.device_name(config.run.device))
     precision, limit = resolve_precision(config.run.precision, device), pixel_limit()
+    threads = config.run.compute_threads
+    if threads is None and (config.run.deterministic or device.type == "cpu"):
+        threads = torch.get_num_threads()  # also when the run is resumed, because sums depend on it
     config = config.override(
         precision=precision,
         float32_products=resolve_float32_products(config.run.float32_products),
-        compute_threads=_fixed_threads(config.run, device),
+        compute_threads=threads,
         max_pixels=config.data.max_pixels or (None if limit == MAX_PIXELS else limit),
     )
     compiled: Compiled = "off"
@@ -208,7 +211,13 @@ def prepare(
     splits = replace(splits, notes=(*splits.notes, *notes, *_without_effect(config, network_config)))
     config.task.check_data(splits)
     if not config.task.wanted["unlabelled"]:
-        _check_measured(splits)
+        for name in ("validation", "test"):
+            source = splits.sources.get(name)
+            if source is not None and not truth_of(source).known.any():
+                raise DataError(
+                    f"the {name} split of {splits.title} cannot measure a model: none of its {len(source):,} images "
+                    "has a known target; hold out more images with validation_share, or none with 0"
+                )
     if config.task.reads_outlines(network_config or own_config(network)):
         for source in (splits.train, splits.validation, splits.test):
             if source is not None:
@@ -364,14 +373,6 @@ def network_config_of(
     return replace(made, **kind)
 
 
-def _fixed_threads(run: RunConfig, device: torch.device) -> int | None:
-    """Return the number of compute threads that the whole run uses, because sums depend on it, also when the run is
-    resumed. Return None where a GPU computes."""
-    if run.compute_threads is None and (run.deterministic or device.type == "cpu"):
-        return torch.get_num_threads()
-    return run.compute_threads
-
-
 def schedule_of(config: TrainConfig, splits: Splits, steps: int, *, below_head: bool = False) -> Schedule:
     """Return the schedule of the learning rate, by default that of the head. Raises `ConfigError` if parts of it do not
     fit into the run."""
@@ -410,17 +411,6 @@ def _probes(config: TrainConfig, splits: Splits, steps: int, further: Sequence[P
             "out, or set --validation-share above 0"
         )
     return probes
-
-
-def _check_measured(splits: Splits) -> None:
-    """Raise `DataError` for a held-out split that cannot measure the model, because none of its targets is known."""
-    for name in ("validation", "test"):
-        source = splits.sources.get(name)
-        if source is not None and not truth_of(source).known.any():
-            raise DataError(
-                f"the {name} split of {splits.title} cannot measure a model: none of its {len(source):,} images has a "
-                "known target; hold out more images with validation_share, or none with 0"
-            )
 
 
 def _check_choosing(config: TrainConfig, splits: Splits) -> None:

@@ -86,7 +86,12 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         if not isinstance(event, dict) or "event" not in event:
             continue
         if event["event"] in ("resumed", "rolled back"):
-            events = [old for old in events if _stays(old, event)]
+            ends = ("finished", "ended early") if "extends" in event else ("finished",)  # that hold no longer
+            events = [
+                old
+                for old in events
+                if old.get("step", 0) <= event["step"] and not old.get("kept") and old["event"] not in ends
+            ]
         events.append(event)
     return events
 
@@ -108,12 +113,6 @@ def kept_result(path: Path) -> dict[str, float]:
         if event.get("kept") and event["split"] == "validation" and event["images"]:
             return numbers_of(event)
     return {}
-
-
-def _stays(event: dict[str, Any], resumed: dict[str, Any]) -> bool:
-    """Return True if an event still holds after the run was resumed. An extended run has a new end."""
-    ends = ("finished", "ended early") if "extends" in resumed else ("finished",)
-    return event.get("step", 0) <= resumed["step"] and not event.get("kept") and event["event"] not in ends
 
 
 # Programs that show the metrics of a run during training: TensorBoard, and Weights & Biases. They receive the

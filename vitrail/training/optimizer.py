@@ -195,10 +195,10 @@ class OptimizerConfig(Checked):
                 "off; set weight_decay above 0"
             )
 
-    def check_new(self) -> None:
-        """Raise `ConfigError` for settings that only runs of earlier versions can have, which can still be read."""
+    def new_problems(self) -> Iterator[str]:
+        """Yield a message for each setting that only runs of earlier versions can have, which can still be read."""
         if self.kind == "lamb" and self.weight_decay_rule == "independent":
-            raise ConfigError(
+            yield (
                 "weight_decay_rule='independent' does not fit optimizer='lamb', which scales the update with its decay "
                 "to the length of the weight; choose 'decoupled' or 'coupled'"
             )

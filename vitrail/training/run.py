@@ -111,7 +111,7 @@ def train(
     processes = join_processes(config.run.process_seconds)
     with processes.reporting():
         config = processes.from_first(config)
-        config.optimizer.check_new()
+        raise_problems(config.new_problems())
         if initial is not None and config.start.init is None:
             raise ConfigError(
                 "initial: a model was passed, but config.start.init does not say where it comes from; set init to its "
@@ -211,7 +211,11 @@ def resume(
             trained, job, notes = make_network(replace(job, words=saved_words(folder)), model)
             if differences:
                 processes.on_first(lambda: replace_config(folder, job.config))
-            memory, before = _memory_of_resumed(job), record.config.total_steps(record.images)
+            try:
+                memory = check_run_memory(job.config, job.network, job.device, processes)
+            except ConfigError as error:  # its settings are fixed, so the run is not refused
+                memory = f"the run may end for lack of memory: {str(error).partition(';')[0]}"
+            before = record.config.total_steps(record.images)
             run, state = open_run(job, folder, log, started, max_seconds), make_state(job, trained)
             for note in _restore(run, state):
                 run.log.note(note)
@@ -336,14 +340,6 @@ def _check_unfinished(folder: Path, record: Record, steps: int, *, extends: bool
             f"run {folder} is complete, and nothing is left to do: it {did} of its {steps:,} steps. To train it "
             "further, give a larger total with --steps or --epochs"
         )
-
-
-def _memory_of_resumed(job: Job) -> str:
-    """Return a sentence about the memory that a resumed run needs. Its settings are fixed, so it is not refused."""
-    try:
-        return check_run_memory(job.config, job.network, job.device, job.processes)
-    except ConfigError as error:
-        return f"the run may end for lack of memory: {str(error).partition(';')[0]}"
 
 
 def _arguments(names: Sequence[str]) -> str:
@@ -490,7 +486,13 @@ def _train(run: Run, state: TrainState) -> None:
         except NonFiniteLoss as error:
             log.tell("failed", step=state.step, reason=str(error))
             if not _may_keep_start(job) or state.best.step < 0:
-                raise NonFiniteLoss(_advice(error, run.checkpoints)) from None
+                kept = "there is no checkpoint yet"
+                if steps := run.checkpoints.steps():
+                    kept = f"the last good checkpoint is {run.checkpoints.folder}/step-{steps[0]}"
+                raise NonFiniteLoss(
+                    f"{error}: the run diverged, and {kept}. Try a lower --learning-rate, a longer --warmup, or "
+                    "--precision float32"
+                ) from None
             log.note(f"{error}: the run diverged, so the best weights before, of step {state.best.step:,}, stay")
         finally:
             log.show("end")
@@ -563,16 +565,6 @@ def _summary(job: Job, network: nn.Module) -> str:
         f"{len(job.splits.train):,} images, {outputs}: {plural(job.steps, 'step')} of {config.run.batch_size} in "
         f"{config.run.precision} on {job.device}{COMPILED[job.compile]}"
         f"{f', shared by {job.processes.world} processes' if job.processes.are_several else ''}"
-    )
-
-
-def _advice(error: NonFiniteLoss, checkpoints: Checkpoints) -> str:
-    """Return the message of a run that diverged."""
-    kept = "there is no checkpoint yet"
-    if steps := checkpoints.steps():
-        kept = f"the last good checkpoint is {checkpoints.folder}/step-{steps[0]}"
-    return (
-        f"{error}: the run diverged, and {kept}. Try a lower --learning-rate, a longer --warmup, or --precision float32"
     )
 
 

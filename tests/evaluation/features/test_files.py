@@ -108,9 +108,10 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("features.json", '"format": 2', '"format": 3', "format=3 is not 2, which this version of Vitrail"),
-        ("features.json", '"images"', '"pictures"', "unknown field 'pictures'"),
-        ("features.json", "{", "", "features.json cannot be read"),
+        ("features.json", '"format": 2', '"format": 3', "has format 3, written by a newer version"),
+        ("features.json", '"images"', '"pictures"', "unknown field 'pictures'.* vitrail embed"),
+        ("features.json", '"format": 2', '"format": 1', "has format 1.* vitrail embed"),
+        ("features.json", "{", "", "features.json is damaged"),
         ("features.json", '"width": 4', '"width": 5', r"holds float32 of \(3, 4\), not float32 of \(3, 5\)"),
         ("features.json", '"images": 3', '"images": 2', r"not float32 of \(2, 4\)"),
         ("keys.jsonl", '"label": 2', '"label": 3', "line 2 cannot be used: 3 is not a valid target for 3"),

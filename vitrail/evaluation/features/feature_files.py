@@ -14,11 +14,12 @@ from vitrail.data.batch import Skipped
 from vitrail.data.formats.parquet import pyarrow
 from vitrail.data.source import target_from_plain
 from vitrail.data.targets import Target, TargetKind, Targets
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.features.cache import map_features, npy_header
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.files import only_writer, partial_path, replacing_folder, saving
 from vitrail.settings import from_plain, to_plain
+from vitrail.weights.saved import check_format, read_object
 
 FORMAT = 2
 """Version of the files."""
@@ -103,16 +104,12 @@ def _read_about(folder: Path) -> _Written:
         inside = sorted(file.parent.name for file in folder.glob(f"*/{ABOUT}"))
         hint = f"; it has those of {', '.join(inside)}: name one" if inside else ""
         raise DataError(f"{folder} holds no features: it has no {ABOUT}{hint}")
+    values, again = read_object(folder / ABOUT, DataError), "write the features again with vitrail embed"
+    check_format(values.get("format"), FORMAT, folder / ABOUT, DataError, again)
     try:
-        written = from_plain(_Written, json.loads((folder / ABOUT).read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{folder / ABOUT} cannot be read: {error}") from error
-    if written.format != FORMAT:
-        raise DataError(
-            f"{folder / ABOUT}: format={written.format} is not {FORMAT}, which this version of Vitrail reads; install "
-            "a newer one"
-        )
-    return written
+        return from_plain(_Written, values)
+    except ConfigError as error:
+        raise DataError(f"{folder / ABOUT} is damaged, or of another version of Vitrail: {error}; {again}") from error
 
 
 def save_parquet(features: FeatureSet, path: Path) -> None:
