@@ -250,10 +250,8 @@ def try_command(folder: Path, bundle: Bundle, data: str) -> tuple[str, ...]:
 
 def _labels(source: Source, target: Target) -> tuple[str, ...]:
     if target_kind(source) == "numbers" and isinstance(target, tuple):
-        return tuple(
-            f"{name} {f'{value:.6g}'.replace('nan', 'unknown')}"
-            for name, value in zip(source.classes, target, strict=True)
-        )
+        texts = ["unknown" if math.isnan(float(value)) else f"{value:.6g}" for value in target]
+        return tuple(f"{name} {text}" for name, text in zip(source.classes, texts, strict=True))
     return tuple(source.classes[one] for one in class_indices(target))
 
 
