@@ -436,6 +436,15 @@ def test_masks_in_two_formats_are_read_from_png(tmp_path: Path) -> None:
     assert opened(tmp_path).train.target(0).name.endswith(".png")
 
 
+def test_images_that_all_lie_in_folders_of_masks_are_refused_without_labels(tmp_path: Path) -> None:
+    coco(tmp_path)
+    (tmp_path / "masks").mkdir()
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).rename(tmp_path / "masks" / name)
+    with pytest.raises(DataError, match="all images lie in folders of masks"):
+        open_data(tmp_path, validation_share=0.0, unlabelled=True)
+
+
 @pytest.mark.parametrize("channels", [2, 3, 4])
 def test_equal_channels_of_a_mask_are_one_number(tmp_path: Path, channels: int) -> None:
     values = np.full((40, 60, channels), 1, np.uint8)

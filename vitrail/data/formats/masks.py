@@ -89,9 +89,13 @@ def masks_pair_up(root: Path) -> bool:
     Without the list, a folder called masks beside any other folder is taken for a class.
     """
     insides = mask_folders(root)
-    lines = [line.strip() for path in _lists_of_classes(root, insides) for line in lines_of(path)]
-    named = {part for line in lines for part in (line, *re.split(r"[\s,:;]+", line))}  # "cat", or "0: cat"
-    if not lines or named & {place.name for place in class_folders(root)}:
+    listed_names = {
+        part
+        for path in _lists_of_classes(root, insides)
+        for line in lines_of(path)
+        for part in (line.strip(), *re.split(r"[\s,:;]+", line))  # "cat", or "0: cat"
+    }
+    if not listed_names or listed_names & {place.name for place in class_folders(root)}:
         return False
     of_image, missing, _ = _images_of_masks(root, insides, images := ImageFiles(root))
     # A class can have images such as 1.png and 1_gt.png. So masks among the images need to be those of all images.
