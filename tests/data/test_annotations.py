@@ -411,6 +411,40 @@ def test_masks_lie_beside_any_folder_of_images(tmp_path: Path, images: str, fold
         assert set(opened(tmp_path).classes) == {other, "masks"}
 
 
+@pytest.mark.parametrize(
+    ("names", "lines"),
+    [
+        (("cat/1.png", "cat/1_gt.png", "cat/2.png", "dog/1.png"), "kitten\npuppy\n"),  # some names like masks
+        (("cat/1.png", "cat/1_gt.png", "dog/1.png", "dog/1_gt.png"), "0: cat\n1: dog\n"),
+        (("cat/1.png", "cat/1_gt.png", "dog/1.png"), "cat\n\ndog\n"),
+        (("face/1.png", "face_mask/1.png"), "0 a\n1 b\n"),
+    ],
+)
+def test_folders_of_classes_are_no_masks_by_some_names(tmp_path: Path, names: tuple[str, ...], lines: str) -> None:
+    for name in names:
+        picture(tmp_path / name)
+    (tmp_path / "classes.txt").write_text(lines)
+    splits = opened(tmp_path)
+    assert splits.classes == tuple(sorted({name.partition("/")[0] for name in names}))
+    assert keys_of(splits.train) == list(names)
+
+
+def test_masks_in_two_formats_are_read_from_png(tmp_path: Path) -> None:
+    masks(tmp_path, BLANK)
+    for mask in list((tmp_path / "masks").rglob("*.png")):
+        Image.fromarray(BLANK + 1).save(mask.with_suffix(".bmp"))
+    assert opened(tmp_path).train.target(0).name.endswith(".png")
+
+
+def test_images_that_all_lie_in_folders_of_masks_are_refused_without_labels(tmp_path: Path) -> None:
+    coco(tmp_path)
+    (tmp_path / "masks").mkdir()
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).rename(tmp_path / "masks" / name)
+    with pytest.raises(DataError, match="all images lie in folders of masks"):
+        open_data(tmp_path, validation_share=0.0, unlabelled=True)
+
+
 @pytest.mark.parametrize("channels", [2, 3, 4])
 def test_equal_channels_of_a_mask_are_one_number(tmp_path: Path, channels: int) -> None:
     values = np.full((40, 60, channels), 1, np.uint8)

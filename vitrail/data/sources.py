@@ -552,16 +552,16 @@ def _open_boxes(request: Request) -> Splits:
         )
     if _has_class_folders(request):
         notes.append(f"{request.title}: its folders of images are not read as classes, because it has boxes")
-    beside = _beside(request.path) if request.is_folder else ()
-    return replace(splits, notes=(*splits.notes, *notes, *beside))
+    notes += _beside(request.path) if request.is_folder else ()
+    return replace(splits, notes=(*splits.notes, *notes))
 
 
 def _open_masks(request: Request) -> Splits:
     if request.unlabelled:
         return formats.annotated.open_images_alone(request, formats.masks.open_masks, formats.masks.mask_files)
     splits = formats.masks.open_masks(request)
-    lists = (request.path / name for name in formats.masks.LISTS)
-    return replace(splits, notes=(*splits.notes, *_beside(request.path, [path for path in lists if path.is_file()])))
+    lists = [path for name in formats.masks.LISTS if (path := request.path / name).is_file()]
+    return replace(splits, notes=(*splits.notes, *_beside(request.path, lists)))
 
 
 OF_TABLES = ("splits", "image", "label", "separator", "keep_missing", "text")
@@ -698,17 +698,20 @@ def _without_unlabelled(splits: Splits) -> Splits:
     for name, source in splits.sources.items():
         if name != "train" and not _has_known(samples_of(source).targets):
             without: dict[str, Any] = {name: None}
-            note = f"the {name} split is skipped, because none of its images has a label"
-            splits = replace(splits, **without, notes=(*splits.notes, note))
+            splits = replace(
+                splits,
+                **without,
+                notes=(*splits.notes, f"the {name} split is skipped, because none of its images has a label"),
+            )
     return splits
 
 
 def _has_known(targets: Targets) -> bool:
-    """Return True if a target is known: a label, or a pixel with a class in the masks of at most 20 images."""
+    """Return True if a target is known: a label, or a pixel with a class in the masks of at most 200 images."""
     if targets.kind != "mask":
         return bool(targets.known.any())
     masks = targets.values[targets.known]
     try:
-        return any((masks[place].indices() != IGNORED).any() for place in evenly(len(masks), 20))
+        return any((masks[place].indices() != IGNORED).any() for place in evenly(len(masks), 200))
     except UndecodableImage:  # the use of the masks reports it
         return True

@@ -728,8 +728,10 @@ def _now(
 ) -> Iterator[Finding]:
     """Yield a finding if some of the examined images have reasons, of which it states the first."""
     for row, reason in list(reasons.items())[:1]:
-        counted = f"{len(reasons)} of {plural(len(looks), 'checked image')} {text}, such as "
-        counted += f"{printable(source.key(int(looks.index[row])))}: {reason}"
+        counted = (
+            f"{len(reasons)} of {plural(len(looks), 'checked image')} {text}, such as "
+            f"{printable(source.key(int(looks.index[row])))}: {reason}"
+        )
         yield Finding(kind, severity, len(reasons), counted, "", "")
 
 

@@ -221,6 +221,8 @@ def open_images_alone(
         for split, some in splits.items()
         if some
     }
+    if not sources:
+        raise DataError(f"{root}: all images lie in folders of masks; name the folder of the images as the data")
     return splits_from(sources, (*notes, f"{root}: only the images are used, and not their boxes or masks"))
 
 

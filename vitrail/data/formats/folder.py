@@ -127,8 +127,8 @@ def read_folder(
         _loose(root),
         Fault(
             "masks-among-images", "warning", len(masks),
-            f"{root}: skipped {plural(len(masks), 'file')} that their names make masks of other images of the same "
-            f"class: {shown(sorted(masks))}",
+            f"{root}: skipped {plural(len(masks), 'file')} with names of masks of other images in the same class: "
+            f"{shown(sorted(masks))}",
             "These files are skipped.", "Nothing needs to be done, unless they are images of their class: rename them.",
         ),
         *unread_images(root, scan.others, empty),
@@ -141,12 +141,14 @@ def read_folder(
 def masks_among(keys: Sequence[str]) -> list[str]:
     """Return the images of a class that are masks of others of them by their names: 1_mask.png beside 1.png, and those
     in a folder such as masks beside images."""
-    stems = {os.path.splitext(key)[0] for key in keys}  # noqa: PTH122 (many names)
     inner = {Path(folder) for folder in {key.rpartition("/")[0] for key in keys}}
     with_images = {folder.parent for folder in inner if word(folder.name) in IMAGES}
     masks = tuple(f"{one}/" for one in inner if word(one.name) in TARGETS and one.parent in with_images)
-    named = {stem for stem in stems if stem.endswith(("_mask", "-mask")) and stem[:-5] in stems}
-    return [key for key in keys if key.startswith(masks) or (named and os.path.splitext(key)[0] in named)]  # noqa: PTH122
+    named = [key for key in keys if key.rpartition(".")[0].endswith(("_mask", "-mask"))]
+    stems = {key.rpartition(".")[0] for key in keys} if named else set()
+    return [key for key in keys if key.startswith(masks)] + [
+        key for key in named if key.rpartition(".")[0][:-5] in stems
+    ]
 
 
 class Scan:
@@ -533,9 +535,9 @@ def has_classes(root: Path, chosen: SplitNames | None = None) -> bool:
 
 def _are_classes(folders: list[Path]) -> bool:
     """Return True if at least two folders have images, and their names are not those of folders with all images."""
-    words = [word(folder.name) for folder in folders]
-    never = IMAGES if IMAGES.isdisjoint(words) else IMAGES | TARGETS  # "mask" alone can be a class
-    usual = (folder for folder, word in zip(folders, words, strict=True) if word not in never)
+    words = {folder: word(folder.name) for folder in folders}
+    never = IMAGES if IMAGES.isdisjoint(words.values()) else IMAGES | TARGETS  # "mask" alone can be a class
+    usual = (folder for folder in folders if words[folder] not in never)
     return len(list(islice(filter(holds_images, usual), 2))) == 2
 
 

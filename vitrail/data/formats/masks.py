@@ -10,6 +10,7 @@ another value.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from vitrail.data.formats.annotated import (
     ImageFiles,
     divided,
     is_in_masks,
+    lines_of,
     missing_images,
     names_in,
     unlisted_images,
@@ -44,8 +46,8 @@ FOLDERS = (
 LOSSLESS = (".png", ".tif", ".tiff", ".bmp")
 """Suffixes of masks, in lower case. JPEG and WebP change numbers, and GIF may store them in another order."""
 
-MASK_ENDING = re.compile(r"[_-](?:masks?|labels?|seg(?:mentation)?|gt|L|gt(?:Fine|Coarse)_[a-z\d]+)$", re.I)
-"""End of the name of a mask, which the name of its image does not have."""
+MASK_ENDING = re.compile(r"[_-](?:masks?|labels?|seg(?:mentation)?|gt|L|gt(?:Fine|Coarse)_[a-z\d]+)(?=\.[^.]*$)", re.I)
+"""End of the name of a mask before its suffix, which the name of its image does not have."""
 
 KINDS: dict[str, tuple[str, ...]] = {
     "_gtFine_labelTrainIds": (
@@ -87,11 +89,17 @@ def masks_pair_up(root: Path) -> bool:
     Without the list, a folder called masks beside any other folder is taken for a class.
     """
     insides = mask_folders(root)
-    lists = _lists_of_classes(root, insides)
-    if not lists or {line.strip() for line in names_in(lists)} & {place.name for place in class_folders(root)}:
+    listed_names = {
+        part
+        for path in _lists_of_classes(root, insides)
+        for line in lines_of(path)
+        for part in (line.strip(), *re.split(r"[\s,:;]+", line))  # "cat", or "0: cat"
+    }
+    if not listed_names or listed_names & {place.name for place in class_folders(root)}:
         return False
-    of_image, missing, _ = _images_of_masks(root, insides, ImageFiles(root))
-    return bool(of_image) and not missing
+    of_image, missing, _ = _images_of_masks(root, insides, images := ImageFiles(root))
+    # A class can have images such as 1.png and 1_gt.png. So masks among the images need to be those of all images.
+    return bool(of_image) and not missing and (insides != ("",) or 2 * len(of_image) == len(images.inodes))
 
 
 def mask_folders(root: Path) -> tuple[str, ...]:
@@ -103,15 +111,21 @@ def mask_folders(root: Path) -> tuple[str, ...]:
         if found := [folder for some in places for folder in _named_masks(some)]:
             return tuple(f"{folder.relative_to(root).as_posix()}/" for folder in found)
     beside = [root, *inner] if _lists_of_classes(root) else []
-    files = (path for place in beside for path in place.iterdir())
-    return ("",) if any(MASK_ENDING.search(path.stem) and path.suffix.lower() in LOSSLESS for path in files) else ()
+    names = (name for place in beside for name in os.listdir(place) if MASK_ENDING.search(name))  # noqa: PTH208 (many)
+    return ("",) if any(name.lower().endswith(LOSSLESS) for name in names) else ()
 
 
 def _named_masks(folders: Sequence[Path]) -> list[Path]:
-    """Return the first of some folders that is called like masks, or those such as train_masks beside train."""
+    """Return the first of some folders that is called like masks, or those of splits, such as train_masks beside
+    train."""
     names = [folder.name for folder in folders]
     named = [folder for name in FOLDERS for folder in folders if folder.name.lower() == name]
-    paired = [one for one in folders if (pair := PAIRED.fullmatch(one.name)) and pair[1] in names]
+    paired = [
+        one
+        for one in folders
+        # CVAT calls undivided data "default". Other pairs, such as face and face_mask, can be classes.
+        if (pair := PAIRED.fullmatch(one.name)) and pair[1] in names and (split_of(pair[1]) or pair[1] == "default")
+    ]
     found = [one for one in (*named, *paired) if any(path.suffix.lower() in LOSSLESS for path in one.rglob("*"))]
     return found[:1] if {*found} & {*named} else found
 
@@ -129,8 +143,9 @@ def open_masks(request: Request) -> Splits:
     if twice := [name for name, count in Counter(kept).items() if count > 1]:
         raise DataError(f"{title}: several classes are called {listed(twice)}; give each a name of its own")
     places = [-1 if place in skipped else kept.index(name) for place, name in enumerate(names)]
-    lists = root.glob("ImageSets/Segmentation/*.txt")
-    splits, more = divided(images, sorted(of_image), request.choice.splits, sorted(lists))
+    splits, more = divided(
+        images, sorted(of_image), request.choice.splits, sorted(root.glob("ImageSets/Segmentation/*.txt"))
+    )
     sources: dict[Split, Samples] = {}
     for split, keys in splits.items():
         found = [
@@ -183,13 +198,14 @@ def _images_of_masks(
             # The folder of images that is divided like the masks, such as images/train for masks/train.
             near = "/".join(part for part in (above, *top, folder) if part)
             stem = file.rpartition(".")[0]
-            base = MASK_ENDING.sub("", stem)
-            if stem.endswith(tuple(kinds[1:])) or (base == stem and not inside):
+            base = MASK_ENDING.sub("", file).rpartition(".")[0]
+            # A mask that is stored in several formats is read from PNG.
+            is_copy = not file.lower().endswith(".png") and f"{name.rpartition('.')[0]}.png" in images.inodes
+            if is_copy or stem.endswith(tuple(kinds[1:])) or (base == stem and not inside):
                 continue
             # The names of images in Cityscapes, DeepGlobe and Potsdam have endings, too.
-            ends = "", "_leftImg8bit", "_sat", "_RGB"
-            names = [*([stem] if inside else []), *(base + end for end in ends)]
-            key = next(filter(None, (images.find(one, near, split_of(name), outside=outside) for one in names)), None)
+            stems = [*([stem] if inside else []), *(base + end for end in ("", "_leftImg8bit", "_sat", "_RGB"))]
+            key = next(filter(None, (images.find(one, near, split_of(name), outside=outside) for one in stems)), None)
             if key in of_image:
                 raise DataError(
                     f"data {str(root)!r}: the masks {of_image[key]} and {name} both belong to {key}; keep one of them"
@@ -209,8 +225,8 @@ def is_special(line: str) -> bool:
 def _lists_of_classes(root: Path, insides: Sequence[str] = ()) -> list[Path]:
     """Return the lists of classes that have the first name among `LISTS`, in `root`, in its folders of splits and in
     those of masks."""
-    folders = [place for place in class_folders(root) if split_of(place.name)]
-    places = dict.fromkeys([root, *folders, *(root / inside for inside in insides)])
+    splits = (place for place in class_folders(root) if split_of(place.name))
+    places = dict.fromkeys((root, *splits, *(root / inside for inside in insides)))
     found = ([place / name for place in places if (place / name).is_file()] for name in LISTS)
     return next(filter(None, found), [])
 

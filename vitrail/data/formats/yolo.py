@@ -228,8 +228,8 @@ def _label_of(key: str, texts: set[str]) -> str | None:
     stem = re.sub(r"\.[^./]*$", ".txt", key)
     parts = stem.split("/")
     places = [place for place, part in enumerate(parts[:-1]) if word(part) in IMAGES]
-    words = ("labels", "label", "Labels", "LABELS")
-    moved = ["/".join([*parts[:place], word, *parts[place + 1 :]]) for place in reversed(places) for word in words]
+    names = ("labels", "label", "Labels", "LABELS")
+    moved = ["/".join([*parts[:place], name, *parts[place + 1 :]]) for place in reversed(places) for name in names]
     return next((name for name in (*moved, stem, f"labels/{parts[-1]}") if name in texts), None)
 
 
