@@ -107,7 +107,7 @@ def test_the_same_step_can_be_saved_again(saved: Saved, moving: Moving, tmp_path
 def test_a_checkpoint_with_other_tensors_is_refused(
     sizes: tuple[Any, Any], saved: Saved, moving: Moving, tmp_path: Path
 ) -> None:
-    """Such as one of an earlier version, in which a task had other weights."""
+    """In an earlier version, the task of a run can have had other weights."""
     before, after = (None if size is None else torch.ones(size) for size in sizes)
     moving[0].objective.register_buffer("further", before)
     saved(4)

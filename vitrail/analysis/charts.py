@@ -39,7 +39,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#7
 """Colours of series (Okabe and Ito 2008). Yellow is darkened, so that it is visible on white."""
 
 DASHES = ("", "6 4", "1 4", "8 4 1 4")
-"""Dashes of series, by which lines differ without their colours, and by which series of the same colour differ."""
+"""Dashes of series. They distinguish lines without colours, and series of the same colour have different ones."""
 
 SCALE = ((68, 1, 84), (72, 40, 120), (62, 74, 137), (49, 104, 142), (38, 130, 142), (31, 158, 137), (53, 183, 121),
          (109, 205, 89), (180, 222, 44), (253, 231, 37))  # fmt: skip

@@ -237,8 +237,8 @@ def folds(where: str, names: Sequence[str]) -> str:
 
 
 def splits_from(sources: Mapping[Split, Source], notes: Iterable[str] = (), faults: Iterable[Fault] = ()) -> Splits:
-    """Return the splits of some sources. Without a training split, `train` has no samples. Faults about nothing are
-    left out."""
+    """Return the splits of some sources. Without a training split, `train` has no samples. Faults with
+    a count of 0 are left out."""
     train = sources["train"] if "train" in sources else subset(next(iter(sources.values())), [])
     return Splits(
         train,

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vitrail.errors import RunError, SaveError, plural
+from vitrail.errors import RunError, SaveError
 from vitrail.files import disk_problem, partial_path, replacing_folder, saving, sha256, write_json
 from vitrail.processes.group import Processes
 from vitrail.tasks.own_model import BESIDE, without_adapters, write_beside, write_weights
@@ -255,8 +255,8 @@ def _damage(path: Path) -> str | None:
 
 
 def _check_tensors(path: Path, tensors: dict[str, Any]) -> None:
-    """Raise `RunError` unless a checkpoint has the tensors of a state in their sizes. PyTorch would ignore further
-    ones, such as those of a head that an earlier version computed in another way."""
+    """Raise `RunError` unless a checkpoint has the same tensors as a state, in the same sizes. PyTorch would ignore
+    tensors that only the checkpoint has, such as those of a head of an earlier version."""
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     saved = {name: getattr(one, "size", "option") for name, one in metadata.items()}
     own = {name: getattr(one, "shape", "option") for name, one in flatten_state_dict(tensors)[0].items()}
@@ -264,9 +264,9 @@ def _check_tensors(path: Path, tensors: dict[str, Any]) -> None:
     further = (name for name in saved.keys() - own.keys() if saved[name] != "option")
     if others := sorted({*further, *(name for name, size in own.items() if saved.get(name) != size)}):
         raise RunError(
-            f"checkpoint {path} does not fit the run: only one of them has {others[0]}, or in another size "
-            f"({plural(len(others), 'such tensor')}). Another version of Vitrail wrote it, or your own network or task "
-            f"has changed; resume the run with that version, or train again with --like {path.parent.parent}"
+            f"checkpoint {path} does not fit the run: {len(others)} of their tensors, such as {others[0]}, are in one "
+            "of them alone or have another size. Another version of Vitrail wrote it, or your own network or task has "
+            f"changed; resume the run with that version, or train again with --like {path.parent.parent}"
         )
 
 

@@ -541,8 +541,8 @@ class TrainConfig(Checked):
                 )
 
     def new_problems(self) -> Iterator[str]:
-        """Yield a message for each setting that only runs of earlier versions can have, which are read and continued:
-        most are settings that the task does not act on."""
+        """Yield a message for each setting that is refused in new runs. Runs of earlier versions that have it are read
+        and continued. Most of these settings have no effect in the task."""
         yield from self.optimizer.new_problems()
         given = {**vars(self.start), **vars(self.early), **self.model.overrides}
         for name in OF_TRAINED_NETWORK if not self.task.trains_network else ():

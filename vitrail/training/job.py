@@ -188,17 +188,7 @@ def prepare(
     network_config: AnyConfig | None = None
     notes: list[str] = []
     if network is not None:
-        if not isinstance(network, nn.Module) or hasattr(network, "_orig_mod"):
-            raise ConfigError(
-                f"network is a {type(network).__name__}; it must be an nn.Module, and not what torch.compile returns: "
-                "network.compile() compiles it in place"
-            )
-        tensors = [tensor for tensor in (*network.parameters(), *network.buffers()) if not is_lazy(tensor)]
-        if any(tensor.is_meta or tensor.is_inference() for tensor in tensors):
-            raise ConfigError(
-                "network has weights that cannot be trained, because they are on the device meta or were made in "
-                "torch.inference_mode; make the network on a device and outside of that mode"
-            )
+        _check_trainable(network)
         check_settings(config)
         if unused := [f"{name}={value!r}" for name, value in config.model.overrides.items()]:
             notes.append(f"{', '.join(unused)} have no effect, because network=... is trained as it is")
@@ -617,6 +607,21 @@ def check_settings(config: TrainConfig) -> None:
         for name, value, used in settings
         if used
     )
+
+
+def _check_trainable(network: nn.Module) -> None:
+    """Raise `ConfigError` unless an object is a network whose weights can be trained."""
+    if not isinstance(network, nn.Module) or hasattr(network, "_orig_mod"):
+        raise ConfigError(
+            f"network is a {type(network).__name__}; it must be an nn.Module, and not what torch.compile returns: "
+            "network.compile() compiles it in place"
+        )
+    tensors = [tensor for tensor in (*network.parameters(), *network.buffers()) if not is_lazy(tensor)]
+    if any(tensor.is_meta or tensor.is_inference() for tensor in tensors):
+        raise ConfigError(
+            "network has weights that cannot be trained, because they are on the device meta or were made in "
+            "torch.inference_mode; make the network on a device and outside of that mode"
+        )
 
 
 def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:

@@ -196,7 +196,7 @@ class OptimizerConfig(Checked):
             )
 
     def new_problems(self) -> Iterator[str]:
-        """Yield a message for each setting that only runs of earlier versions can have, which can still be read."""
+        """Yield a message for each setting that is refused in new runs. Runs of earlier versions can have it."""
         if self.kind == "lamb" and self.weight_decay_rule == "independent":
             yield (
                 "weight_decay_rule='independent' does not fit optimizer='lamb', which scales the update with its decay "

@@ -726,7 +726,7 @@ def _glance(source: Source) -> Looks:
 def _now(
     kind: str, severity: Severity, reasons: Mapping[int, str], text: str, source: Source, looks: Looks
 ) -> Iterator[Finding]:
-    """Yield a finding if some of the examined images have reasons, of which it states the first."""
+    """Yield a finding about the examined images that have a reason. It states the first reason."""
     for row, reason in list(reasons.items())[:1]:
         counted = (
             f"{len(reasons)} of {plural(len(looks), 'checked image')} {text}, such as "

@@ -139,8 +139,8 @@ def read_folder(
 
 
 def masks_among(keys: Sequence[str]) -> list[str]:
-    """Return the images of a class that are masks of others of them by their names: 1_mask.png beside 1.png, and those
-    in a folder such as masks beside images."""
+    """Return the images of a class whose names are those of masks: 1_mask.png beside 1.png, and all images in a folder
+    such as masks/ beside images/."""
     inner = {Path(folder) for folder in {key.rpartition("/")[0] for key in keys}}
     with_images = {folder.parent for folder in inner if word(folder.name) in IMAGES}
     masks = tuple(f"{one}/" for one in inner if word(one.name) in TARGETS and one.parent in with_images)

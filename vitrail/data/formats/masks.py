@@ -47,7 +47,7 @@ LOSSLESS = (".png", ".tif", ".tiff", ".bmp")
 """Suffixes of masks, in lower case. JPEG and WebP change numbers, and GIF may store them in another order."""
 
 MASK_ENDING = re.compile(r"[_-](?:masks?|labels?|seg(?:mentation)?|gt|L|gt(?:Fine|Coarse)_[a-z\d]+)(?=\.[^.]*$)", re.I)
-"""End of the name of a mask before its suffix, which the name of its image does not have."""
+"""The end of a mask's name, before the suffix. The name of the image lacks it."""
 
 KINDS: dict[str, tuple[str, ...]] = {
     "_gtFine_labelTrainIds": (
